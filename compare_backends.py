@@ -1,0 +1,215 @@
+"""Do two backends, or all configurations of a matrix, give the same run? Compare loss curves and parity dumps.
+
+  compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
+  compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
+  compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
+
+A log is a metrics.jsonl, a run folder that holds one, or the text that a run printed.
+Exit code: 0 everything passed, 1 something did not, 2 nothing could be compared.
+"""
+
+import argparse
+import math
+import signal
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from trainer.compare.dumps import add_dumps
+from trainer.compare.logs import read_run
+from trainer.compare.matrix import check_args, load_matrix, matrix_thresholds
+from trainer.compare.parity import Thresholds, compare_runs
+from trainer.compare.plots import plot_comparisons, require_matplotlib
+from trainer.compare.report import comparison_dict, comparison_text, write_json
+from trainer.compare.run_matrix import run_matrix
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parent
+LOG_ONLY = ("deepspeed_log", "fsdp2_log", "logs", "reference", "dumps", "plot", "json", "max_rows")
+RUN_ONLY = ("output_dir", "only", "jobs", "timeout")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError("arguments", message, "see --help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    own_args, dashes, train_args = _split_at_dashes(argv)
+    try:
+        options = build_parser().parse_args(own_args)
+        _check_mode(options, dashes)
+        passed = _run(options, train_args) if options.run else _compare_logs(options)
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0 if passed else 1
+
+
+def build_parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    logs = parser.add_argument_group("comparing logs")
+    logs.add_argument("--deepspeed_log", metavar="LOG")
+    logs.add_argument("--fsdp2_log", metavar="LOG")
+    logs.add_argument("--logs", nargs="+", metavar="NAME=LOG")
+    logs.add_argument(
+        "--reference", metavar="NAME", help="compare with this one (default: deepspeed, or the first log)"
+    )
+    logs.add_argument("--dumps", nargs="+", metavar="NAME=DIR", help="folders written by --parity_dump, by name of log")
+    logs.add_argument("--plot", metavar="PNG", help="draw the loss curves and the relative differences")
+    logs.add_argument("--json", metavar="JSON", help="write every number of the comparison")
+    logs.add_argument("--max_rows", type=positive_integer, metavar="N", help="longest table to print (default: 40)")
+    run = parser.add_argument_group("launching a matrix (TRAIN_ARGS run in the folder of this script)")
+    run.add_argument("--run", metavar="MATRIX", help="quick, full, or a YAML file")
+    run.add_argument("--output_dir", metavar="DIR", help="for runs, logs and reports (default: runs/compare-<time>)")
+    run.add_argument("--only", metavar="REGEX", help="only the configurations whose name it is found in")
+    run.add_argument("--jobs", type=positive_integer, metavar="N", help="configurations at a time (default: 1)")
+    run.add_argument(
+        "--timeout", type=positive_integer, metavar="SECONDS", help="for each configuration (default: 600)"
+    )
+    limits = parser.add_argument_group("largest relative differences allowed")
+    loss_help = "of the loss (default: 0.05; with --run 1e-5, and 1e-2 for bf16 and fp16)"
+    limits.add_argument("--threshold", type=non_negative_number, metavar="X", help=loss_help)
+    norm_help = "of the grad norm (default: 10 times that of the loss; with --run not judged for bf16 and fp16)"
+    limits.add_argument("--grad_norm_threshold", type=non_negative_number, metavar="X", help=norm_help)
+    dump_help = "of any gradient or weight in the dumps (default: 1e-4; with --run not judged for bf16 and fp16)"
+    limits.add_argument("--dump_threshold", type=non_negative_number, metavar="X", help=dump_help)
+    return parser
+
+
+def non_negative_number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
+def positive_integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in argv:
+        return argv, False, []
+    at = argv.index("--")
+    return argv[:at], True, argv[at + 1 :]
+
+
+def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
+    """Refuse the flags that the chosen mode would not look at."""
+    unused = LOG_ONLY if options.run else RUN_ONLY
+    for flag in unused:
+        if vars(options)[flag] is not None:
+            raise UserError(f"--{flag}", "is of no use " + ("with --run" if options.run else "without --run"))
+    if dashes and not options.run:
+        raise UserError("--", "arguments for training without --run", "--run MATRIX -- TRAIN_ARGS")
+
+
+def _run(options: argparse.Namespace, train_args: list[str]) -> bool:
+    if not train_args:
+        raise UserError("--run", "no arguments for training", "--run MATRIX -- TRAIN_ARGS")
+    check_args("TRAIN_ARGS", train_args)
+    configurations = load_matrix(options.run, options.only)
+    output_dir = Path(options.output_dir or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was launched is ended
+    passed = run_matrix(
+        configurations,
+        train_args,
+        partial(
+            matrix_thresholds,
+            loss=options.threshold,
+            grad_norm=options.grad_norm_threshold,
+            dump=options.dump_threshold,
+        ),
+        cwd=ROOT,
+        output_dir=output_dir,
+        num_parallel=options.jobs or 1,
+        timeout=options.timeout or 600,
+    )
+    print(f"{'PASS' if passed else 'FAIL'}: {output_dir}/report.md, report.json, report.png")
+    return passed
+
+
+def _compare_logs(options: argparse.Namespace) -> bool:
+    if options.plot:
+        require_matplotlib("--plot")
+    paths = _log_paths(options)
+    names = list(paths)
+    reference_name = options.reference or names[0]
+    if reference_name not in paths:
+        raise UserError("--reference", repr(reference_name), ", ".join(names))
+    dumps = _dump_paths(options, names, reference_name)
+    thresholds = _log_thresholds(options)
+
+    reference = read_run(reference_name, paths.pop(reference_name))
+    runs = [read_run(name, path) for name, path in paths.items()]
+    comparisons = [compare_runs(reference, run, thresholds) for run in runs]
+    for comparison in comparisons:
+        if comparison.name in dumps:
+            add_dumps(comparison, dumps[reference_name], dumps[comparison.name])
+        print(comparison_text(comparison, options.max_rows or 40), end="\n\n")
+    passed = all(comparison.passed for comparison in comparisons)
+    if options.json:
+        rows = [comparison_dict(comparison) for comparison in comparisons]
+        head = {"reference": reference_name, "thresholds": asdict(thresholds)}
+        write_json(options.json, {**head, "comparisons": rows, "passed": passed})
+    if options.plot:
+        plot_comparisons(options.plot, [reference, *runs], comparisons)
+    print("PASS" if passed else "FAIL")
+    return passed
+
+
+def _log_thresholds(options: argparse.Namespace) -> Thresholds:
+    loss, grad_norm, dump = options.threshold, options.grad_norm_threshold, options.dump_threshold
+    loss = 0.05 if loss is None else loss  # 0 is allowed: bitwise equal
+    return Thresholds(loss, 10 * loss if grad_norm is None else grad_norm, 1e-4 if dump is None else dump)
+
+
+def _log_paths(options: argparse.Namespace) -> dict[str, str]:
+    """The log of each run by its name, the default reference first."""
+    pair = {"deepspeed": options.deepspeed_log, "fsdp2": options.fsdp2_log}
+    given = [name for name, path in pair.items() if path]
+    if options.logs and given:
+        raise UserError("--logs", f"together with --{given[0]}_log", "one or the other")
+    if options.logs:
+        paths = _named_paths("--logs", options.logs)
+        if len(paths) < 2:
+            raise UserError("--logs", "one log", "two or more")
+        return paths
+    if len(given) < 2:
+        raise UserError("arguments", "no two logs", "--deepspeed_log A --fsdp2_log B, --logs a=A b=B, or --run MATRIX")
+    return pair
+
+
+def _named_paths(flag: str, items: list[str]) -> dict[str, str]:
+    paths = {}
+    for item in items:
+        name, _, path = item.partition("=")
+        if not name or not path or name in paths:
+            raise UserError(flag, repr(item), "NAME=PATH, each name once")
+        paths[name] = path
+    return paths
+
+
+def _dump_paths(options: argparse.Namespace, names: list[str], reference: str) -> dict[str, str]:
+    if not options.dumps:
+        return {}
+    dumps = _named_paths("--dumps", options.dumps)
+    if unknown := [name for name in dumps if name not in names]:
+        raise UserError("--dumps", repr(unknown[0]), f"the names of the logs: {', '.join(names)}")
+    if reference not in dumps or len(dumps) < 2:
+        raise UserError("--dumps", ", ".join(dumps), f"the reference ({reference}) and at least one other")
+    return dumps
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

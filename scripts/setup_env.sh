@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Create .venv and install the trainer into it; does nothing when it is there already. Source it or run it.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="${PYTHON:-python3}"
+STAMP="$ROOT/.venv/.installed"
+WANTED="$(cat "$ROOT/setup.py" "$ROOT/constraints.txt" | cksum)"
+if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
+    echo "installing into $ROOT/.venv (a few minutes, once)"
+    [[ -x "$ROOT/.venv/bin/python" ]] || "$PYTHON" -m venv "$ROOT/.venv"
+    "$ROOT/.venv/bin/pip" install --quiet --upgrade-strategy only-if-needed -c "$ROOT/constraints.txt" "torch==2.13.0"
+    "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    echo "$WANTED" > "$STAMP"
+fi
+export PATH="$ROOT/.venv/bin:$PATH"

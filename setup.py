@@ -1,0 +1,34 @@
+"""Packaging. The tested versions are in constraints.txt; the ranges here are what the code needs."""
+
+from setuptools import find_packages, setup
+
+COMMANDS = ["train_sft", "make_demo"]
+
+setup(
+    name="trainer",
+    version="0.1.0",
+    description="SFT and RLHF training of Hugging Face causal LMs: one loss curve, whatever the layout",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["trainer", "trainer.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.16,<6",
+        "deepspeed>=0.19",
+        "datasets>=4",
+        "safetensors",
+        "jsonargparse>=4.40",
+        "pyyaml",
+        "tqdm",
+        "matplotlib",
+    ],
+    extras_require={
+        "flash": ["flash-attn>=2.8", "ring-flash-attn>=0.1.8"],
+        "liger": ["liger-kernel>=0.6"],
+        "vllm": ["vllm>=0.32"],
+        "wandb": ["wandb"],
+        "tensorboard": ["tensorboard"],
+        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard"],
+    },
+    entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},
+)

@@ -1,0 +1,285 @@
+"""load_rows: every kind of set gives its rows unchanged, mixes are exact, and a fault is told by file and line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.datasets.loading import find_json_fault, load_rows
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="real data absent: ../shared/data")
+ROWS = [{"q": "one", "a": "1"}, {"q": 'two, "too"\nlines', "a": ""}, {"q": "ünï – 三", "a": "NA"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
+
+
+def load(names, **options):
+    return load_rows(str(names), flag="--dataset", **{"split": "train", **options})
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def error_of(names, **options) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(names, **options)
+    assert "\n" not in str(caught.value)
+    error = caught.value
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)  # no chained traceback
+    return error
+
+
+def write_set(kind: str, folder: Path) -> Path:
+    table = datasets.Dataset.from_list(ROWS)
+    if kind in ("jsonl", "folder of jsonl"):
+        path = write_jsonl(folder / "rows.jsonl", ROWS)
+    elif kind == "json":
+        path = folder / "rows.json"
+        path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
+    elif kind in ("csv", "folder of csv"):
+        path = folder / "rows.csv"
+        table.to_csv(str(path))
+    elif kind == "parquet":
+        path = folder / "rows.parquet"
+        table.to_parquet(str(path))
+    elif kind == "arrow":
+        path = folder / "rows.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.data.table.schema) as writer:
+            writer.write_table(table.data.table)
+    elif kind == "save_to_disk":
+        path = folder / "saved"
+        table.save_to_disk(str(path))
+    else:
+        path = folder / "splits"
+        datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(str(path))
+    return folder if kind.startswith("folder") else path
+
+
+KINDS = ["jsonl", "json", "csv", "parquet", "arrow", "folder of jsonl", "folder of csv", "save_to_disk", "DatasetDict"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_set_gives_the_rows_as_written(kind, tmp_path, capfd):
+    path = write_set(kind, tmp_path)
+    capfd.readouterr()
+    assert load(path).to_list() == ROWS
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"a": "old"}])
+    old = load(path)
+    new = load(write_jsonl(path, [{"a": "new"}]))
+    assert (old["a"][:], new["a"][:]) == (["old"], ["new"])
+    assert old._fingerprint != new._fingerprint  # so no sample tokenized from the old rows is found again
+
+
+def test_csv_values_stay_texts(tmp_path):
+    (tmp_path / "x.csv").write_text("q,a\n007,1.50\n,None\n")
+    assert load(tmp_path / "x.csv").to_list() == [{"q": "007", "a": "1.50"}, {"q": "", "a": "None"}]
+
+
+@needs_data
+def test_real_file_has_the_rows_that_json_reads():
+    path = DATA / "gsm8k" / "test.jsonl"
+    assert load(path).to_list() == [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_splits_of_a_folder(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"a": "train"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"a": "test"}])
+    assert load(tmp_path, split="test")["a"][:] == ["test"]
+    error = error_of(tmp_path, split="dev")
+    assert error.where == f"--dataset {tmp_path}" and "'dev'" in error.found
+    assert sorted(error.allowed.split(", ")) == ["test", "train"]
+
+
+def test_unknown_split_of_a_file_and_of_a_saved_dict(tmp_path):
+    assert error_of(write_set("jsonl", tmp_path), split="test").allowed == "train"
+    assert error_of(write_set("DatasetDict", tmp_path), split="dev").allowed == "train, test"
+
+
+def test_max_samples_takes_the_first_rows_of_each_set(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"x": f"a{i}"} for i in range(5)])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"x": f"b{i}"} for i in range(2)])
+    assert load(f"{a},{b}", max_samples=3)["x"][:] == ["a0", "a1", "a2", "b0", "b1"]
+    assert error_of(a, max_samples=0).where == "--max_samples"
+
+
+def test_sets_without_probs_follow_each_other_and_lack_nothing_but_columns(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"x": "1"}])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"x": "2", "y": "3"}])
+    assert load(f"{a}, {b}").to_list() == [{"x": "1", "y": None}, {"x": "2", "y": "3"}]
+
+
+def test_mix_holds_every_row_once_in_its_sets_order_and_by_the_seed(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"x": f"a{i:03}"} for i in range(300)])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"x": f"b{i:03}"} for i in range(100)])
+    mix = load(f"{a},{b}", probs="9,1", seed=1)["x"][:]
+    for letter, num in (("a", 300), ("b", 100)):
+        assert [x for x in mix if x[0] == letter] == [f"{letter}{i:03}" for i in range(num)]
+    # 9 : 1 while both last: 200 draws of b have mean 20 and a standard deviation of 4.2
+    assert 5 <= sum(x[0] == "b" for x in mix[:200]) <= 35
+    assert mix == load(f"{a},{b}", probs="0.9,0.1", seed=1)["x"][:]
+    assert mix != load(f"{a},{b}", probs="9,1", seed=2)["x"][:]
+
+
+@pytest.mark.parametrize("probs", ["0.5", "0.5,0.3,0.2", "0.5,0", "0.5,-1", "0.5,nan", "0.5,inf", "0.5,half", "0.5,"])
+def test_probs_that_do_not_fit(probs, tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"x": "1"}])
+    assert error_of(f"{a},{a}", probs=probs).where == "--dataset_probs"
+
+
+def test_sets_whose_columns_have_other_types(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"x": "1"}])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"x": 1}])
+    text = str(error_of(f"{a},{b}"))
+    assert "'x'" in text and f"string in {a}" in text and f"int64 in {b}" in text
+
+
+def test_conversations_with_other_keys_and_wide_texts_are_mixed_unchanged(tmp_path):
+    plain = [{"m": [{"role": "user", "content": "5"}]}]
+    named = [{"m": [{"content": '{"a": 1}', "role": "user", "name": "n"}]}]
+    a, b = write_jsonl(tmp_path / "a.jsonl", plain), write_jsonl(tmp_path / "b.jsonl", named)
+    assert load(f"{a},{b}").to_list() == plain + named
+    datasets.Dataset(pa.table({"x": pa.array(["wide"], pa.large_string())})).to_parquet(str(tmp_path / "w.parquet"))
+    c = write_jsonl(tmp_path / "c.jsonl", [{"x": "narrow"}])
+    assert load(f"{tmp_path / 'w.parquet'},{c}")["x"][:] == ["wide", "narrow"]
+
+
+def test_a_key_that_first_appears_after_megabytes_is_read(tmp_path):
+    path = write_jsonl(tmp_path / "late.jsonl", [{"a": "x" * 10_000}] * 1200 + [{"a": "y", "b": "late"}])
+    rows = load(path)
+    assert rows[1200] == {"a": "y", "b": "late"} and rows[0]["b"] is None
+
+
+FAULTS = {
+    "broken": ('{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n', "line 3", ["broken JSON"]),
+    "cut off": ('{"a": "x"}\n{"a": "y', "line 2", ["broken JSON"]),
+    "a list": ('{"a": "x"}\n["x"]\n', "line 2", ["list", "object"]),
+    "a number": ('{"a": "x"}\n5\n', "line 2", ["number", "object"]),
+    "number for text": ('{"a": "x"}\n{"a": null}\n{"a": 5}\n', "line 3", ["'a'", "number", "string in line 1"]),
+    "text for number": ('{"b": "x", "a": 5}\n{"a": "x"}\n', "line 2", ["'a'", "string", "number in line 1"]),
+    "list for text": ('{"a": "x"}\n{"a": ["x"]}\n', "line 2", ["'a'", "list", "string in line 1"]),
+    "flag for text": ('{"a": "x"}\n{"a": true}\n', "line 2", ["'a'", "boolean", "string in line 1"]),
+}
+
+
+@pytest.mark.parametrize("content, place, words", FAULTS.values(), ids=FAULTS)
+def test_a_faulty_line_is_named(content, place, words, tmp_path, capfd):
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    error = error_of(path)
+    assert error.where == f"--dataset {path} {place}"
+    assert all(word in error.found for word in words), error.found
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_faulty_item_of_a_json_array(tmp_path):
+    (tmp_path / "x.json").write_text('[{"a": "x"},\n {"a": 5}]')
+    assert error_of(tmp_path / "x.json").where.endswith("x.json item 2")
+    (tmp_path / "x.json").write_text('[{"a": "x"},\n {"a": "y"]')
+    assert error_of(tmp_path / "x.json").where.endswith("x.json line 2")
+
+
+def test_a_faulty_line_in_a_folder_names_the_file(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.jsonl").write_text('{"q": "x", "a": "y"}\n{"q"}\n')
+    assert str(tmp_path / "b.jsonl") + " line 2" in error_of(tmp_path).where
+
+
+def test_a_line_that_is_not_utf8(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": "x"}\n{"a": "\xe9"}\n')
+    error = error_of(tmp_path / "x.jsonl")
+    assert error.where.endswith("line 2") and "UTF-8" in error.found
+
+
+EMPTY = [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "a,b\n"), ("x.csv", "")]
+
+
+@pytest.mark.parametrize("name, content", EMPTY)
+def test_an_empty_set(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    error = error_of(tmp_path / name)
+    assert error.where == f"--dataset {tmp_path / name}" and error.found == "no rows"
+
+
+def test_what_is_not_there(tmp_path):
+    for name in (tmp_path / "no.jsonl", "./no.csv", "data/no.parquet", "a/b/c/d"):
+        error = error_of(name)
+        assert error.where == f"--dataset {name}" and error.found == "file not found"
+    assert error_of(tmp_path).found == "no data files in this folder"
+    assert error_of(" , ").where == "--dataset"
+
+
+def test_files_of_the_wrong_kind(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    assert ".jsonl" in error_of(tmp_path / "x.txt").allowed
+    (tmp_path / "x.parquet").write_text("no parquet")
+    error = error_of(tmp_path / "x.parquet")
+    assert error.where.endswith("x.parquet") and "cannot be read" in error.found
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n1,2,3\n")
+    assert "line 3" in error_of(tmp_path / "x.csv").found
+
+
+TWO_FAULTS = """
+import sys
+from trainer.datasets.loading import load_rows
+from trainer.errors import UserError
+for name in sys.argv[1:]:
+    try:
+        load_rows(name, flag="--dataset", split="train")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_faults_are_one_line_each_and_a_name_unknown_to_the_hub_says_both(tmp_path):
+    broken = tmp_path / "x.jsonl"
+    broken.write_text('{"a": "x"}\n{"a"\n')
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TWO_FAULTS, str(broken), "no/such-set"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    first, second = run.stdout.splitlines()
+    assert first.startswith(f"--dataset {broken} line 2: broken JSON")
+    assert second.startswith("--dataset no/such-set: no such file or folder, and not to be had from the hub: ")
+    assert "Failed" not in run.stderr and "Generating" not in run.stderr  # no log line, no bar of the library
+
+
+json_values = st.dictionaries(st.sampled_from("abc"), st.text(max_size=8), min_size=1, max_size=3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(json_values, min_size=1, max_size=6), st.data())
+def test_the_first_broken_line_is_found_wherever_it_is(tmp_path_factory, rows, data):
+    path = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    lines = [json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines))
+    assert find_json_fault(str(path)) is None
+    broken = data.draw(st.integers(0, len(lines) - 1))
+    lines[broken:] = [line[:-1] for line in lines[broken:]]
+    path.write_text("\n".join(lines))
+    place, found = find_json_fault(str(path))
+    assert place == f"line {broken + 1}" and "broken JSON" in found
+
+
+def test_mixing_three_real_sizes_keeps_the_counts(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", [{"x": str(n)}] * n) for n in (1, 7, 50)]
+    mix = load(",".join(map(str, paths)), probs="0.2,0.5,0.3")["x"][:]
+    assert Counter(mix) == {"1": 1, "7": 7, "50": 50}

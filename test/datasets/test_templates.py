@@ -1,0 +1,223 @@
+"""render_chat: the template's own tokens, loss on the assistant's words and their stop token, and never by a guess."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from trainer.datasets.templates import load_chat_template, render_chat
+from trainer.errors import UserError
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
+
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+CHATML += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+# One block per assistant turn, around its content and stop token.
+MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' -%}
+{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"""
+# Like Qwen3 or DeepSeek: the thoughts of all turns but the last are taken out.
+FORGETFUL = """{% for m in messages %}{% set text = m.content if loop.last else m.content.split('</think>')[-1] -%}
+{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor -%}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+INST = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "Hello there."},
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "It is 2\nor so."},
+]
+
+
+def tiny(template=CHATML, **special):
+    file = DATA / "tokenizers" / "torchtune-tiny-bpe-2k" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>", **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spans(tokenizer, input_ids, loss_mask) -> list[str]:
+    """The decoded runs of loss tokens."""
+    assert len(input_ids) == len(loss_mask) and set(loss_mask) <= {0, 1}
+    runs = groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0])
+    return [tokenizer.decode([token for _, token in run]) for marked, run in runs if marked]
+
+
+def by_hand(messages) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+def refusal(tokenizer, messages=TALK, multiturn=False) -> str:
+    with pytest.raises(UserError) as caught:
+        render_chat(tokenizer, messages, multiturn=multiturn)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["difference", "generation markers"])
+def test_last_turn_or_every_turn_with_its_stop_token_and_nothing_behind_it(template):
+    tokenizer = tiny(template)
+    input_ids, last = render_chat(tokenizer, TALK, multiturn=False)
+    assert input_ids == tokenizer(by_hand(TALK), add_special_tokens=False)["input_ids"]
+    assert spans(tokenizer, input_ids, last) == ["It is 2\nor so.<|im_end|>"]
+    same_ids, every = render_chat(tokenizer, TALK, multiturn=True)
+    assert same_ids == input_ids
+    assert spans(tokenizer, input_ids, every) == ["Hello there.<|im_end|>", "It is 2\nor so.<|im_end|>"]
+    assert tokenizer.decode(input_ids[-1:]) == "\n" and every[-1] == 0
+
+
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_real_conversations_by_both_ways(multiturn):
+    plain, marked = tiny(CHATML), tiny(MARKED)
+    lines = (DATA / "oasst100" / "sft.jsonl").read_text(encoding="utf-8").splitlines()
+    talks = [json.loads(line)["messages"] for line in lines]
+    talks = [talk for talk in talks if all(m["content"].isascii() for m in talk)][:60]  # the vocabulary lacks the rest
+    assert any(len(talk) > 2 for talk in talks)
+    for messages in talks:
+        input_ids, loss_mask = render_chat(plain, messages, multiturn=multiturn)
+        answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+        assert spans(plain, input_ids, loss_mask) == (answers if multiturn else answers[-1:])
+        assert render_chat(marked, messages, multiturn=multiturn) == (input_ids, loss_mask)
+
+
+def test_a_template_without_generation_prompt_and_one_bos():
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "models" / "stories260K-hf")
+    tokenizer.chat_template = INST
+    input_ids, loss_mask = render_chat(tokenizer, TALK[1:], multiturn=True)
+    assert input_ids.count(tokenizer.bos_token_id) == 1 and input_ids[0] == tokenizer.bos_token_id
+    assert [text.strip() for text in spans(tokenizer, input_ids, loss_mask)] == [
+        "Hello there.</s>",
+        "It is 2\nor so.</s>",
+    ]
+
+
+def test_messages_after_the_last_answer_are_left_out():
+    tokenizer = tiny()
+    more = [*TALK, {"role": "user", "content": "thanks"}]
+    assert render_chat(tokenizer, more, multiturn=False) == render_chat(tokenizer, TALK, multiturn=False)
+
+
+def test_no_answer_and_empty_answers_have_no_loss():
+    tokenizer = tiny()
+    input_ids, loss_mask = render_chat(tokenizer, TALK[:2], multiturn=True)
+    assert input_ids == tokenizer(by_hand(TALK[:2]))["input_ids"] and sum(loss_mask) == 0
+    empty = [*TALK[:4], {"role": "assistant", "content": " \n"}]
+    assert sum(render_chat(tokenizer, empty, multiturn=False)[1]) == 0
+    assert spans(tokenizer, *render_chat(tokenizer, empty, multiturn=True)) == ["Hello there.<|im_end|>"]
+    assert render_chat(tokenizer, [], multiturn=True) == ([], [])
+
+
+def test_an_empty_turn_between_marked_ones_is_not_trained():
+    talk = [*TALK[:2], {"role": "assistant", "content": ""}, *TALK[3:]]
+    for template in (
+        MARKED,
+        CHATML,
+        MARKED.replace("{{ m.content + '<|im_end|>' }}{% endgen", "{{ m.content }}{% endgen"),
+    ):
+        texts = spans(tiny(), *render_chat(tiny(template), talk, multiturn=True))
+        assert [text.removesuffix("<|im_end|>") for text in texts] == ["It is 2\nor so."]
+
+
+def test_a_template_that_rewrites_history_trains_the_last_turn_or_is_refused():
+    tokenizer = tiny(FORGETFUL)
+    talk = [dict(m) for m in TALK]
+    talk[2]["content"], talk[4]["content"] = "<think>a</think>Hello.", "<think>b</think>It is 2."
+    masked = spans(tokenizer, *render_chat(tokenizer, talk, multiturn=False))
+    assert masked == ["<think>b</think>It is 2.<|im_end|>"]
+    text = refusal(tokenizer, talk, multiturn=True)
+    assert "differently" in text and "{% generation %}" in text and "--multiturn" in text
+
+
+def test_markers_on_a_template_that_drops_thoughts_are_refused():
+    tokenizer = tiny(MARKED.replace("m.content", "m.content.split('</think>')[-1]"))
+    talk = [*TALK[:2], {"role": "assistant", "content": "<think>a</think>Hello."}]
+    assert "message 3" in refusal(tokenizer, talk)
+
+
+def test_a_generation_prompt_that_the_answer_does_not_have_is_refused():
+    tokenizer = tiny(CHATML.replace("assistant\n", "assistant\n<think>\n"))
+    for multiturn in (False, True):
+        assert "{% generation %}" in refusal(tokenizer, multiturn=multiturn)
+
+
+def test_a_template_that_ignores_the_generation_prompt_would_train_its_header():
+    assert "add_generation_prompt" in refusal(tiny(CHATML.split("{% if add_gen")[0]))
+
+
+def test_markers_that_mark_nothing_or_the_wrong_words_are_refused():
+    nothing = MARKED.replace("m.role == 'assistant'", "m.role == 'robot'")
+    assert "0 runs of tokens for 2 assistant turns" in refusal(tiny(nothing), multiturn=True)
+    users = MARKED.replace("m.role == 'assistant'", "m.role == 'user'")
+    assert "do not hold its text" in refusal(tiny(users))
+    everything = "{% generation %}" + CHATML + "{% endgeneration %}"
+    assert "1 runs of tokens for 2 assistant turns" in refusal(tiny(everything))
+
+
+def test_a_conversation_that_opens_with_the_assistant():
+    talk = [{"role": "assistant", "content": "Welcome."}, *TALK[1:]]
+    assert "opens" in refusal(tiny(), talk, multiturn=True)
+    assert spans(tiny(), *render_chat(tiny(), talk, multiturn=False)) == ["It is 2\nor so.<|im_end|>"]
+    assert len(spans(tiny(), *render_chat(tiny(MARKED), talk, multiturn=True))) == 3
+
+
+def test_a_token_that_spans_prompt_and_answer_is_the_answers():
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(DATA / "tokenizers" / "gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':\n' + m.content + '<|endoftext|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\n\nyes"}]
+    input_ids, loss_mask = render_chat(tokenizer, talk, multiturn=False)
+    assert input_ids == tokenizer("user:\nhi<|endoftext|>assistant:\n\n\nyes<|endoftext|>")["input_ids"]
+    assert spans(tokenizer, input_ids, loss_mask) == ["\n\n\nyes<|endoftext|>"]  # GPT-2 has one token for two newlines
+
+
+def test_what_the_template_itself_refuses_is_told_in_its_words():
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('must start\nwith a user') }}{% endif %}" + CHATML
+    assert "must start with a user" in refusal(tiny(strict))
+
+
+def test_no_template():
+    assert "--tokenizer_chat_template" in refusal(tiny(None))
+    assert "--tokenizer_chat_template" in refusal(tiny({"tool_use": CHATML}))
+    assert render_chat(tiny({"default": CHATML}), TALK, multiturn=True) == render_chat(tiny(), TALK, multiturn=True)
+
+
+def test_load_chat_template(tmp_path):
+    tokenizer = tiny(None)
+    load_chat_template(None, tokenizer)
+    assert tokenizer.chat_template is None
+    load_chat_template(CHATML, tokenizer)
+    assert tokenizer.chat_template == CHATML
+    (tmp_path / "t.jinja").write_text(MARKED)
+    load_chat_template(str(tmp_path / "t.jinja"), tokenizer)
+    assert tokenizer.chat_template == MARKED
+    (tmp_path / "plain.txt").write_text("no template")
+    for value in (str(tmp_path / "absent.jinja"), str(tmp_path / "plain.txt"), "\n\n{% for m in %}"):
+        with pytest.raises(UserError, match=r"^--tokenizer_chat_template: "):
+            load_chat_template(value, tokenizer)
+
+
+# The small vocabulary lacks most characters beyond these and drops them.
+words = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=30)
+texts = st.lists(words, min_size=1, max_size=3).map("\n".join).map(str.strip).filter(bool)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4), st.sampled_from([CHATML, MARKED]))
+def test_the_masked_spans_are_the_answers(pairs, template):
+    messages = []
+    for question, answer in pairs:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    tokenizer = tiny(template)
+    masked = spans(tokenizer, *render_chat(tokenizer, messages, multiturn=True))
+    assert masked == [answer + "<|im_end|>" for _, answer in pairs]

@@ -1,0 +1,97 @@
+"""The plain loop that parity is measured against: one process, one sample per forward pass, fp32.
+
+    python test/reference.py <the flags of train_sft>
+
+A transformers model, torch AdamW and this file: no strategy, no wrapper, no packing, no padding, no collectives. It
+takes the flags of train_sft and ignores those that only choose a layout. It shares with the trainer the parsing of flags
+and the reading of data (which have tests of their own), and nothing of the training.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from trainer.cli.train_sft import load_data, parse
+from trainer.datasets.templates import load_chat_template
+from trainer.strategies.data_order import epoch_order
+
+
+def sample_loss(model, sample: dict) -> torch.Tensor:
+    """Sum of -log p over the loss tokens of one sample: logits at t predict token t + 1."""
+    input_ids, loss_mask = torch.tensor([sample["input_ids"]]), torch.tensor(sample["loss_mask"]).bool()
+    logits = model(input_ids=input_ids).logits[0, :-1].float()
+    losses = F.cross_entropy(logits, input_ids[0, 1:], reduction="none")
+    return losses[loss_mask[1:]].sum()
+
+
+def dump(tensors: dict, folder: str, name: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    save_file({key: value.detach().clone() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
+
+
+def main(argv: list[str]) -> None:
+    args, is_demo = parse(argv)
+    if is_demo:
+        from trainer.datasets.demo import make_demo
+
+        make_demo("demo")
+    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
+    load_chat_template(args.tokenizer_chat_template, tokenizer)
+    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+
+    named = [(name, parameter) for name, parameter in model.named_parameters()]
+    decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
+    others = [parameter for _, parameter in named if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=args.learning_rate,
+        betas=tuple(args.adam_betas),
+    )
+    per_epoch = math.ceil(len(samples) / args.train_batch_size)
+    total_steps = args.max_steps or args.max_epochs * per_epoch
+    specific = {"min_lr_rate": args.min_lr_ratio} if args.lr_scheduler == "cosine_with_min_lr" else {}
+    warmup = math.ceil(args.lr_warmup_ratio * total_steps)
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, warmup, total_steps, specific)
+
+    os.makedirs(args.output_dir, exist_ok=True)
+    with open(os.path.join(args.output_dir, "metrics.jsonl"), "w") as log:
+        log.write(json.dumps({"event": "start", "config": vars(args), "mesh": None, "versions": {}}) + "\n")
+        for step in range(1, total_steps + 1):
+            epoch, index = divmod(step - 1, per_epoch)
+            order = epoch_order(len(samples), args.seed, epoch, shuffle=not args.no_shuffle)
+            batch = [samples[i] for i in order[index * args.train_batch_size : (index + 1) * args.train_batch_size]]
+            num_loss_tokens = sum(sum(sample["loss_mask"][1:]) for sample in batch)
+            loss = 0.0
+            for sample in batch:
+                mean_part = sample_loss(model, sample) / num_loss_tokens
+                mean_part.backward()
+                loss += mean_part.item()
+            if step == 1 and args.parity_dump:
+                dump({name: parameter.grad for name, parameter in named}, args.parity_dump, "grads_step1")
+            max_norm = args.max_norm or math.inf
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+            row = {"step": step, "epoch": epoch, "loss": loss, "grad_norm": grad_norm, "tokens": num_loss_tokens}
+            digests = "".join(sample["digest"] for sample in batch).encode()
+            row["batch_hash"] = hashlib.blake2b(digests, digest_size=8).hexdigest()
+            row["lr"] = scheduler.get_last_lr()[0]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            log.write(json.dumps(row) + "\n")
+            print(f"step {step}/{total_steps} | loss {loss:.9g} | grad_norm {grad_norm:.9g}", flush=True)
+        log.write(json.dumps({"event": "end", "steps": total_steps}) + "\n")
+    if args.parity_dump:
+        dump(dict(named), args.parity_dump, "weights_final")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Everything that CI runs: set-up, lint, format, tests, the demo. More pytest flags go at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup_env.sh
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+ruff check .
+ruff format --check .
+python -m pytest test --durations=10 "$@"

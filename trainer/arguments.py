@@ -1,0 +1,228 @@
+"""Command-line arguments: dataclasses by concern, one flat set of flags, a YAML `--config`, and help grouped by concern.
+
+Nothing here imports torch, so that `--help` and a wrong flag answer at once.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from trainer.errors import UserError
+
+
+def arg(default, help: str, *aliases: str, type=None, **kwargs):
+    """A dataclass field that carries its help text, aliases (without dashes) and further `add_argument` keywords."""
+    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelArguments:
+    """Model"""
+
+    pretrain: Optional[str] = arg(None, "model folder or hub name; with neither this nor --dataset, the embedded demo")
+    param_dtype: Literal["bf16", "fp16", "fp32"] = arg("bf16", "compute dtype; masters, Adam and reduction stay fp32")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = arg("sdpa", "attention kernel")
+    gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")
+    trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
+
+
+@dataclass
+class DataArguments:
+    """Data"""
+
+    dataset: Optional[str] = arg(None, "training data: comma-separated files, folders or hub names")
+    dataset_split: str = arg("train", "split of --dataset")
+    dataset_probs: Optional[str] = arg(None, "comma-separated mixing probabilities, one per set of --dataset")
+    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset")
+    eval_split: str = arg("train", "split of --eval_dataset")
+    max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
+    max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
+    input_key: Optional[str] = arg(None, "column of the prompt, of the messages or (--pretrain_mode) of the text")
+    output_key: Optional[str] = arg(None, "column of the answer")
+    input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
+    apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
+    tokenizer_chat_template: Optional[str] = arg(None, "chat template to use instead: Jinja text or a file")
+    multiturn: bool = arg(False, "loss on every assistant turn, not only on the last")
+    pretrain_mode: bool = arg(False, "plain text, loss on every token")
+
+
+@dataclass
+class BatchArguments:
+    """Batches"""
+
+    train_batch_size: int = arg(128, "samples per optimizer step, over all ranks", type="PositiveInt")
+    micro_train_batch_size: int = arg(8, "samples per forward pass on one rank", type="PositiveInt")
+    max_tokens_per_micro_batch: Optional[int] = arg(
+        None, "cut micro-batches by tokens (padding included) instead of by samples", type="PositiveInt"
+    )
+    packing_samples: bool = arg(
+        False, "no padding: best-fit packing, up to micro_train_batch_size * max_len tokens a micro-batch"
+    )
+    max_epochs: int = arg(1, "passes over the data", type="PositiveInt")
+    max_steps: Optional[int] = arg(None, "exactly this many optimizer steps, whatever --max_epochs", type="PositiveInt")
+    seed: int = arg(42, "seed of the sample order and of every random generator", type="NonNegativeInt")
+    no_shuffle: bool = arg(False, "keep the order of the data")
+
+
+@dataclass
+class OptimizerArguments:
+    """Optimization"""
+
+    learning_rate: float = arg(5e-6, "peak learning rate", type="NonNegativeFloat")
+    lr_scheduler: str = arg("cosine_with_min_lr", "a scheduler name of transformers.get_scheduler")
+    lr_warmup_ratio: float = arg(0.03, "share of all steps that warms up", type="ClosedUnitInterval")
+    min_lr_ratio: float = arg(
+        0.1, "lowest rate of *_with_min_lr schedulers, relative to the peak", type="ClosedUnitInterval"
+    )
+    adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
+    weight_decay: float = arg(0.0, "AdamW weight decay (not on norms and biases)", type="NonNegativeFloat")
+    max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")
+    max_skipped_steps: int = arg(10, "end after this many non-finite steps in a row", type="PositiveInt")
+
+
+@dataclass
+class LayoutArguments:
+    """Backend and layout"""
+
+    backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "which strategy runs the distributed training")
+    zero_stage: Optional[int] = arg(
+        None, "deepspeed: 0-3, default 2; fsdp2: 3 (default) or 2 (weights stay gathered)", type="NonNegativeInt"
+    )
+    adam_offload: bool = arg(False, "keep masters and optimizer states in host memory")
+    tensor_parallel_size: int = arg(
+        1, "ranks that split each layer", "fsdp_tensor_parallel_size", "ds_tensor_parallel_size", type="PositiveInt"
+    )
+    use_hf_tp_plan: bool = arg(False, "tensor-parallel plan of the model class instead of ours")
+    sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
+    ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
+    dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
+    dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
+    deterministic: bool = arg(True, "deterministic CUDA kernels (no_deterministic may be faster)")
+
+
+@dataclass
+class OutputArguments:
+    """Output"""
+
+    output_dir: Optional[str] = arg(None, "run folder (default: runs/<command>-<time>)")
+    overwrite: bool = arg(False, "write into an --output_dir that holds another run, replacing it")
+    save_path: Optional[str] = arg(None, "where the final Hugging Face model goes (default: <output_dir>/model)")
+    no_save: bool = arg(False, "do not write the final model")
+    eval_steps: Optional[int] = arg(None, "evaluate every N steps as well as at the end", type="PositiveInt")
+    logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
+    save_steps: Optional[int] = arg(None, "checkpoint every N steps", type="PositiveInt")
+    max_ckpt_num: Optional[int] = arg(None, "keep at most N checkpoints", type="PositiveInt")
+    load_checkpoint: Optional[str] = arg(None, "resume from a checkpoint")
+    use_wandb: bool = arg(False, "mirror the metrics to Weights & Biases (WANDB_MODE=offline works)")
+    wandb_project: str = arg("trainer", "wandb project")
+    use_tensorboard: bool = arg(False, "mirror the metrics to TensorBoard, under <output_dir>/tensorboard")
+    parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
+
+
+@dataclass
+class SFTArguments(
+    OutputArguments, LayoutArguments, OptimizerArguments, BatchArguments, DataArguments, ModelArguments
+):  # a dataclass takes its bases' fields from the last base to the first, which is the order of --help
+    """Supervised fine-tuning of a causal language model."""
+
+
+ALLOWED = {
+    "PositiveInt": "an integer above 0",
+    "NonNegativeInt": "an integer of 0 or more",
+    "NonNegativeFloat": "a number of 0 or more",
+    "ClosedUnitInterval": "a number from 0 to 1",
+}
+
+
+def _add_field(group, field: dataclasses.Field, hint) -> None:
+    from jsonargparse import ActionYesNo
+    from jsonargparse import typing as restricted
+
+    flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
+    if hint is bool:
+        no_prefix = "no_" if default else None
+        group.add_argument(*flags, action=ActionYesNo, nargs="?", metavar="BOOL", no_prefix=no_prefix, **common)
+        return
+    kind = field.metadata["type"] or hint
+    if isinstance(kind, str):
+        kind = getattr(restricted, kind)
+        kind = Optional[kind] if default is None else kind
+    group.add_argument(*flags, type=kind, **common)
+
+
+def build_parser(arguments_class: type, command: str):
+    """The parser of a command: one help group per base dataclass of `arguments_class`, flags without nesting."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=command,
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description=arguments_class.__doc__,
+        exit_on_error=False,
+        allow_abbrev=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of flags; flags after it override it")
+    for base in reversed(arguments_class.__mro__[:-1]):
+        own = vars(base).get("__annotations__", {})
+        group = parser.add_argument_group(base.__doc__.splitlines()[0]) if own else None
+        for field in dataclasses.fields(base):
+            if field.name in own:
+                _add_field(group, field, typing.get_type_hints(base)[field.name])
+    return parser
+
+
+def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
+    """Parse `argv` into an `arguments_class` instance. `defaults` replaces field defaults.
+
+    Raises UserError for anything that cannot be taken, in one line, with the nearest flag where one is misspelt.
+    """
+    parser = build_parser(arguments_class, command)
+    parser.set_defaults(defaults or {})
+    fields = {field.name: field for field in dataclasses.fields(arguments_class)}
+    try:
+        namespace = parser.parse_args(argv)
+    except Exception as error:  # jsonargparse raises several types; all of them are about the user's input
+        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
+    return arguments_class(**{name: _plain(getattr(namespace, name)) for name in fields})
+
+
+def _plain(value):
+    """Numbers of jsonargparse's restricted types as the plain numbers that YAML and JSON know."""
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
+    """jsonargparse's message as one line that names the flag, what was found and what is allowed."""
+    unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
+    if unknown:
+        name = (unknown.group(1) or unknown.group(2)).lstrip("-")
+        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+        hint = f"did you mean --{nearest[0]}?" if nearest else "see --help"
+        where = unknown.group(1) or f"--config: {name}"
+        return UserError(where, f"no such flag; {hint}")
+    named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
+    if not named:
+        return UserError("arguments", message)
+    name, detail = named.group(1) or named.group(3), named.group(2) or named.group(4)
+    value = re.search(
+        r"(?:Got|Given) value: (.*)$|base 10: (.*?)(?: -|$)|to float: (.*?)(?: -|$)|: (\S+) does not conform", detail
+    )
+    field = fields.get(name)
+    if not (value and field):
+        return UserError(f"--{name}", detail)
+    kind = field.metadata["type"] or field.type
+    allowed = ALLOWED.get(kind) if isinstance(kind, str) else ", ".join(map(str, typing.get_args(kind)))
+    return UserError(f"--{name}", next(filter(None, value.groups())), allowed or getattr(kind, "__name__", str(kind)))

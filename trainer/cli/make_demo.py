@@ -1,0 +1,30 @@
+"""`make_demo`: write the embedded demo (a tiny model, its tokenizer, data for SFT, preferences and RL)."""
+
+from dataclasses import dataclass
+
+from trainer.arguments import arg, parse_arguments
+from trainer.cli.entry import run_command
+
+
+@dataclass
+class DemoArguments:
+    """Embedded demo"""
+
+    output_dir: str = arg("demo", "folder to write")
+    seed: int = arg(0, "seed of the weights and of the data", type="NonNegativeInt")
+
+
+def run(argv: list[str]) -> None:
+    args = parse_arguments(DemoArguments, "make_demo", argv)
+    from trainer.datasets.demo import make_demo
+
+    make_demo(args.output_dir, args.seed)
+    print(f"demo written to {args.output_dir}")
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

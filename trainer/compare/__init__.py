@@ -1,0 +1,1 @@
+"""What compare_backends.py is made of: reading logs, comparing them, reporting, and launching a matrix of runs."""

@@ -1,0 +1,122 @@
+"""Read the loss curve of a run, from its metrics.jsonl or from the text that rank 0 printed."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import UserError
+
+ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+STEP = re.compile(r"step\s+(\d+)/\d+")
+# A number must be followed by a blank or a bar: where a killed run's log ends, 1.2 may be all that is left of 1.2345.
+NUMBER = r"\s+([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?=[\s|,])"
+LOSS = re.compile(r"\bloss" + NUMBER, re.IGNORECASE)
+GRAD_NORM = re.compile(r"\bgrad_norm" + NUMBER, re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    grad_norm: float
+    batch_hash: str | None = None  # None: a text log holds no hash
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    steps: dict[int, Step]
+    param_dtype: str | None = None  # of the configuration that a metrics.jsonl starts with
+
+
+def read_run(name: str, path: str | Path) -> Run:
+    """The steps of one run, in order; where a step stands twice, the later row counts.
+
+    `path` is a metrics.jsonl, a folder that holds one, or a text log. Raises UserError for a file that is missing,
+    empty, broken, holds no loss, or holds a loss or gradient norm that is not finite.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    lines = _read_lines(path)
+    rows = _json_rows(path, lines) if _is_jsonl(path, lines) else _text_rows(path, lines)
+    if not rows:
+        raise UserError(str(path), "holds no training step with a loss")
+    steps = {step: _checked(path, step, rows[step]) for step in sorted(rows)}
+    return Run(name, steps, _param_dtype(lines[0]))
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise UserError(
+            str(path), "no such file", "a metrics.jsonl, a run folder that holds one, or a text log"
+        ) from None
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise UserError(str(path), "is empty")
+    return text.splitlines(keepends=True)
+
+
+def _is_jsonl(path: Path, lines: list[str]) -> bool:
+    return path.suffix == ".jsonl" or lines[0].lstrip().startswith('{"')
+
+
+def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
+    rows = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        row = _parse_json(where, line)
+        if "event" in row or ("eval_loss" in row and "loss" not in row):
+            continue
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or "loss" not in row:
+            raise UserError(where, "is no event and no evaluation, and lacks a step number or a loss")
+        rows[step] = row
+    return rows
+
+
+def _parse_json(where: str, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        torn = not line.endswith("\n")
+        raise UserError(where, "is torn: the run was killed while writing it" if torn else "is not JSON") from None
+    if not isinstance(row, dict):
+        raise UserError(where, "is not a JSON object")
+    return row
+
+
+def _param_dtype(first_line: str) -> str | None:
+    try:
+        return json.loads(first_line)["config"]["param_dtype"]
+    except (ValueError, KeyError, TypeError):
+        return None  # a text log, or a log that begins without an event
+
+
+def _text_rows(path: Path, lines: list[str]) -> dict[int, dict]:
+    """The steps among whatever else was printed: progress bars, carriage returns, colours, evaluation lines."""
+    rows = {}
+    for line in lines:
+        pieces = STEP.split(ANSI_COLOUR.sub("", line))  # before, step, after, step, after, ...
+        for step, after in zip(pieces[1::2], pieces[2::2], strict=True):
+            if loss := LOSS.search(after):
+                grad_norm = GRAD_NORM.search(after)
+                rows[int(step)] = {"loss": float(loss[1]), "grad_norm": float(grad_norm[1]) if grad_norm else None}
+    return rows
+
+
+def _checked(path: Path, step: int, row: dict) -> Step:
+    for key in ("loss", "grad_norm"):
+        value = row.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            found = f"no {key}" if value is None else f"{key} {value!r}, which is not a number"
+            raise UserError(str(path), f"step {step} has {found}")
+        if not math.isfinite(value):
+            raise UserError(str(path), f"step {step} has {key} {value}, which is not finite")
+    return Step(float(row["loss"]), float(row["grad_norm"]), row.get("batch_hash"))

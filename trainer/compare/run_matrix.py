@@ -1,0 +1,110 @@
+"""Run every configuration of a matrix and the plain loop, compare each with it, and write the report."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.compare.dumps import add_dumps
+from trainer.compare.launch import Job, Outcome, configuration_job, reference_job, run_jobs
+from trainer.compare.logs import Run, read_run
+from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
+from trainer.compare.parity import Thresholds, compare_runs
+from trainer.compare.plots import plot_matrix, require_matplotlib
+from trainer.compare.report import MEASURED, configuration_line, matrix_markdown, measured, write_json, write_text
+from trainer.errors import UserError
+
+
+def run_matrix(
+    configurations: list[Configuration],
+    train_args: list[str],
+    thresholds_for: Callable[[str], Thresholds],
+    *,
+    cwd: Path,
+    output_dir: Path,
+    num_parallel: int,
+    timeout: float,
+) -> bool:
+    """Whether every configuration passed; `thresholds_for` takes a --param_dtype. Writes report.json, .md and .png.
+
+    Raises UserError where the plain loop fails: then there is nothing to compare with.
+    """
+    require_matplotlib("--run")
+    _make_output_dir(output_dir)
+
+    def run_all(jobs: list[Job]):
+        return closing(run_jobs(jobs, cwd, num_parallel, timeout))
+
+    with run_all([reference_job(train_args, output_dir)]) as finished:
+        reference, seconds = _read_reference(*next(finished), output_dir)
+    print(f"reference: {len(reference.steps)} steps ({seconds:.0f} s)", flush=True)
+
+    by_name = {configuration.name: configuration for configuration in configurations}
+    entries, runs = {}, []
+    with run_all([configuration_job(c, train_args, output_dir) for c in configurations]) as finished:
+        for job, outcome in finished:
+            configuration = by_name[job.name]
+            dtype = given_param_dtype([*train_args, *configuration.args])
+            entry, run = assess(configuration, outcome, reference, output_dir, dtype, thresholds_for)
+            entries[job.name] = entry
+            runs += [run] if run else []
+            print(f"[{len(entries)}/{len(configurations)}] {configuration_line(entry)}", flush=True)
+
+    entries = [entries[configuration.name] for configuration in configurations]
+    report = {
+        "reference": {"name": REFERENCE, "steps": len(reference.steps), "seconds": seconds},
+        "train_args": train_args,
+        "thresholds": {dtype: asdict(thresholds_for(dtype)) for dtype in sorted({e["param_dtype"] for e in entries})},
+        "configurations": entries,
+        "passed": all(entry["passed"] for entry in entries),
+    }
+    write_json(output_dir / "report.json", report)
+    write_text(output_dir / "report.md", matrix_markdown(report))
+    plot_matrix(output_dir / "report.png", reference, runs, report)
+    return report["passed"]
+
+
+def assess(
+    configuration: Configuration,
+    outcome: Outcome,
+    reference: Run,
+    output_dir: Path,
+    dtype: str | None,
+    thresholds_for: Callable[[str], Thresholds],
+) -> tuple[dict, Run | None]:
+    """The entry of one finished configuration in report.json, and its loss curve where it has one.
+
+    `dtype` is the --param_dtype among its arguments; where that is None, its metrics.jsonl says which it was.
+    """
+    entry = {"name": configuration.name, "nproc": configuration.nproc, "args": list(configuration.args)}
+    entry |= {"param_dtype": dtype or "fp32", **dict.fromkeys(MEASURED), "seconds": outcome.seconds}
+    if outcome.error:
+        return entry | {"passed": False, "error": outcome.error}, None
+    run, comparison, failures = None, None, []
+    try:
+        run = read_run(configuration.name, output_dir / configuration.name)
+        entry["param_dtype"] = dtype or run.param_dtype or "fp32"
+        comparison = compare_runs(reference, run, thresholds_for(entry["param_dtype"]))
+        add_dumps(comparison, output_dir / REFERENCE / "parity", output_dir / configuration.name / "parity")
+    except UserError as error:
+        failures.append(str(error))
+    if comparison:
+        entry |= measured(comparison)
+        failures = comparison.failures + failures
+    return entry | {"passed": not failures, "error": "; ".join(failures) or None}, run
+
+
+def _make_output_dir(output_dir: Path) -> None:
+    """Results of an earlier matrix must not be taken for those of this one."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if any(output_dir.iterdir()):
+            raise UserError("--output_dir", f"{output_dir} is not empty", "a new or empty folder")
+    except OSError as error:
+        raise UserError("--output_dir", f"{output_dir} cannot be used: {error.strerror}") from None
+
+
+def _read_reference(job: Job, outcome: Outcome, output_dir: Path) -> tuple[Run, float]:
+    if outcome.error:
+        raise UserError("the plain loop", f"{outcome.error} (log: {job.log})")
+    return read_run(REFERENCE, output_dir / REFERENCE), outcome.seconds

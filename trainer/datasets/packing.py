@@ -1,0 +1,68 @@
+"""Micro-batches of token samples: padded rows, or documents packed end to end into one row."""
+
+from collections.abc import Sequence
+
+import torch
+
+IGNORE = -100  # the label of a position without loss: torch.nn.functional.cross_entropy's default ignore_index
+
+
+def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: positions of `lengths`, by bin; a longer length than `capacity` stands alone.
+
+    best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = [b for b, free in enumerate(room) if free >= lengths[position]]
+        if fitting:
+            best = min(fitting, key=lambda b: room[b])
+        else:
+            best = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[best].append(position)
+        room[best] -= lengths[position]
+    return bins
+
+
+def shifted_labels(input_ids: Sequence[int], loss_mask: Sequence[int]) -> list[int]:
+    """labels[t] is token t + 1 where that token is a loss token, else IGNORE.
+
+    Shifted here, before any padding, packing or slicing over sequence-parallel ranks, so that no later cut can lose a
+    target: ids [5, 6, 7] with mask [0, 0, 1] give [-100, 7, -100].
+    """
+    return [token if mask else IGNORE for token, mask in zip(input_ids[1:], loss_mask[1:])] + [IGNORE]
+
+
+def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Rows padded on the right: input_ids, attention_mask, position_ids and shifted labels, each (rows, longest)."""
+    samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+    return {
+        "input_ids": padded([list(sample["input_ids"]) for sample in samples], pad_token_id),
+        "attention_mask": padded([[1] * len(sample["input_ids"]) for sample in samples], 0),
+        "position_ids": torch.arange(longest).repeat(len(samples), 1),
+        "labels": padded([shifted_labels(sample["input_ids"], sample["loss_mask"]) for sample in samples], IGNORE),
+    }
+
+
+def collate_packed(samples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), and cu_seqlens.
+
+    Positions restart in each document; documents of 3 and 2 tokens give cu_seqlens [0, 3, 5].
+    """
+    samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    labels = [label for sample in samples for label in shifted_labels(sample["input_ids"], sample["loss_mask"])]
+    return {
+        "input_ids": torch.tensor([[token for sample in samples for token in sample["input_ids"]]]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "labels": torch.tensor([labels]),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+    }

@@ -1,0 +1,70 @@
+"""metrics.jsonl, the one record of a run; wandb and TensorBoard mirror it, and one readable line goes to the terminal."""
+
+import json
+import os
+import resource
+from typing import Optional
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends rows to `<output_dir>/metrics.jsonl`; made on rank 0 only."""
+
+    def __init__(
+        self,
+        output_dir: str,
+        *,
+        use_tensorboard: bool = False,
+        wandb_project: Optional[str] = None,
+        config: Optional[dict] = None,
+    ):
+        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")
+        self._tensorboard = self._wandb = None
+        if use_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"))
+        if wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(project=wandb_project, dir=output_dir, config=config)
+
+    def event(self, name: str, **fields) -> None:
+        """A row that is no step: start, resume, end."""
+        self._append({"event": name, **fields})
+
+    def row(self, step: int, **values) -> None:
+        """A step's or an evaluation's row."""
+        self._append({"step": step, **values})
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        if self._tensorboard:
+            for key, value in numbers.items():
+                self._tensorboard.add_scalar(key, value, step)
+        if self._wandb:
+            self._wandb.log({"step": step, **numbers}, step=step)
+
+    def _append(self, row: dict) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def host_peak_memory_bytes() -> int:
+    """The largest resident size that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def step_line(row: dict, total_steps: int) -> str:
+    """The readable line of a training step."""
+    return (
+        f"step {row['step']}/{total_steps} | epoch {row['epoch']} | loss {row['loss']:.9g} | "
+        f"grad_norm {row['grad_norm']:.9g} | lr {row['lr']:.3e} | tokens {row['tokens']} | "
+        f"{row['step_time']:.2f} s | {row['tokens_per_second']:.0f} tok/s"
+    )

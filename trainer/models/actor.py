@@ -1,0 +1,79 @@
+"""The policy model: its folder, tokenizer, attention kernel and forward pass."""
+
+import importlib.util
+import os
+
+import torch
+
+from trainer.errors import UserError
+
+WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve_model_folder(pretrain: str) -> str:
+    """The local folder of a model: `pretrain` itself, or the snapshot of a hub name. Raises UserError if there is none."""
+    if os.path.isdir(pretrain):
+        if not os.path.exists(os.path.join(pretrain, "config.json")):
+            raise UserError("--pretrain", f"{pretrain} holds no config.json", "a Hugging Face model folder")
+        return pretrain
+    if os.path.exists(pretrain) or pretrain.startswith((".", "/", "~")):
+        raise UserError("--pretrain", f"{pretrain} is no folder", "a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(pretrain, allow_patterns=WEIGHT_PATTERNS)
+    except Exception as error:  # the hub raises a dozen types: not found, gated, offline, bad name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError("--pretrain", f"{pretrain} is neither a folder nor to be had from the hub ({reason})") from None
+
+
+def load_tokenizer(folder: str, trust_remote_code: bool = False):
+    """The tokenizer of a model folder, padding with eos where it has no pad token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError("--pretrain", f"no tokenizer in {folder}: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def resolve_attention(attn_implementation: str, packed: bool) -> str:
+    """The name of the attention function that transformers should call; raises UserError for what is not installed."""
+    if attn_implementation == "flash_attention_2":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise UserError(
+                "--attn_implementation", "flash_attention_2 needs flash-attn: pip install -e '.[flash]'", "sdpa, eager"
+            )
+        return attn_implementation
+    if not packed:
+        return attn_implementation
+    if attn_implementation == "eager":
+        raise UserError("--attn_implementation", "eager with --packing_samples", "sdpa, flash_attention_2")
+    from trainer.models.varlen_attention import register_varlen_attention
+
+    return register_varlen_attention()
+
+
+def causal_lm_logits(model, batch: dict) -> torch.Tensor:
+    """Logits (rows, tokens, vocab) of a padded or packed micro-batch (see trainer.datasets.packing)."""
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    if "cu_seqlens" in batch:
+        longest = int((batch["cu_seqlens"][1:] - batch["cu_seqlens"][:-1]).max())
+        inputs.update(
+            cu_seqlens=batch["cu_seqlens"],  # read by our attention function
+            cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
+            max_length_q=longest, max_length_k=longest,
+        )  # fmt: skip
+    else:
+        inputs["attention_mask"] = batch["attention_mask"]
+    return model(**inputs).logits
+
+
+def flops_per_token(config, num_params: int, mean_length: float) -> float:
+    """Training FLOPs per token: 6 N + 6 L d s for causal attention (PaLM, Chowdhery et al. 2022, appendix B, halved)."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 6 * num_params + 6 * text.num_hidden_layers * text.num_attention_heads * head_dim * mean_length

@@ -1,0 +1,57 @@
+"""Attention over packed documents, registered through transformers' AttentionInterface.
+
+A packed row holds several documents; `cu_seqlens` (documents + 1,) says where each begins and ends. No attention crosses
+a document, and no (tokens x tokens) mask is built.
+"""
+
+import itertools
+from typing import Optional
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "varlen"
+
+
+def varlen_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Optional[torch.Tensor],
+    *,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    sliding_window: Optional[int] = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document of a packed row; query, key, value: (1, heads, tokens, head_dim).
+
+    Without `cu_seqlens` the row is one document. Returns (1, tokens, heads, head_dim), as transformers expects.
+    """
+    for unsupported in ("softcap", "s_aux"):
+        if kwargs.get(unsupported) is not None:
+            raise NotImplementedError(
+                f"packed attention does not support {unsupported}; train without --packing_samples"
+            )
+    bounds = [0, query.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs = []
+    for start, end in itertools.pairwise(bounds):
+        document = (tensor[:, :, start:end] for tensor in (query, key, value))
+        mask = _window_mask(end - start, sliding_window, query.device)
+        outputs.append(sdpa_attention_forward(module, *document, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _window_mask(length: int, window: Optional[int], device: torch.device) -> Optional[torch.Tensor]:
+    """(1, 1, length, length) boolean mask of a causal sliding window; None where plain causal attention is the same."""
+    if window is None or length <= window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def register_varlen_attention() -> str:
+    """Make `attn_implementation="varlen"` known to transformers; returns that name."""
+    AttentionInterface.register(NAME, varlen_attention_forward)
+    return NAME

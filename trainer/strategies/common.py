@@ -1,0 +1,39 @@
+"""What both strategies do in the same words: dtypes, random seeds, decay groups and moving a batch."""
+
+import os
+import random
+
+import numpy as np
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def seed_everything(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed Python, NumPy and torch on every rank alike; ask CUDA for deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def decay_groups(named_parameters, weight_decay: float, num_dims=lambda parameter: parameter.ndim) -> list[dict]:
+    """AdamW groups of the trainable parameters: weight decay on matrices and embeddings, none on norms and biases.
+
+    `num_dims` tells how many dimensions a parameter has where sharding hides it.
+    """
+    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if num_dims(p) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if num_dims(p) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }

@@ -1,0 +1,140 @@
+"""Which samples form which global batch, and how a rank cuts its part into micro-batches.
+
+Everything here is a pure function of the data, the seed and the sizes: every rank computes the whole plan by itself and
+no two layouts can disagree about a batch.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+
+from trainer.datasets.packing import best_fit_bins
+
+
+@dataclass
+class GlobalBatch:
+    """One optimizer step: facts of the whole global batch, and the micro-batches of this rank."""
+
+    epoch: int
+    index: int  # within the epoch
+    sample_ids: list[int]  # of the whole global batch, in order
+    num_tokens: int  # all tokens of the global batch, without padding
+    num_targets: int  # what the loss is a mean over: loss tokens, or pairs
+    batch_hash: str
+    micro_batches: list[dict]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The permutation of an epoch, from the seed and the epoch alone."""
+    if not shuffle:
+        return list(range(num_samples))
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randperm(num_samples, generator=generator).tolist()
+
+
+def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
+    """Part `part` of `num_parts` near-equal contiguous parts: 5 items in 2 parts are 3 and 2."""
+    size, rest = divmod(len(items), num_parts)
+    start = part * size + min(part, rest)
+    return items[start : start + size + (part < rest)]
+
+
+def cut_micro_batches(
+    items: list[int], lengths, *, micro_batch_size: int, max_tokens: Optional[int], packed_capacity: Optional[int]
+) -> list[list[int]]:
+    """Cut one rank's samples into micro-batches.
+
+    Packed (`packed_capacity` tokens each): best-fit bins. By tokens: samples of like length together, as long as
+    rows * longest row stays within `max_tokens` (a longer sample stands alone). Otherwise `micro_batch_size` samples
+    each, in order.
+    """
+    if packed_capacity:
+        bins = best_fit_bins([int(lengths[item]) for item in items], packed_capacity)
+        return [[items[position] for position in bin] for bin in bins]
+    if not max_tokens:
+        return [items[start : start + micro_batch_size] for start in range(0, len(items), micro_batch_size)]
+    micro_batches: list[list[int]] = []
+    for item in sorted(items, key=lambda item: -int(lengths[item])):
+        # sorted by falling length: the first row of a micro-batch is its longest
+        if micro_batches and (len(micro_batches[-1]) + 1) * int(lengths[micro_batches[-1][0]]) <= max_tokens:
+            micro_batches[-1].append(item)
+        else:
+            micro_batches.append([item])
+    return micro_batches
+
+
+class GlobalBatchLoader:
+    """Yields the `GlobalBatch`es of this rank, epoch after epoch, from a position that can be saved and restored.
+
+    `dataset` has the columns num_tokens, num_loss_tokens and digest beside what `collate` reads. `collate(samples)` makes a
+    micro-batch of a list of samples; of an empty list, one that has no target and adds nothing to the loss.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        collate: Callable[[list[dict]], dict],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_tokens: Optional[int] = None,
+        packed_capacity: Optional[int] = None,
+        seed: int = 0,
+        shuffle: bool = False,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ):
+        self.dataset, self.collate = dataset, collate
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self._cut_sizes = {
+            "micro_batch_size": micro_batch_size, "max_tokens": max_tokens, "packed_capacity": packed_capacity,
+        }  # fmt: skip
+        self._num_tokens = np.asarray(dataset["num_tokens"])
+        self._num_targets = np.asarray(dataset["num_loss_tokens"])
+        self._digests = list(dataset["digest"])
+        self.epoch, self.next_index = 0, 0
+
+    def __len__(self) -> int:
+        """Global batches in one epoch; the last may be short."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "next_index": self.next_index}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.next_index = state["epoch"], state["next_index"]
+
+    def __iter__(self):
+        """The rest of the current epoch; afterwards the loader stands at the start of the next."""
+        order = epoch_order(len(self.dataset), self.seed, self.epoch, self.shuffle)
+        while self.next_index < len(self):
+            index = self.next_index
+            self.next_index += 1
+            yield self._global_batch(order[index * self.batch_size : (index + 1) * self.batch_size], index)
+        self.epoch, self.next_index = self.epoch + 1, 0
+
+    def plan(self, sample_ids: list[int]) -> list[list[list[int]]]:
+        """Sample ids by rank and micro-batch; ranks with fewer micro-batches are filled up with empty ones."""
+        parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]
+        plan = [cut_micro_batches(part, self._num_tokens, **self._cut_sizes) for part in parts]
+        most = max(map(len, plan))
+        return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in plan]
+
+    def _global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
+        mine = self.plan(sample_ids)[self.dp_rank]
+        digest = hashlib.blake2b("".join(self._digests[i] for i in sample_ids).encode(), digest_size=8).hexdigest()
+        return GlobalBatch(
+            epoch=self.epoch,
+            index=index,
+            sample_ids=sample_ids,
+            num_tokens=int(self._num_tokens[sample_ids].sum()),
+            num_targets=int(self._num_targets[sample_ids].sum()),
+            batch_hash=digest,
+            micro_batches=[self.collate([self.dataset[i] for i in ids]) for ids in mine],
+        )

@@ -1,0 +1,341 @@
+"""The DeepSpeed strategy: a real DeepSpeed engine, ZeRO 0 to 3 over dp x sp.
+
+Gradient contract: `backward` gets this rank's sum of losses and the global count that the loss is a mean over; it
+scales by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. What remains is the gradient
+of (sum of all losses) / count, whatever the layout.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import UserError
+from trainer.strategies import checkpoint, gradients, mesh
+from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
+from trainer.strategies.data_order import GlobalBatchLoader
+
+
+class DeepspeedStrategy:
+    def __init__(
+        self,
+        *,
+        seed: int = 42,
+        param_dtype: str = "bf16",
+        max_norm: float = 1.0,
+        zero_stage: Optional[int] = None,
+        adam_offload: bool = False,
+        tensor_parallel_size: int = 1,
+        ring_attn_size: int = 1,
+        dp_replicate_size: int = 1,
+        device: str = "auto",
+        dist_backend: str = "auto",
+        deterministic: bool = True,
+    ):
+        self.zero_stage = 2 if zero_stage is None else zero_stage
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise UserError("--zero_stage", str(zero_stage), "0, 1, 2 (the default), 3")
+        if self.zero_stage == 0 and param_dtype == "fp16":
+            raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
+        if self.zero_stage == 0 and adam_offload:
+            raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
+        self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
+        self.param_dtype = DTYPES[param_dtype]
+        self.adam_offload = adam_offload
+        self.sizes = mesh.resolve_mesh_sizes(
+            int(os.environ.get("WORLD_SIZE", 1)),
+            dp_replicate=dp_replicate_size,
+            sp=ring_attn_size,
+            tp=tensor_parallel_size,
+        )
+        self.device, self.dist_backend = mesh.resolve_device(device), dist_backend
+        if param_dtype == "fp16" and self.device.type == "cpu":
+            raise UserError(
+                "--param_dtype", "fp16 with --backend deepspeed on CPU, which DeepSpeed refuses", "bf16, fp32"
+            )
+
+    # --- distributed set-up
+
+    def setup_distributed(self) -> None:
+        """Join the process group and build the mesh."""
+        mesh.start_process_group(self.device, self.dist_backend)
+        self.meshes = mesh.build_meshes(self.sizes, self.device)
+        seed_everything(self.seed, self.deterministic, self.device)
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.ERROR)
+        if self.device.type == "cpu" and get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+
+    def _engine_config(self, with_optimizer: bool) -> dict:
+        """DeepSpeed's configuration, with everything neutralised that would change the mathematics."""
+        stage = self.zero_stage
+        zero = {"stage": stage}
+        if self.adam_offload and with_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
+        config = {
+            # the batch belongs to the loader; DeepSpeed sees single micro-batches and is told where a step ends
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": zero,
+            "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
+            # ZeRO 0 clips nothing itself: its gradients are whole on every rank and are clipped in optimizer_step
+            "gradient_clipping": self.max_norm if stage else 0.0,
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "steps_per_print": None,
+        }
+        if self.param_dtype == torch.bfloat16 and stage == 0:
+            # the engine has no fp32 masters at stage 0; fp32 weights under autocast are the same mathematics
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        elif self.param_dtype == torch.bfloat16:
+            config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        elif self.param_dtype == torch.float16:
+            scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+            config["fp16"] = {"enabled": True, **scaling}
+        return config
+
+    # --- models
+
+    def load_model(
+        self,
+        folder: str,
+        auto_class,
+        *,
+        attn_implementation: str = "sdpa",
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+    ) -> torch.nn.Module:
+        """The model of a Hugging Face folder; under ZeRO 3 partitioned while it is loaded."""
+        if self.zero_stage == 3:
+            model = self._load_partitioned(folder, auto_class, attn_implementation, trust_remote_code)
+        else:
+            checkpoint.find_weights(folder)
+            model = auto_class.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                weights_only=True,
+            )
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.pretrained_folder = folder
+        return model
+
+    def _load_partitioned(self, folder: str, auto_class, attn_implementation: str, trust_remote_code: bool):
+        """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from rank 0."""
+        import deepspeed
+        from transformers import AutoConfig
+        from transformers.initialization import no_init_weights
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with deepspeed.zero.Init(config_dict_or_path=self._engine_config(with_optimizer=False)), no_init_weights():
+            model = auto_class.from_config(
+                config,
+                dtype=self.param_dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
+        names = list(checkpoint.stored_tensors(model))
+        weights = checkpoint.open_weights(model, folder, names)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        with torch.no_grad():
+            for name in names:
+                if name in buffers:
+                    buffers[name].copy_(weights.read(name))
+                    continue
+                with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
+                    if self.is_rank_0():
+                        parameters[name].copy_(weights.read(name))
+        checkpoint.restore_computed_buffers(model, self.device)  # zero.Init rounded them to the compute dtype
+        return model
+
+    def create_optimizer(
+        self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> torch.optim.Optimizer:
+        """AdamW; `prepare` makes it work on fp32 masters."""
+
+        def num_dims(parameter) -> int:  # a ZeRO-3 parameter is empty here; ds_shape is its real shape
+            return len(parameter.ds_shape) if self.zero_stage == 3 else parameter.ndim
+
+        groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
+        fused = self.device.type == "cuda" and not self.adam_offload
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+
+    def prepare(self, *models_or_triples, is_rlhf: bool = False):
+        """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list."""
+        prepared = [
+            self._prepare_trained(*item) if isinstance(item, tuple) else self._prepare_frozen(item)
+            for item in models_or_triples
+        ]
+        return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
+
+    def _prepare_trained(self, model, optimizer, scheduler):
+        import deepspeed
+
+        engine, wrapped, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self._engine_config(with_optimizer=True), dist_init_required=False
+        )
+        if self.param_dtype != torch.float32 and self.zero_stage > 0:
+            self._restore_masters(model)
+        return engine, wrapped, scheduler
+
+    def _prepare_frozen(self, model):
+        import deepspeed
+
+        if self.zero_stage < 3:
+            return model.to(device=self.device, dtype=self.param_dtype).eval()
+        config = self._engine_config(with_optimizer=False)
+        engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        return engine.eval()
+
+    def _restore_masters(self, model) -> None:
+        """Set the fp32 masters from an fp32 checkpoint: the engine made them of weights already rounded to `param_dtype`."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        weights = checkpoint.open_weights(model, model.pretrained_folder, list(checkpoint.stored_tensors(model)))
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad or weights.dtype(name) != "F32":
+                continue
+            full = weights.read(name).to(self.device)
+            if self.zero_stage < 3:
+                safe_set_full_fp32_param(parameter, full)
+                continue
+            # DeepSpeed's setter of full values fails where the last rank's partition is padded
+            size = parameter.ds_tensor.ds_numel
+            start = size * self.meshes.loss.get_local_rank()
+            local = torch.zeros(size, device=self.device)
+            part = full.flatten()[start : start + size]
+            local[: part.numel()] = part
+            safe_set_local_fp32_param(parameter, local)
+
+    # --- data
+
+    def setup_dataloader(
+        self,
+        dataset,
+        collate: Callable[[list[dict]], dict],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_tokens: Optional[int] = None,
+        packed_capacity: Optional[int] = None,
+        shuffle: bool = True,
+    ) -> GlobalBatchLoader:
+        """Global batches in an order that depends on the seed alone; see `data_order`."""
+        return GlobalBatchLoader(
+            dataset,
+            lambda samples: to_device(collate(samples), self.device),
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_tokens=max_tokens,
+            packed_capacity=packed_capacity,
+            seed=self.seed,
+            shuffle=shuffle,
+            dp_rank=self.meshes.dp.get_local_rank(),
+            dp_size=self.sizes.dp,
+        )
+
+    # --- one training step
+
+    def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
+        """Backward of one micro-batch; `is_last` tells the engine that the gradients are complete."""
+        model.set_gradient_accumulation_boundary(is_last)
+        # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
+        model.backward(loss_sum * (self.meshes.loss.size() / num_targets), scale_wrt_gas=False)
+
+    def optimizer_step(self, optimizer, model, scheduler) -> float:
+        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing is stepped."""
+        if self.zero_stage == 0:
+            return self._step_unpartitioned(model, scheduler)
+        model.step()
+        if model.was_step_applied():
+            scheduler.step()
+        return float(model.get_global_grad_norm())
+
+    def _step_unpartitioned(self, model, scheduler) -> float:
+        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        norm = gradients.get_grad_norm(parameters)
+        if torch.isfinite(norm):
+            gradients.clip_grad_by_total_norm_(parameters, self.max_norm, norm)
+            model.step()
+            scheduler.step()
+        model.zero_grad()
+        return norm.item()
+
+    # --- weights out
+
+    def unwrap(self, model) -> torch.nn.Module:
+        return model.module if hasattr(model, "module") else model
+
+    def iter_full_params(self, model) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp)."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        module = self.unwrap(model)
+        parameters = dict(module.named_parameters())
+        for name, tensor in checkpoint.stored_tensors(module).items():
+            master = safe_get_full_fp32_param(parameters[name]) if name in parameters else None
+            yield name, (tensor if master is None else master).detach()
+
+    def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
+        from deepspeed.utils import safe_get_full_grad
+
+        scale = model.optimizer.loss_scale if self.param_dtype == torch.float16 else 1.0
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad:
+                yield name, safe_get_full_grad(parameter).float() / scale
+
+    def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
+        """Write a Hugging Face folder in the compute dtype; see `checkpoint.save_pretrained`."""
+        module = self.unwrap(model)
+        checkpoint.save_pretrained(
+            self.iter_full_params(model), module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes
+        )
+        dist.barrier()
+
+    # --- helpers that know the mesh
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All-reduce over the ranks that see different tokens (dp x sp), in place."""
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(tensor, op=ops[op], group=self.meshes.loss.get_group())
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of the ranks that see different tokens (dp x sp), in rank order."""
+        group = self.meshes.loss.get_group()
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        return parts
+
+    def broadcast_object(self, value):
+        """Rank 0's `value`, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def rank_0_first(self, build: Callable):
+        """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+        value = build() if self.is_rank_0() else None
+        dist.barrier()
+        return value if self.is_rank_0() else build()
+
+    def print(self, *values) -> None:
+        if self.is_rank_0():
+            print(*values, flush=True)
+
+    def is_rank_0(self) -> bool:
+        return dist.get_rank() == 0

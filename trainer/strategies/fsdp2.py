@@ -1,0 +1,256 @@
+"""The FSDP2 strategy: torch's `fully_shard` over a (dp_replicate, dp_shard x sp) mesh.
+
+Gradient contract: `backward` gets this rank's sum of losses and the global count that the loss is a mean over; it
+scales by `number of loss ranks / count`, and FSDP2 averages gradients over those ranks. What remains is the gradient of
+(sum of all losses) / count, whatever the layout.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.errors import UserError
+from trainer.strategies import checkpoint, gradients, mesh
+from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
+from trainer.strategies.data_order import GlobalBatchLoader
+
+
+class FSDP2Strategy:
+    def __init__(
+        self,
+        *,
+        seed: int = 42,
+        param_dtype: str = "bf16",
+        max_norm: float = 1.0,
+        zero_stage: Optional[int] = None,
+        adam_offload: bool = False,
+        tensor_parallel_size: int = 1,
+        ring_attn_size: int = 1,
+        dp_replicate_size: int = 1,
+        device: str = "auto",
+        dist_backend: str = "auto",
+        deterministic: bool = True,
+    ):
+        if zero_stage not in (None, 2, 3):
+            raise UserError(
+                "--zero_stage", f"{zero_stage} with --backend fsdp2", "3 (the default), 2 (keep weights gathered)"
+            )
+        self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
+        self.param_dtype = DTYPES[param_dtype]
+        self.reshard_after_forward = zero_stage != 2
+        self.adam_offload = adam_offload
+        self.sizes = mesh.resolve_mesh_sizes(
+            int(os.environ.get("WORLD_SIZE", 1)),
+            dp_replicate=dp_replicate_size,
+            sp=ring_attn_size,
+            tp=tensor_parallel_size,
+        )
+        self.device, self.dist_backend = mesh.resolve_device(device), dist_backend
+        self.loss_scale = gradients.DynamicLossScale(enabled=param_dtype == "fp16")
+
+    # --- distributed set-up
+
+    def setup_distributed(self) -> None:
+        """Join the process group and build the mesh."""
+        mesh.start_process_group(self.device, self.dist_backend)
+        self.meshes = mesh.build_meshes(self.sizes, self.device)
+        seed_everything(self.seed, self.deterministic, self.device)
+
+    # --- models
+
+    def load_model(
+        self,
+        folder: str,
+        auto_class,
+        *,
+        attn_implementation: str = "sdpa",
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+    ) -> torch.nn.Module:
+        """The model of a Hugging Face folder, without memory for its weights until it is sharded in `prepare`."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.pretrained_folder = folder
+        return model
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        """Shard each decoder layer and the rest, then read this rank's part of every weight from disk, in fp32."""
+        if model.pretrained_folder is None:
+            return
+        low = None if self.param_dtype == torch.float32 else self.param_dtype
+        axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
+        options = {
+            "mesh": self.meshes.params[axes],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        if self.adam_offload and self.device.type != "cpu":
+            options["offload_policy"] = CPUOffloadPolicy()
+        layers = set(model._no_split_modules or [])
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+        self._load_shards(model)
+
+    def _load_shards(self, model: torch.nn.Module) -> None:
+        offloaded = self.adam_offload and self.device.type != "cpu"
+        model.to_empty(device="cpu" if offloaded else self.device)
+        model.tie_weights(recompute_mapping=False)
+        stored = checkpoint.stored_tensors(model)  # tied aliases are not among them: they were tied again above
+        weights = checkpoint.open_weights(model, model.pretrained_folder, list(stored))
+        with torch.no_grad():
+            for name, tensor in stored.items():
+                gradients.to_local_if_dtensor(tensor).copy_(weights.read(name, _local_region(tensor)))
+        checkpoint.restore_computed_buffers(model, self.device)
+        model.pretrained_folder = None
+
+    def create_optimizer(
+        self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> torch.optim.Optimizer:
+        """AdamW over fp32 masters. The model is sharded here, so that the optimizer holds its final parameters."""
+        self._shard(model)
+        groups = decay_groups(model.named_parameters(), weight_decay)
+        fused = self.device.type == "cuda" and not self.adam_offload
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+
+    def prepare(self, *models_or_triples, is_rlhf: bool = False):
+        """Sharded (model, optimizer, scheduler) triples, or sharded frozen models. One in, one out; several, a list."""
+        prepared = []
+        for item in models_or_triples:
+            self._shard(item[0] if isinstance(item, tuple) else item)
+            prepared.append(item)
+        return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
+
+    # --- data
+
+    def setup_dataloader(
+        self,
+        dataset,
+        collate: Callable[[list[dict]], dict],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_tokens: Optional[int] = None,
+        packed_capacity: Optional[int] = None,
+        shuffle: bool = True,
+    ) -> GlobalBatchLoader:
+        """Global batches in an order that depends on the seed alone; see `data_order`."""
+        return GlobalBatchLoader(
+            dataset,
+            lambda samples: to_device(collate(samples), self.device),
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_tokens=max_tokens,
+            packed_capacity=packed_capacity,
+            seed=self.seed,
+            shuffle=shuffle,
+            dp_rank=self.meshes.dp.get_local_rank(),
+            dp_size=self.sizes.dp,
+        )
+
+    # --- one training step
+
+    def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
+        """Backward of one micro-batch; gradients are reduced into fp32 shards at once, so `is_last` changes nothing here."""
+        factor = self.meshes.loss.size() * self.loss_scale.scale / num_targets
+        (loss_sum * factor).backward()
+
+    def optimizer_step(self, optimizer, model, scheduler) -> float:
+        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing is stepped."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.loss_scale.unscale_(parameters)
+        norm = gradients.get_grad_norm(parameters)
+        finite = bool(torch.isfinite(norm))
+        self.loss_scale.update(overflow=not finite)
+        if finite:
+            gradients.clip_grad_by_total_norm_(parameters, self.max_norm, norm)
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    # --- weights out
+
+    def unwrap(self, model) -> torch.nn.Module:
+        return model
+
+    def iter_full_params(self, model) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter)."""
+        for name, tensor in checkpoint.stored_tensors(model).items():
+            yield name, _full(tensor)
+
+    def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                yield name, _full(parameter.grad) / self.loss_scale.scale
+
+    def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
+        """Write a Hugging Face folder in the compute dtype; see `checkpoint.save_pretrained`."""
+        checkpoint.save_pretrained(
+            self.iter_full_params(model), model, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes
+        )
+        dist.barrier()
+
+    # --- helpers that know the mesh
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All-reduce over the ranks that see different tokens (dp x sp), in place."""
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(tensor, op=ops[op], group=self.meshes.loss.get_group())
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of the ranks that see different tokens (dp x sp), in rank order."""
+        group = self.meshes.loss.get_group()
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        return parts
+
+    def broadcast_object(self, value):
+        """Rank 0's `value`, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def rank_0_first(self, build: Callable):
+        """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+        value = build() if self.is_rank_0() else None
+        dist.barrier()
+        return value if self.is_rank_0() else build()
+
+    def print(self, *values) -> None:
+        if self.is_rank_0():
+            print(*values, flush=True)
+
+    def is_rank_0(self) -> bool:
+        return dist.get_rank() == 0
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
+    """The part of the full weight that this rank holds, as one slice per dimension; None for all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape))

@@ -1,0 +1,152 @@
+"""The training loop that every method shares: forward and backward over a global batch, step, log, evaluate, save.
+
+A method brings its loss function, `loss_fn(model, micro_batch) -> (sum, count)`; a strategy brings the distribution.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from trainer.errors import UserError
+from trainer.metrics import MetricsLog, host_peak_memory_bytes, step_line
+
+LossFunction = Callable[[torch.nn.Module, dict], tuple[torch.Tensor, torch.Tensor]]
+
+# dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=None) -> tuple[float, int]:
+    """Run every micro-batch of this rank's part of a global batch; backward too where there is an `optimizer`.
+
+    Returns the sum of losses and the count over the global batch (one all-reduce over dp x sp). The mean, and every
+    gradient, has the global count as its only denominator.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=strategy.device)
+    for number, micro_batch in enumerate(batch.micro_batches, start=1):
+        with torch.set_grad_enabled(optimizer is not None):
+            loss_sum, count = loss_fn(model, micro_batch)
+        totals += torch.stack([loss_sum.detach().double(), count.double()])
+        if optimizer is not None:
+            is_last = number == len(batch.micro_batches)
+            strategy.backward(loss_sum, model, optimizer, num_targets=batch.num_targets, is_last=is_last)
+    loss_total, num_targets = strategy.all_reduce(totals).tolist()
+    if num_targets != batch.num_targets:
+        raise RuntimeError(f"the loss counted {num_targets} targets, the global batch has {batch.num_targets}")
+    return loss_total, batch.num_targets
+
+
+def evaluate(strategy, model, loader, loss_fn: LossFunction) -> float:
+    """The mean loss over all targets of the evaluation set."""
+    model.eval()
+    loader.load_state_dict({"epoch": 0, "next_index": 0})
+    sums = [forward_backward(strategy, model, batch, loss_fn) for batch in loader]
+    model.train()
+    return sum(loss for loss, _ in sums) / sum(count for _, count in sums)
+
+
+def endless(loader) -> Iterator:
+    """Batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def train(
+    strategy,
+    model,
+    optimizer,
+    scheduler,
+    loader,
+    loss_fn: LossFunction,
+    *,
+    total_steps: int,
+    metrics: Optional[MetricsLog],
+    flops_per_token: float = 0.0,
+    eval_loader=None,
+    eval_steps: Optional[int] = None,
+    logging_steps: int = 1,
+    max_skipped_steps: int = 10,
+    parity_dump: Optional[str] = None,
+) -> None:
+    """Run `total_steps` optimizer steps. `metrics` is rank 0's log, None on every other rank."""
+    model.train()
+    skipped_in_a_row = tokens_seen = 0
+    bar = tqdm(total=total_steps, disable=None if strategy.is_rank_0() else True, unit="step")
+    batches = endless(loader)
+    for step in range(1, total_steps + 1):
+        started = time.perf_counter()
+        batch = next(batches)
+        loss_sum, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+        if step == 1 and parity_dump:
+            _dump(strategy, strategy.iter_full_grads(model), parity_dump, "grads_step1")
+        lr = scheduler.get_last_lr()[0]
+        grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
+        tokens_seen += batch.num_tokens
+        step_time = time.perf_counter() - started
+        row = {
+            "step": step,
+            "epoch": batch.epoch,
+            "loss": loss_sum / num_targets,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": num_targets,
+            "tokens_seen": tokens_seen,
+            "batch_hash": batch.batch_hash,
+            "step_time": step_time,
+            "tokens_per_second": batch.num_tokens / step_time,
+            "mfu": _mfu(strategy.device, flops_per_token * batch.num_tokens / step_time),
+            "peak_memory_bytes": _peak_memory(strategy.device),
+        }
+        skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
+        if skipped_in_a_row:
+            row["skipped"] = True
+        bar.update()
+        if metrics:
+            metrics.row(**row)
+        if step % logging_steps == 0 and strategy.is_rank_0():
+            tqdm.write(step_line(row, total_steps))
+        if skipped_in_a_row >= max_skipped_steps:
+            raise UserError(
+                f"step {step}",
+                f"loss or gradient norm not finite in {skipped_in_a_row} steps in a row; samples {batch.sample_ids}",
+            )
+        if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
+            _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
+    bar.close()
+    if parity_dump:
+        _dump(strategy, strategy.iter_full_params(model), parity_dump, "weights_final")
+
+
+def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> None:
+    started = time.perf_counter()
+    loss = evaluate(strategy, model, loader, loss_fn)
+    if metrics:
+        metrics.row(step, eval_loss=loss, eval_time=time.perf_counter() - started)
+        tqdm.write(f"eval {step}/{total_steps} | eval_loss {loss:.9g}")
+
+
+def _dump(strategy, tensors, folder: str, name: str) -> None:
+    """Write full tensors for a parity check. Rank 0 holds all of them in host memory: meant for small models."""
+    full = {key: tensor.float().cpu().clone() for key, tensor in tensors}
+    if strategy.is_rank_0():
+        os.makedirs(folder, exist_ok=True)
+        save_file(full, os.path.join(folder, f"{name}.safetensors"))
+
+
+def _mfu(device: torch.device, flops_per_second: float) -> Optional[float]:
+    """Share of the peak FLOP/s of all ranks' devices; None where the peak is unknown."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return flops_per_second / (peak * torch.distributed.get_world_size()) if peak else None
+
+
+def _peak_memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host_peak_memory_bytes()
