@@ -38,7 +38,9 @@ class DataArguments:
 
     dataset: Optional[str] = arg(None, "training data: comma-separated files, folders or hub names")
     dataset_split: str = arg("train", "split of --dataset")
-    dataset_probs: Optional[str] = arg(None, "comma-separated mixing probabilities, one per set of --dataset")
+    dataset_probs: Optional[str] = arg(
+        None, "mixing probabilities, one per set of --dataset; the mixture ends when one set is used up"
+    )
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset")
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")

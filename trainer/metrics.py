@@ -19,7 +19,7 @@ class MetricsLog:
         wandb_project: Optional[str] = None,
         config: Optional[dict] = None,
     ):
-        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")
+        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (open as long as the log)
         self._tensorboard = self._wandb = None
         if use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -58,5 +58,5 @@ def start_metrics(strategy, args, folder: str, **facts) -> Optional[MetricsLog]:
 
 
 def versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors")
+    packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors"]
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}

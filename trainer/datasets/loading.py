@@ -93,9 +93,8 @@ def _mix(sets: list["Dataset"], paths: list[str], flag: str, odds: list[float] |
     sets = _with_common_types(sets, paths, flag)
     if odds is None:
         return datasets.concatenate_datasets(sets)
-    return datasets.interleave_datasets(
-        sets, probabilities=odds, seed=seed, stopping_strategy="all_exhausted_without_replacement"
-    )
+    # until the first set is used up: every row at most once, and the proportions hold to the end
+    return datasets.interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
 
 
 def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> list["Dataset"]:

@@ -1,0 +1,57 @@
+"""How tests start real processes: with a time-out, without leftovers, with the output at hand when something fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
+    """(exit code, stdout and stderr together) of a command; all it started is killed when it is over or too slow."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks, which are in other sessions
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"{command} took longer than {timeout} s:\n{output[-4000:]}") from None
+    return process.returncode, output
+
+
+def torchrun(num_ranks: int, *arguments: str, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
+    """Run a module (`-m name ...`) or script on `num_ranks` local ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    return run_process([*launcher, *arguments], timeout=timeout, cwd=cwd, **env)
+
+
+def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float) -> str:
+    """Run several train_sft command lines in one set of ranks; returns the output."""
+    runs = folder / f"runs-{num_ranks}.json"
+    runs.write_text(json.dumps(command_lines))
+    code, output = torchrun(num_ranks, str(ROOT / "test" / "many_runs.py"), str(runs), timeout=timeout)
+    assert code == 0, output[-6000:]
+    return output
+
+
+def read_steps(run_folder: Path) -> list[dict]:
+    """The step rows of a run's metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def read_rows(run_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,198 @@
+"""Checks of a strategy standing alone, run by test_strategies.py: `torchrun strategy_checks.py BACKEND`.
+
+No command, no training loop: a strategy, a model, a batch and a loss given by the caller. Prints "ok NAME" per check.
+"""
+
+import functools
+import math
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from trainer.datasets.demo import make_demo
+from trainer.datasets.packing import collate_padded
+from trainer.strategies.checkpoint import SafetensorsFolder
+from trainer.training.loop import forward_backward
+from trainer.training.sft import sft_loss
+
+BACKEND = sys.argv[1]
+DEMO = sys.argv[2]
+STAGES = {"deepspeed": [0, 1, 2, 3], "fsdp2": [2, 3]}[BACKEND]
+
+
+class Samples(list):
+    """Rows that give a column for a name, like a datasets.Dataset."""
+
+    def __getitem__(self, key):
+        return [row[key] for row in self] if isinstance(key, str) else list.__getitem__(self, key)
+
+
+def make_samples(num_samples: int = 9) -> Samples:
+    """Samples of very different lengths, so that the two ranks get different numbers of loss tokens."""
+    generator = torch.Generator().manual_seed(0)
+    samples = Samples()
+    for number in range(num_samples):
+        length = 4 + 5 * number
+        ids = torch.randint(3, 290, (length,), generator=generator).tolist()
+        mask = [0, 0, *[1] * (length - 2)]
+        samples.append(
+            {
+                "input_ids": ids,
+                "loss_mask": mask,
+                "num_tokens": length,
+                "num_loss_tokens": length - 2,
+                "digest": str(number),
+            }
+        )
+    return samples
+
+
+def make(stage: int, dtype: str = "fp32", **options):
+    """(strategy, model, optimizer, scheduler, loader) of the demo model on random samples."""
+    if BACKEND == "deepspeed":
+        from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
+    else:
+        from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
+    strategy = Strategy(param_dtype=dtype, zero_stage=stage, **options)
+    strategy.setup_distributed()
+    model = strategy.load_model(f"{DEMO}/model", AutoModelForCausalLM)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
+    collate = functools.partial(collate_padded, pad_token_id=0)
+    loader = strategy.setup_dataloader(make_samples(), collate, batch_size=9, micro_batch_size=2, shuffle=False)
+    return strategy, model, optimizer, scheduler, loader
+
+
+def first_batch(loader):
+    loader.load_state_dict({"epoch": 0, "next_index": 0})
+    return next(iter(loader))
+
+
+def full(tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in tensors}
+
+
+def check_masters_and_buffers(stage: int) -> None:
+    """bf16: the masters are the checkpoint's fp32 values, not rounded ones, and RoPE tables stay fp32."""
+    strategy, model, *_ = make(stage, "bf16")
+    weights = SafetensorsFolder(f"{DEMO}/model")
+    for name, tensor in full(strategy.iter_full_params(model)).items():
+        assert torch.equal(tensor, weights.read(name)), f"{name} was rounded"
+    expected = dict(AutoModelForCausalLM.from_pretrained(f"{DEMO}/model").named_buffers())
+    for name, buffer in strategy.unwrap(model).named_buffers():
+        assert buffer.dtype == expected[name].dtype and torch.equal(buffer.cpu(), expected[name]), name
+
+
+def check_small_bf16_updates(stage: int) -> None:
+    """bf16 with a rate far under bf16's resolution: without fp32 masters, weights would stand still."""
+    strategy, model, optimizer, scheduler, loader = make(stage, "bf16")
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6
+    scheduler.base_lrs = [1e-6 for _ in scheduler.base_lrs]
+    before = full(strategy.iter_full_params(model))
+    for _ in range(3):
+        forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+    after = full(strategy.iter_full_params(model))
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    total = sum(tensor.numel() for tensor in before.values())
+    # vocabulary rows that the samples never touch keep a zero gradient
+    assert changed > 0.9 * total, f"only {changed} of {total} weights moved"
+
+
+def check_not_finite(stage: int) -> None:
+    """A step with a non-finite gradient on one rank alone changes nothing anywhere; the next one trains on."""
+    strategy, model, optimizer, scheduler, loader = make(stage)
+
+    def poisoned_loss(model, micro_batch):
+        loss, count = sft_loss(model, micro_batch)
+        return (loss * float("nan") if strategy.is_rank_0() else loss), count
+
+    before = full(strategy.iter_full_params(model))
+    forward_backward(strategy, model, first_batch(loader), poisoned_loss, optimizer)
+    assert not math.isfinite(strategy.optimizer_step(optimizer, model, scheduler))
+    after = full(strategy.iter_full_params(model))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert scheduler.last_epoch == 0, "the schedule moved on a skipped step"
+    forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+    assert math.isfinite(strategy.optimizer_step(optimizer, model, scheduler))
+    trained = full(strategy.iter_full_params(model))
+    assert all(torch.isfinite(tensor).all() for tensor in trained.values())
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+    assert scheduler.last_epoch == 1
+
+
+def check_ties_and_replicas(stage: int) -> None:
+    """Tied embeddings are one parameter after training, and every rank holds the same full weights."""
+    strategy, model, optimizer, scheduler, loader = make(stage)
+    for _ in range(2):
+        forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+        strategy.optimizer_step(optimizer, model, scheduler)
+    module = strategy.unwrap(model)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    weights = full(strategy.iter_full_params(model))
+    assert "lm_head.weight" not in weights
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {name: tensor.double().sum().item() for name, tensor in weights.items()})
+    assert all(sums == gathered[0] for sums in gathered)
+
+
+def check_save(stage: int) -> None:
+    """A folder saved in many shards loads with transformers and holds the weights bit for bit."""
+    strategy, model, *_ = make(stage)
+    from transformers import AutoTokenizer
+
+    folder = f"{DEMO}-saved-{BACKEND}-{stage}"
+    strategy.save_model(model, AutoTokenizer.from_pretrained(f"{DEMO}/model"), folder, max_shard_bytes=100_000)
+    expected = full(strategy.iter_full_params(model))
+    if strategy.is_rank_0():
+        assert len([name for name in os.listdir(folder) if name.endswith(".safetensors")]) > 1
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(loaded).__name__ == "Qwen3ForCausalLM" and loaded.dtype == torch.float32
+        parameters = dict(loaded.named_parameters())
+        assert parameters.keys() == expected.keys()
+        assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+        assert "chat_template.jinja" in os.listdir(folder) and loaded.generation_config.eos_token_id is not None
+        assert not os.path.exists(folder + ".tmp")
+
+
+def check_offload_and_gradient_checkpointing(stage: int) -> None:
+    """--adam_offload and --gradient_checkpointing change no number."""
+    plain = make(stage)
+    loss, _ = forward_backward(*plain[:2], first_batch(plain[4]), sft_loss, plain[2])
+    expected = full(plain[0].iter_full_grads(plain[1]))
+    strategy, model, optimizer, scheduler, loader = make(stage, adam_offload=stage > 0)
+    strategy.unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+    other, _ = forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+    assert other == loss
+    if not (BACKEND == "deepspeed" and stage):  # its offloaded gradients live in the optimizer's own buffers
+        for name, grad in full(strategy.iter_full_grads(model)).items():
+            assert torch.allclose(grad, expected[name], rtol=1e-6, atol=1e-9), name
+    plain[0].optimizer_step(*plain[2:0:-1], plain[3])
+    strategy.optimizer_step(optimizer, model, scheduler)
+    weights, others = full(plain[0].iter_full_params(plain[1])), full(strategy.iter_full_params(model))
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, others[name], rtol=1e-5, atol=1e-7), name
+
+
+CHECKS = [
+    check_masters_and_buffers,
+    check_small_bf16_updates,
+    check_not_finite,
+    check_ties_and_replicas,
+    check_save,
+    check_offload_and_gradient_checkpointing,
+]
+
+if __name__ == "__main__":
+    make_demo(DEMO)
+    for zero_stage in STAGES:
+        for check in CHECKS:
+            check(zero_stage)
+            if int(os.environ["RANK"]) == 0:
+                print(f"ok {check.__name__} stage {zero_stage}", flush=True)
+    dist.destroy_process_group()

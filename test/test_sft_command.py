@@ -1,0 +1,124 @@
+"""train_sft from the command line on the embedded demo: it learns, saves what it evaluated, and can be repeated."""
+
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from launch import ROOT, read_rows, read_steps, run_process, train_many
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.datasets.demo import make_demo
+
+RUNS = {
+    "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],
+    "deepspeed": ["--backend", "deepspeed", "--zero_stage", "2", "--param_dtype", "fp32"],
+    "fsdp2-bf16": ["--backend", "fsdp2", "--packing_samples", "--eval_steps", "30"],
+    "deepspeed-bf16": ["--backend", "deepspeed", "--zero_stage", "3", "--gradient_checkpointing"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the demo and four runs of 60 steps on two ranks, made by the command without --pretrain."""
+    folder = tmp_path_factory.mktemp("sft")
+    make_demo(str(folder / "demo"))
+    data = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/sft.jsonl", "--apply_chat_template"]
+    data += ["--eval_dataset", f"{folder}/demo/sft_eval.jsonl", "--max_len", "128", "--max_steps", "60"]
+    data += ["--learning_rate", "2e-3", "--lr_scheduler", "constant"]
+    data += ["--train_batch_size", "32", "--micro_train_batch_size", "16"]
+    lines = [[*data, *flags, "--output_dir", f"{folder}/{name}"] for name, flags in RUNS.items()]
+    output = train_many(2, lines, folder, timeout=400)
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_loss_falls_under_half_of_its_start_within_60_steps(runs, name):
+    losses = [row["loss"] for row in read_steps(runs / name)]
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] / 2, (losses[0], losses[-1])
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("fsdp2", 1e-5), ("deepspeed", 1e-5), ("fsdp2-bf16", 1e-2)])
+def test_saved_model_gives_the_loss_of_the_final_evaluation(runs, name, tolerance):
+    """With transformers alone, one sample at a time, masks found by searching the text."""
+    model = AutoModelForCausalLM.from_pretrained(runs / name / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(runs / name / "model")
+    total, count = 0.0, 0
+    for line in (runs / "demo" / "sft_eval.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        answer_ids = tokenizer(messages[-1]["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([prompt_ids + answer_ids])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        total -= sum(log_probs[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(answer_ids))
+        count += len(answer_ids)
+    eval_rows = [row for row in read_rows(runs / name) if "eval_loss" in row]
+    assert eval_rows[-1]["step"] == 60
+    assert total / count == pytest.approx(eval_rows[-1]["eval_loss"], rel=tolerance)
+
+
+def test_both_backends_give_the_same_curve(runs):
+    for row, other in zip(read_steps(runs / "fsdp2"), read_steps(runs / "deepspeed")):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4), row["step"]
+
+
+def test_evaluation_steps_and_saved_dtype(runs):
+    eval_steps = [row["step"] for row in read_rows(runs / "fsdp2-bf16") if "eval_loss" in row]
+    assert eval_steps == [30, 60]
+    config = json.loads((runs / "fsdp2-bf16" / "model" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_start_shows_the_ledger_and_a_sample_with_its_loss_tokens_marked(runs):
+    output = (runs / "output.txt").read_text()
+    assert "training data: 4000 rows: 4000 samples, 0 excluded" in output
+    assert "stop token trained in 4000 of 4000" in output
+    marked = output.split("loss tokens in [[ ]]:\n")[1].split("]]")[0]
+    assert marked.count("[[") == 1 and marked.endswith("<|im_end|>") and "Sort" in marked.split("[[")[0]
+
+
+def test_config_yaml_repeats_the_run(runs, tmp_path):
+    config = yaml.safe_load((runs / "fsdp2" / "config.yaml").read_text())
+    assert config["backend"] == "fsdp2" and config["train_batch_size"] == 32
+    repeat = [
+        "--config",
+        f"{runs}/fsdp2/config.yaml",
+        "--max_steps",
+        "3",
+        "--output_dir",
+        f"{tmp_path}/again",
+        "--no_save",
+    ]
+    train_many(2, [repeat], tmp_path, timeout=120)
+    first = [row["loss"] for row in read_steps(runs / "fsdp2")][:3]
+    assert [row["loss"] for row in read_steps(tmp_path / "again")] == first
+
+
+def test_tensorboard_mirrors_the_metrics(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs / "fsdp2" / "tensorboard")).Reload()
+    losses = [event.value for event in events.Scalars("loss")]
+    assert losses == pytest.approx([row["loss"] for row in read_steps(runs / "fsdp2")], rel=1e-6)
+
+
+def test_wandb_offline_and_no_flags_mean_the_demo(tmp_path):
+    """Without torchrun and without --pretrain and --dataset: one rank on the demo, which it writes and names."""
+    command = [sys.executable, "-m", "trainer.cli.train_sft", "--max_steps", "2", "--use_wandb", "--output_dir", "run"]
+    code, output = run_process(command, cwd=tmp_path, timeout=120, WANDB_MODE="offline")
+    assert code == 0, output[-3000:]
+    assert "training on the embedded demo" in output
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*")), output[-2000:]
+    assert "WANDB_API_KEY" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert len(read_steps(tmp_path / "run")) == 2
+
+
+def test_compare_tool_passes_on_these_runs(runs):
+    logs = ["--deepspeed_log", f"{runs}/deepspeed", "--fsdp2_log", f"{runs}/fsdp2", "--threshold", "1e-4"]
+    code, output = run_process([sys.executable, str(ROOT / "compare_backends.py"), *logs])
+    assert code == 0 and "PASS" in output, output
