@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +41,7 @@ def torchrun(num_ranks: int, *arguments: str, timeout: float = 300, cwd: Path = 
 
 def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float) -> str:
     """Run several train_sft command lines in one set of ranks; returns the output."""
-    runs = folder / f"runs-{num_ranks}.json"
+    runs = folder / f"runs-{uuid.uuid4()}.json"
     runs.write_text(json.dumps(command_lines))
     code, output = torchrun(num_ranks, str(ROOT / "test" / "many_runs.py"), str(runs), timeout=timeout)
     assert code == 0, output[-6000:]

@@ -6,6 +6,7 @@ at step 1 and every weight at the end within 1e-4 of its own norm; bf16 loss wit
 
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launch import ROOT, read_rows, read_steps, run_process, train_many
@@ -56,9 +57,10 @@ def runs(tmp_path_factory, shared_data):
         assert code == 0, output[-4000:]
     repeated = ["fsdp2-2r-mb4-padded-again", "deepspeed-z3-2r-mb4-padded-again"]
     names = FULL_GRID + BF16_GRID + SHUFFLED_GRID + repeated
-    for ranks in (1, 2):
-        lines = [command_line(name, folder, shared_data) for name in names if f"-{ranks}r" in name]
-        train_many(ranks, lines, folder, timeout=1200)
+    single, double = ([command_line(name, folder, shared_data) for name in names if f"-{n}r" in name] for n in (1, 2))
+    with ThreadPoolExecutor(2) as launches:  # one-rank launches side by side, one on each core
+        list(launches.map(lambda part: train_many(1, single[part::2], folder, timeout=1200), (0, 1)))
+    train_many(2, double, folder, timeout=1200)
     return folder
 
 
@@ -103,10 +105,14 @@ def test_bf16_run_stays_within_1e_2_of_the_plain_fp32_loop(runs, name):
     assert_same_steps(runs / name, runs / "reference", 1e-2, None)
 
 
-def test_bf16_losses_agree_between_backends_more_closely_than_with_fp32(runs):
-    """ZeRO 1 to 3 and FSDP2 round at the same places: fp32 masters, fp32 reduction, fp32 RoPE tables on all."""
+def test_bf16_rounds_at_the_same_places_on_both_backends(runs):
+    """fp32 masters, fp32 reduction, fp32 accumulation, fp32 RoPE tables: the gradients of step 1 are the same numbers.
+
+    Later losses may part by more than that: a last fp32 digit can flip a bf16 rounding. ZeRO 0 casts by autocast.
+    """
     for name in BF16_GRID[1:4]:
-        assert_same_steps(runs / name, runs / "fsdp2-2r-bf16", 1e-4, 1e-3)
+        assert read_steps(runs / name)[0]["loss"] == read_steps(runs / "fsdp2-2r-bf16")[0]["loss"]
+        assert_same_tensors(runs / name, runs / "fsdp2-2r-bf16", "grads_step1", 1e-6)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-2r-mb4-padded", "deepspeed-z3-2r-mb4-padded"])

@@ -37,7 +37,7 @@ def load_rows(
     split "train". All values of a CSV file are texts as written ("007", "NA" and "" stay what they are).
 
     Without probs, several sets follow each other. With probs (one per set, any positive scale) the next row comes from
-    a set drawn with these odds; a set that is used up is no longer drawn, so every row occurs exactly once.
+    a set drawn with these odds, until the first set is used up: no row occurs twice and the odds hold to the end.
     Where sets have different columns, a row has None under the columns of the others.
 
     Raises UserError, naming the flag and the file, for whatever cannot be read.

@@ -183,7 +183,10 @@ class DeepspeedStrategy:
 
     def _prepare_trained(self, model, optimizer, scheduler):
         import deepspeed
+        from deepspeed.runtime import torch_autocast
 
+        # a stage-0 engine made earlier in this process leaves this on, and ZeRO would then reduce gradients in bf16
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._engine_config(with_optimizer=True), dist_init_required=False
         )
