@@ -32,7 +32,14 @@ from trainer.compare.matrix import (
     matrix_thresholds,
 )
 from trainer.compare.plots import plot_matrix
-from trainer.compare.report import MEASURED, configuration_line, matrix_markdown
+from trainer.compare.report import (
+    MARKERS,
+    MEASURED,
+    check_markers,
+    configuration_line,
+    matrix_markdown,
+    write_between_markers,
+)
 from trainer.compare.run_matrix import assess
 from trainer.errors import UserError
 
@@ -285,3 +292,15 @@ def test_the_reports_of_a_matrix_show_passed_and_failed_configurations(tmp_path)
     assert configuration_line(bad) == "FAIL broken (2 s): a | b"
     plot_matrix(tmp_path / "report.png", Run("reference", run.steps), [run], report)
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_table_replaces_what_stands_between_the_markers_and_nothing_else(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+    check_markers("--update_table", str(path))
+    for table in ("| a |\n", "| b |\n"):
+        write_between_markers(str(path), table)
+        assert path.read_text() == f"before\n{MARKERS[0]}\n\n{table}\n{MARKERS[1]}\nafter\n"
+    path.write_text("no markers")
+    with pytest.raises(UserError, match="lacks the markers"):
+        check_markers("--update_table", str(path))

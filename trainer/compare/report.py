@@ -131,6 +131,27 @@ def write_text(path: str | Path, text: str) -> None:
         raise UserError(str(path), f"cannot be written: {error.strerror}") from None
 
 
+MARKERS = ("<!-- parity table: written by compare_backends.py -->", "<!-- end of the parity table -->")
+
+
+def check_markers(flag: str, path: str) -> None:
+    """Raises UserError unless the file holds the two marker lines that a table may be written between."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(flag, f"cannot read {path}", "a text file") from None
+    begin, end = (text.find(marker) for marker in MARKERS)
+    if not 0 <= begin < end:
+        raise UserError(flag, f"{path} lacks the markers", " and ".join(MARKERS))
+
+
+def write_between_markers(path: str, table: str) -> None:
+    """Replace what stands between the two markers of a file."""
+    head, rest = Path(path).read_text(encoding="utf-8").split(MARKERS[0], 1)
+    tail = rest.split(MARKERS[1], 1)[1]
+    write_text(path, f"{head}{MARKERS[0]}\n\n{table}\n{MARKERS[1]}{tail}")
+
+
 def _json_safe(value):
     """JSON knows no infinity: as a string it stays visible, and no reader takes it for a small number."""
     if isinstance(value, dict):

@@ -11,7 +11,16 @@ from trainer.compare.logs import Run, read_run
 from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
 from trainer.compare.parity import Thresholds, compare_runs
 from trainer.compare.plots import plot_matrix, require_matplotlib
-from trainer.compare.report import MEASURED, configuration_line, matrix_markdown, measured, write_json, write_text
+from trainer.compare.report import (
+    MEASURED,
+    check_markers,
+    configuration_line,
+    matrix_markdown,
+    measured,
+    write_between_markers,
+    write_json,
+    write_text,
+)
 from trainer.errors import UserError
 
 
@@ -24,12 +33,16 @@ def run_matrix(
     output_dir: Path,
     num_parallel: int,
     timeout: float,
+    update_table: str | None = None,
 ) -> bool:
     """Whether every configuration passed; `thresholds_for` takes a --param_dtype. Writes report.json, .md and .png.
 
+    `update_table` is a file with the two markers of `report.MARKERS`: the table is written between them too.
     Raises UserError where the plain loop fails: then there is nothing to compare with.
     """
     require_matplotlib("--run")
+    if update_table:
+        check_markers("--update_table", update_table)
     _make_output_dir(output_dir)
 
     def run_all(jobs: list[Job]):
@@ -60,6 +73,8 @@ def run_matrix(
     }
     write_json(output_dir / "report.json", report)
     write_text(output_dir / "report.md", matrix_markdown(report))
+    if update_table:
+        write_between_markers(update_table, matrix_markdown(report))
     plot_matrix(output_dir / "report.png", reference, runs, report)
     return report["passed"]
 
