@@ -106,7 +106,7 @@ class LayoutArguments:
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
-    deterministic: bool = arg(True, "deterministic CUDA kernels (no_deterministic may be faster)")
+    deterministic: bool = arg(True, "deterministic CUDA kernels (false may be faster)")
 
 
 @dataclass
@@ -144,15 +144,14 @@ ALLOWED = {
 
 
 def _add_field(group, field: dataclasses.Field, hint) -> None:
-    from jsonargparse import ActionYesNo
     from jsonargparse import typing as restricted
 
     flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
     if hint is bool:
-        no_prefix = "no_" if default else None
-        group.add_argument(*flags, action=ActionYesNo, nargs="?", metavar="BOOL", no_prefix=no_prefix, **common)
+        # jsonargparse's ActionYesNo would take --no_save for "save: no" and leave it False
+        group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
         return
     kind = field.metadata["type"] or hint
     if isinstance(kind, str):

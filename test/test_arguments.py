@@ -1,0 +1,76 @@
+"""Every flag does what it says: what is given on the command line or in a config file is what the command sees."""
+
+import dataclasses
+import typing
+
+import pytest
+import yaml
+
+from trainer.arguments import SFTArguments, parse_arguments
+from trainer.errors import UserError
+
+FIELDS = dataclasses.fields(SFTArguments)
+HINTS = typing.get_type_hints(SFTArguments)
+
+
+def parse(*argv: str) -> SFTArguments:
+    return parse_arguments(SFTArguments, "train_sft", list(argv))
+
+
+def other_value(field):
+    """A value of the field's type that is not its default, as given on the command line and as seen by the command."""
+    default = getattr(parse(), field.name)
+    hint = str(HINTS[field.name])
+    if "Literal" in hint:
+        choice = next(value for value in typing.get_args(HINTS[field.name]) if value != default)
+        return [choice], choice
+    if "list" in hint:
+        return ["0.5", "0.75"], [0.5, 0.75]
+    if "int" in hint:
+        return ["7"], 7
+    if "float" in hint:
+        return ["0.625"], 0.625
+    assert "str" in hint, hint
+    return ["some text"], "some text"
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_flag_reaches_the_command(field, tmp_path):
+    flag = f"--{field.name}"
+    if HINTS[field.name] is bool:
+        assert getattr(parse(flag), field.name) is True
+        assert getattr(parse(flag, "--seed", "3"), field.name) is True
+        for text, value in (("true", True), ("false", False)):
+            assert getattr(parse(flag, text), field.name) is value
+            assert getattr(parse(f"{flag}={text}"), field.name) is value
+        given, expected = [], True
+    else:
+        given, expected = other_value(field)
+        assert getattr(parse(flag, *given), field.name) == expected
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({field.name: expected}))
+    from_file = parse("--config", str(config))
+    assert getattr(from_file, field.name) == expected
+    changed = {f.name for f in FIELDS if getattr(from_file, f.name) != getattr(parse(), f.name)}
+    assert changed <= {field.name}  # and nothing else moved
+
+
+@pytest.mark.parametrize(
+    "field", [field for field in FIELDS if field.metadata["aliases"]], ids=lambda field: field.name
+)
+def test_aliases_are_the_same_flag(field):
+    given, expected = other_value(field)
+    for alias in field.metadata["aliases"]:
+        assert getattr(parse(f"--{alias}", *given), field.name) == expected
+
+
+def test_a_switch_takes_nothing_but_true_and_false():
+    with pytest.raises(UserError, match="--no_save"):
+        parse("--no_save", "perhaps")
+
+
+def test_flags_after_a_config_override_it(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("no_save: true\nseed: 5\n")
+    args = parse("--config", str(config), "--no_save", "false")
+    assert (args.no_save, args.seed) == (False, 5)
