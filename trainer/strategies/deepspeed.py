@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh
+from trainer.strategies import autotp, checkpoint, gradients, mesh
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -42,6 +42,11 @@ class DeepspeedStrategy:
             raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
         if self.zero_stage == 0 and adam_offload:
             raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
+        if self.zero_stage < 3 and dp_replicate_size > 1:
+            # ZeRO++ hpZ: weights are gathered within dp_shard x sp; only ZeRO 3 gathers weights
+            raise UserError(
+                "--dp_replicate_size", f"{dp_replicate_size} with --zero_stage {self.zero_stage}", "--zero_stage 3"
+            )
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.adam_offload = adam_offload
@@ -63,6 +68,7 @@ class DeepspeedStrategy:
         """Join the process group and build the mesh."""
         mesh.start_process_group(self.device, self.dist_backend)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
+        self._tp_group = self.meshes.root["tp"].get_group()
         seed_everything(self.seed, self.deterministic, self.device)
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -75,11 +81,17 @@ class DeepspeedStrategy:
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        autotp.use_mesh_groups(self.meshes)
 
-    def _engine_config(self, with_optimizer: bool) -> dict:
-        """DeepSpeed's configuration, with everything neutralised that would change the mathematics."""
+    def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
+        """DeepSpeed's configuration, with everything neutralised that would change the mathematics.
+
+        `plan` is a tensor-parallel plan, given where the model is to be cut over tp.
+        """
         stage = self.zero_stage
         zero = {"stage": stage}
+        if self.sizes.dp_replicate > 1:
+            zero["zero_hpz_partition_size"] = self.sizes.dp_shard * self.sizes.sp
         if self.adam_offload and with_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
         config = {
@@ -94,6 +106,8 @@ class DeepspeedStrategy:
             "communication_data_type": "fp32",
             "steps_per_print": None,
         }
+        if plan:
+            config["tensor_parallel"] = autotp.tensor_parallel_config(plan, self.sizes.tp)
         if self.param_dtype == torch.bfloat16 and stage == 0:
             # the engine has no fp32 masters at stage 0; fp32 weights under autocast are the same mathematics
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
@@ -133,13 +147,19 @@ class DeepspeedStrategy:
         return model
 
     def _load_partitioned(self, folder: str, auto_class, attn_implementation: str, trust_remote_code: bool):
-        """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from rank 0."""
+        """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from
+        the first rank of each dp x sp group."""
         import deepspeed
         from transformers import AutoConfig
         from transformers.initialization import no_init_weights
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        with deepspeed.zero.Init(config_dict_or_path=self._engine_config(with_optimizer=False)), no_init_weights():
+        partitioned = deepspeed.zero.Init(
+            config_dict_or_path=self._engine_config(with_optimizer=False),
+            data_parallel_group=self.meshes.loss.get_group(),
+            zero_param_parallel_group=autotp.hpz_group(self.meshes),
+        )
+        with partitioned, no_init_weights():
             model = auto_class.from_config(
                 config,
                 dtype=self.param_dtype,
@@ -156,7 +176,7 @@ class DeepspeedStrategy:
                     buffers[name].copy_(weights.read(name))
                     continue
                 with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
-                    if self.is_rank_0():
+                    if self.meshes.loss.get_local_rank() == 0:
                         parameters[name].copy_(weights.read(name))
         checkpoint.restore_computed_buffers(model, self.device)  # zero.Init rounded them to the compute dtype
         return model
@@ -187,12 +207,19 @@ class DeepspeedStrategy:
 
         # a stage-0 engine made earlier in this process leaves this on, and ZeRO would then reduce gradients in bf16
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+        config = self._engine_config(with_optimizer=True, plan=self._tp_plan(model))
         engine, wrapped, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=self._engine_config(with_optimizer=True), dist_init_required=False
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
+        autotp.return_sharded_logits(model, self.meshes.root["tp"])
         if self.param_dtype != torch.float32 and self.zero_stage > 0:
             self._restore_masters(model)
         return engine, wrapped, scheduler
+
+    def _tp_plan(self, model) -> Optional[dict[str, str]]:
+        if self.sizes.tp == 1:
+            return None
+        return {k: v for k, v in model.tp_plan.items()}
 
     def _prepare_frozen(self, model):
         import deepspeed
@@ -211,7 +238,9 @@ class DeepspeedStrategy:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or weights.dtype(name) != "F32":
                 continue
-            full = weights.read(name).to(self.device)
+            full = autotp.local_part(
+                parameter, weights.read(name).to(self.device), self.meshes.root.get_local_rank("tp")
+            )
             if self.zero_stage < 3:
                 safe_set_full_fp32_param(parameter, full)
                 continue
@@ -269,7 +298,7 @@ class DeepspeedStrategy:
 
     def _step_unpartitioned(self, model, scheduler) -> float:
         parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        norm = gradients.get_grad_norm(parameters)
+        norm = gradients.get_grad_norm(parameters, lambda p: (self._tp_group,) if autotp.is_sharded(p) else ())
         if torch.isfinite(norm):
             gradients.clip_grad_by_total_norm_(parameters, self.max_norm, norm)
             model.step()
@@ -290,7 +319,8 @@ class DeepspeedStrategy:
         parameters = dict(module.named_parameters())
         for name, tensor in checkpoint.stored_tensors(module).items():
             master = safe_get_full_fp32_param(parameters[name]) if name in parameters else None
-            yield name, (tensor if master is None else master).detach()
+            full = (tensor if master is None else master).detach()
+            yield name, autotp.gather(parameters[name], full, self._tp_group) if name in parameters else full
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
@@ -299,7 +329,7 @@ class DeepspeedStrategy:
         scale = model.optimizer.loss_scale if self.param_dtype == torch.float16 else 1.0
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad:
-                yield name, safe_get_full_grad(parameter).float() / scale
+                yield name, autotp.gather(parameter, safe_get_full_grad(parameter).float() / scale, self._tp_group)
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `checkpoint.save_pretrained`."""

@@ -24,16 +24,19 @@ def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 @torch.no_grad()
-def get_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+def get_grad_norm(parameters: Iterable[torch.nn.Parameter], sharding_groups=None) -> torch.Tensor:
     """The global L2 norm of all gradients, a float64 scalar equal on every rank, each parameter counted once.
 
     Gradients are grouped by the process groups that shard them; each group's sum of squares is all-reduced (sum) over
-    just those, so a parameter replicated over tp is not counted tp times.
+    just those, so a parameter replicated over tp is not counted tp times. `sharding_groups(parameter)` names these
+    groups where parameters are no DTensors.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [parameter.grad for parameter in with_grad]
     by_groups = defaultdict(list)
-    for grad in grads:
-        by_groups[_sharding_groups(grad)].append(to_local_if_dtensor(grad))
+    for parameter, grad in zip(with_grad, grads):
+        groups = sharding_groups(parameter) if sharding_groups else _sharding_groups(grad)
+        by_groups[groups].append(to_local_if_dtensor(grad))
     total = torch.zeros((), dtype=torch.float64, device=to_local_if_dtensor(grads[0]).device if grads else "cpu")
     for groups, local_grads in by_groups.items():
         norms = torch.stack(torch._foreach_norm(local_grads, 2, dtype=torch.float32))

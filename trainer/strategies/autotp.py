@@ -1,0 +1,112 @@
+"""DeepSpeed's AutoTP on our mesh: from a tensor-parallel plan to its configuration, and from its shards to full tensors.
+
+AutoTP cuts linear layers in place, keeps the vocabulary head and a tied embedding sharded, and sums the gradients of
+weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_norm).
+"""
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.errors import UserError
+
+# style of a plan -> AutoTP's partition type; the head and its tied embedding are AutoTP's own vocab_parallel_lm_head
+PARTITION_TYPES = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+}
+VOCABULARY_STYLES = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
+
+
+def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
+    """DeepSpeed's "tensor_parallel" section for a plan {"model.layers.*.mlp.up_proj": "colwise", ...}.
+
+    Raises UserError for a style that AutoTP has no counterpart for.
+    """
+    specs = []
+    for pattern, style in plan.items():
+        if style in VOCABULARY_STYLES or pattern.endswith("lm_head"):
+            continue
+        if style not in PARTITION_TYPES:
+            known = ", ".join([*PARTITION_TYPES, *VOCABULARY_STYLES])
+            raise UserError("--tensor_parallel_size", f"the plan has {pattern}: {style}", known)
+        # a plan's * stands for one name between dots; biases follow their weights
+        regex = re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.weight$"
+        specs.append({"patterns": [regex], **PARTITION_TYPES[style]})
+    return {
+        "autotp_size": tp_size,
+        "vocab_parallel_lm_head": True,
+        "partition_config": {"use_default_specs": False, "layer_specs": specs},
+    }
+
+
+def use_mesh_groups(meshes) -> None:
+    """Give DeepSpeed the groups of our mesh; it would build its own, once per process."""
+    from deepspeed.utils import groups
+
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = meshes.root["tp"].get_group()
+    groups._DATA_PARALLEL_GROUP = meshes.loss.get_group()
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = hpz_group(meshes)
+
+
+def hpz_group(meshes) -> dist.ProcessGroup | None:
+    """The ranks that hold one full set of weights under ZeRO++ hpZ (dp_shard x sp); None without dp_replicate."""
+    return meshes.params["fsdp"].get_group() if meshes.params["dp_replicate"].size() > 1 else None
+
+
+def return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
+    """Make the vocabulary head return its part of the logits as a DTensor, as the loss expects under tensor parallelism."""
+    from deepspeed.module_inject.layers import VocabParallelLinear
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelLinear):
+            module.register_forward_hook(
+                lambda head, _, logits: DTensor.from_local(
+                    logits,
+                    tp_mesh,
+                    [Shard(logits.ndim - 1)],
+                    run_check=False,
+                    shape=(*logits.shape[:-1], head.vocab_size),
+                    stride=(logits.shape[1] * head.vocab_size, head.vocab_size, 1),
+                )
+            )
+
+
+def _partition(parameter: torch.nn.Parameter) -> tuple[int, list[int]] | None:
+    """(dimension, size of each rank's part) of a parameter that AutoTP cut; None for a replicated one."""
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+
+    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if meta is None or meta["replicated"] or meta["partition_dim"] is None:
+        return None
+    return meta["partition_dim"], list(meta["partition_sizes"])
+
+
+def is_sharded(parameter: torch.nn.Parameter) -> bool:
+    return _partition(parameter) is not None
+
+
+def gather(parameter: torch.nn.Parameter, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The full tensor of which each tp rank has a `part` (a weight, gradient or state of `parameter`); all-gather over tp."""
+    partition = _partition(parameter)
+    if partition is None:
+        return part
+    dim, sizes = partition
+    shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
+    parts = [part.new_empty(shape) for shape in shapes]
+    if len(set(sizes)) == 1:
+        dist.all_gather(parts, part.contiguous(), group=group)
+    else:
+        for rank, other in enumerate(parts):
+            other.copy_(part) if rank == dist.get_rank(group) else None
+            dist.broadcast(other, group_src=rank, group=group)
+    return torch.cat(parts, dim=dim)
+
+
+def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
+    """This tp rank's part of a full tensor of `parameter`."""
+    partition = _partition(parameter)
+    return full if partition is None else full.split(partition[1], dim=partition[0])[tp_rank]
