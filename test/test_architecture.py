@@ -12,7 +12,7 @@ FLOORS = [
     {"errors", "arguments", "metrics"},
     {"datasets", "models.loss"},
     {"models", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
-     "strategies.data_order"},
+     "strategies.data_order", "strategies.tensor_parallel", "strategies.replicas"},
     {"strategies"},
     {"training"},
     {"cli"},

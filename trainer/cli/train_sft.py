@@ -35,11 +35,7 @@ def validate(args: SFTArguments) -> None:
     from trainer.training.schedule import check_scheduler_name
 
     later = {
-        "--tensor_parallel_size": args.tensor_parallel_size > 1,
-        "--use_hf_tp_plan": args.use_hf_tp_plan,
-        "--sequence_parallel": args.sequence_parallel,
         "--ring_attn_size": args.ring_attn_size > 1,
-        "--dp_replicate_size": args.dp_replicate_size > 1,
         "--save_steps": args.save_steps is not None,
         "--max_ckpt_num": args.max_ckpt_num is not None,
         "--load_checkpoint": args.load_checkpoint is not None,
@@ -176,6 +172,7 @@ def run(argv: list[str]) -> None:
         eval_steps=args.eval_steps,
         logging_steps=args.logging_steps,
         max_skipped_steps=args.max_skipped_steps,
+        check_replicas_every=args.check_replicas_every,
         parity_dump=args.parity_dump,
     )
     if not args.no_save:

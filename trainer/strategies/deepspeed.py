@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh
+from trainer.strategies import checkpoint, gradients, mesh, replicas
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -29,6 +29,9 @@ class DeepspeedStrategy:
         zero_stage: Optional[int] = None,
         adam_offload: bool = False,
         tensor_parallel_size: int = 1,
+        use_hf_tp_plan: bool = False,
+        sequence_parallel: bool = False,
+        print_tp_plan: bool = False,
         ring_attn_size: int = 1,
         dp_replicate_size: int = 1,
         device: str = "auto",
@@ -42,6 +45,16 @@ class DeepspeedStrategy:
             raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
         if self.zero_stage == 0 and adam_offload:
             raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
+        later = {
+            "--tensor_parallel_size": tensor_parallel_size > 1,
+            "--use_hf_tp_plan": use_hf_tp_plan,
+            "--sequence_parallel": sequence_parallel,
+            "--print_tp_plan": print_tp_plan,
+            "--dp_replicate_size": dp_replicate_size > 1,
+        }
+        for flag, used in later.items():
+            if used:
+                raise UserError(flag, "not available yet with --backend deepspeed", "--backend fsdp2, or leave it out")
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.adam_offload = adam_offload
@@ -187,6 +200,7 @@ class DeepspeedStrategy:
 
         # a stage-0 engine made earlier in this process leaves this on, and ZeRO would then reduce gradients in bf16
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+        self._note_reached(model)
         engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._engine_config(with_optimizer=True), dist_init_required=False
         )
@@ -276,6 +290,26 @@ class DeepspeedStrategy:
             scheduler.step()
         model.zero_grad()
         return norm.item()
+
+    def _note_reached(self, model) -> None:
+        """Write down which parameters autograd reaches: the engine takes gradients away and hides what never came."""
+        model.reached_parameters = set()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad, name=name: model.reached_parameters.add(name))
+
+    def unreached_parameters(self, model) -> list[str]:
+        """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
+        module = self.unwrap(model)
+        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        return [name for name in trainable if name not in module.reached_parameters]
+
+    def check_replicas(self, model) -> None:
+        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
+        axes = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
+        stored = checkpoint.stored_tensors(self.unwrap(model)).items()
+        replicas.check_replicas(((name, tensor, axes) for name, tensor in stored), groups)
 
     # --- weights out
 
