@@ -68,6 +68,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # heads stand at dimension 1 or 2; which one is all the same to a norm over the last dimension
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "replicated": ReplicatedParallel,
+    "replicated_in_block": ReplicatedParallel,  # on whole sequences, even with --sequence_parallel
     "block_input": BlockInput,
     "colwise_vocab": lambda: ColwiseParallel(use_local_output=False),  # logits stay sharded over the vocabulary
     # --sequence_parallel: between blocks, activations are DTensors sharded over the sequence (dimension 1)
@@ -212,8 +213,9 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     """`plan` with an entry for every module that holds parameters, and one for the input of each block.
 
     Head and embedding are cut over the vocabulary: full logits would be gathered otherwise, and a tied weight can be cut
-    in one way only. Anything else that the plan leaves out becomes a replica where it stands between blocks, and is an
-    error in a block, or where it is a matrix of a decoder layer that other entries cut.
+    in one way only. Anything else that the plan leaves out becomes a replica where all activations are full (between
+    blocks, and in blocks whose column-parallel layers gather their output). It is an error in a block that works on this
+    rank's columns, or where it is a matrix of a decoder layer that other entries cut.
     """
     plan = dict(plan)
     patterns = {module: _pattern(name) for name, module in model.named_modules()}
@@ -223,18 +225,16 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     if patterns[embedding] not in plan or model.config.get_text_config().tie_word_embeddings:
         plan[patterns[embedding]] = "embedding_rowwise"
     blocks = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style in COLWISE}
+    split_blocks = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "colwise"}
     layers = {pattern.rpartition("*")[0] for pattern in plan if "*" in pattern}
     for name, pattern, parameter in _parameters_with_owner(model):
         if pattern in plan:
             continue
-        in_block = any(pattern == block or pattern.startswith(f"{block}.") for block in blocks)
-        if in_block or (parameter.ndim > 1 and any(pattern.startswith(layer) for layer in layers)):
-            raise UserError(
-                FLAG,
-                f"the tensor-parallel plan of {type(model).__name__} does not cover the parameter {name}",
-                "size 1",
-            )
-        plan[pattern] = "replicated"
+        in_layer = any(pattern.startswith(layer) for layer in layers)
+        if _is_within(pattern, split_blocks) or (in_layer and parameter.ndim > 1):
+            kind = type(model).__name__
+            raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "size 1")
+        plan[pattern] = "replicated_in_block" if _is_within(pattern, blocks) else "replicated"
     return plan | dict.fromkeys(blocks & set(patterns.values()), "block_input")
 
 
@@ -263,6 +263,10 @@ def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
 def _pattern(name: str) -> str:
     """model.layers.3.mlp -> model.layers.*.mlp"""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _is_within(pattern: str, blocks: set[str]) -> bool:
+    return any(pattern == block or pattern.startswith(f"{block}.") for block in blocks)
 
 
 def _parameters_with_owner(model) -> Iterator[tuple[str, str, torch.Tensor]]:
