@@ -11,8 +11,8 @@ PACKAGE = ROOT / "trainer"
 FLOORS = [
     {"errors", "arguments", "metrics"},
     {"datasets", "models.loss"},
-    {"models", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
-     "strategies.data_order"},
+    {"models", "strategies.autotp", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
+     "strategies.data_order", "strategies.tensor_parallel", "strategies.replicas"},
     {"strategies"},
     {"training"},
     {"cli"},

@@ -101,11 +101,15 @@ class LayoutArguments:
         1, "ranks that split each layer", "fsdp_tensor_parallel_size", "ds_tensor_parallel_size", type="PositiveInt"
     )
     use_hf_tp_plan: bool = arg(False, "tensor-parallel plan of the model class instead of ours")
+    print_tp_plan: bool = arg(False, "print the tensor-parallel plan, completed, before it is applied")
     sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
     ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
+    check_replicas_every: Optional[int] = arg(
+        None, "every N steps, compare bit by bit what ranks should hold alike", type="PositiveInt"
+    )
     deterministic: bool = arg(True, "deterministic CUDA kernels (false may be faster)")
 
 

@@ -28,11 +28,14 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
 
 def quiet_libraries() -> None:
     """Keep other libraries' progress bars and deprecation notes out of a run's output."""
+    import logging as python_logging
     import warnings
 
     from transformers.utils import logging
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    # gathering a weight sharded over tp and fsdp takes two all-gathers; torch says so in a paragraph
+    python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

@@ -35,8 +35,6 @@ def validate(args: SFTArguments) -> None:
     from trainer.training.schedule import check_scheduler_name
 
     later = {
-        "--use_hf_tp_plan": args.use_hf_tp_plan,
-        "--sequence_parallel": args.sequence_parallel,
         "--ring_attn_size": args.ring_attn_size > 1,
         "--save_steps": args.save_steps is not None,
         "--max_ckpt_num": args.max_ckpt_num is not None,
@@ -174,6 +172,7 @@ def run(argv: list[str]) -> None:
         eval_steps=args.eval_steps,
         logging_steps=args.logging_steps,
         max_skipped_steps=args.max_skipped_steps,
+        check_replicas_every=args.check_replicas_every,
         parity_dump=args.parity_dump,
     )
     if not args.no_save:

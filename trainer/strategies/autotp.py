@@ -12,27 +12,40 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import UserError
 
-# style of a plan -> AutoTP's partition type; the head and its tied embedding are AutoTP's own vocab_parallel_lm_head
+# style of a plan -> AutoTP's partition type
 PARTITION_TYPES = {
     "colwise": {"partition_type": "column"},
+    "colwise_gather_output": {"partition_type": "column", "gather_output": True},
+    "colwise_rep": {"partition_type": "column", "gather_output": True},
     "rowwise": {"partition_type": "row"},
     "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
 }
-VOCABULARY_STYLES = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
+# what AutoTP does without being told: the head and its tied embedding are its vocab_parallel_lm_head
+IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_in_block", "block_input")
+
+
+def validate_vocabulary(config, tp: int) -> None:
+    """Raises UserError unless `tp` divides the vocabulary: AutoTP and DTensor cut an uneven one at different places."""
+    vocab_size = config.get_text_config().vocab_size
+    if vocab_size % tp:
+        fits = [str(size) for size in range(1, 65) if vocab_size % size == 0]
+        raise UserError(
+            "--tensor_parallel_size", f"{tp} does not divide the vocabulary of {vocab_size}", ", ".join(fits)
+        )
 
 
 def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
-    """DeepSpeed's "tensor_parallel" section for a plan {"model.layers.*.mlp.up_proj": "colwise", ...}.
+    """DeepSpeed's "tensor_parallel" section for a complete plan {"model.layers.*.mlp.up_proj": "colwise", ...}.
 
     Raises UserError for a style that AutoTP has no counterpart for.
     """
     specs = []
     for pattern, style in plan.items():
-        if style in VOCABULARY_STYLES or pattern.endswith("lm_head"):
+        if style in IMPLIED:
             continue
         if style not in PARTITION_TYPES:
-            known = ", ".join([*PARTITION_TYPES, *VOCABULARY_STYLES])
-            raise UserError("--tensor_parallel_size", f"the plan has {pattern}: {style}", known)
+            known = ", ".join([*PARTITION_TYPES, *IMPLIED])
+            raise UserError("--tensor_parallel_size", f"the plan gives {pattern} the style {style}", known)
         # a plan's * stands for one name between dots; biases follow their weights
         regex = re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.weight$"
         specs.append({"patterns": [regex], **PARTITION_TYPES[style]})

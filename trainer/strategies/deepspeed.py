@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
-from trainer.strategies import autotp, checkpoint, gradients, mesh
+from trainer.strategies import autotp, checkpoint, gradients, mesh, replicas, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -29,6 +29,9 @@ class DeepspeedStrategy:
         zero_stage: Optional[int] = None,
         adam_offload: bool = False,
         tensor_parallel_size: int = 1,
+        use_hf_tp_plan: bool = False,
+        sequence_parallel: bool = False,
+        print_tp_plan: bool = False,
         ring_attn_size: int = 1,
         dp_replicate_size: int = 1,
         device: str = "auto",
@@ -47,6 +50,10 @@ class DeepspeedStrategy:
             raise UserError(
                 "--dp_replicate_size", f"{dp_replicate_size} with --zero_stage {self.zero_stage}", "--zero_stage 3"
             )
+        if sequence_parallel:
+            raise UserError(
+                "--sequence_parallel", "with --backend deepspeed, whose AutoTP has no such mode", "--backend fsdp2"
+            )
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.adam_offload = adam_offload
@@ -55,6 +62,13 @@ class DeepspeedStrategy:
             dp_replicate=dp_replicate_size,
             sp=ring_attn_size,
             tp=tensor_parallel_size,
+        )
+        self.use_hf_tp_plan, self.print_tp_plan = use_hf_tp_plan, print_tp_plan
+        tensor_parallel.validate_tp_flags(
+            self.sizes.tp,
+            use_hf_tp_plan=use_hf_tp_plan,
+            sequence_parallel=sequence_parallel,
+            print_tp_plan=print_tp_plan,
         )
         self.device, self.dist_backend = mesh.resolve_device(device), dist_backend
         if param_dtype == "fp16" and self.device.type == "cpu":
@@ -130,8 +144,13 @@ class DeepspeedStrategy:
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder; under ZeRO 3 partitioned while it is loaded."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tensor_parallel.validate_tp_sizes(config, self.sizes.tp)
+        autotp.validate_vocabulary(config, self.sizes.tp)
         if self.zero_stage == 3:
-            model = self._load_partitioned(folder, auto_class, attn_implementation, trust_remote_code)
+            model = self._load_partitioned(folder, config, auto_class, attn_implementation, trust_remote_code)
         else:
             checkpoint.find_weights(folder)
             model = auto_class.from_pretrained(
@@ -146,14 +165,12 @@ class DeepspeedStrategy:
         model.pretrained_folder = folder
         return model
 
-    def _load_partitioned(self, folder: str, auto_class, attn_implementation: str, trust_remote_code: bool):
+    def _load_partitioned(self, folder: str, config, auto_class, attn_implementation: str, trust_remote_code: bool):
         """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from
         the first rank of each dp x sp group."""
         import deepspeed
-        from transformers import AutoConfig
         from transformers.initialization import no_init_weights
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         partitioned = deepspeed.zero.Init(
             config_dict_or_path=self._engine_config(with_optimizer=False),
             data_parallel_group=self.meshes.loss.get_group(),
@@ -212,6 +229,7 @@ class DeepspeedStrategy:
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
+        self._note_reached(model)
         if self.param_dtype != torch.float32 and self.zero_stage > 0:
             self._restore_masters(model)
         return engine, wrapped, scheduler
@@ -219,7 +237,12 @@ class DeepspeedStrategy:
     def _tp_plan(self, model) -> Optional[dict[str, str]]:
         if self.sizes.tp == 1:
             return None
-        return {k: v for k, v in model.tp_plan.items()}
+        with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
+            skeleton = type(model)(model.config)
+        plan = tensor_parallel.resolve_tp_plan(skeleton, use_hf_tp_plan=self.use_hf_tp_plan)
+        if self.print_tp_plan:
+            self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
+        return plan
 
     def _prepare_frozen(self, model):
         import deepspeed
@@ -305,6 +328,30 @@ class DeepspeedStrategy:
             scheduler.step()
         model.zero_grad()
         return norm.item()
+
+    def _note_reached(self, model) -> None:
+        """Write down which parameters autograd reaches: the engine takes gradients away and hides what never came."""
+        model.reached_parameters = set()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad, name=name: model.reached_parameters.add(name))
+
+    def unreached_parameters(self, model) -> list[str]:
+        """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
+        module = self.unwrap(model)
+        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        return [name for name in trainable if name not in module.reached_parameters]
+
+    def check_replicas(self, model) -> None:
+        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
+        replicated = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
+
+        def held(parameter) -> tuple[torch.Tensor, list[str]]:
+            local = parameter.ds_tensor if self.zero_stage == 3 else parameter
+            return local, replicated if autotp.is_sharded(parameter) else [*replicated, "tp"]
+
+        replicas.check_replicas(((name, *held(p)) for name, p in self.unwrap(model).named_parameters()), groups)
 
     # --- weights out
 

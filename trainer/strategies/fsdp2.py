@@ -6,7 +6,7 @@ scales by `number of loss ranks / count`, and FSDP2 averages gradients over thos
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh
+from trainer.strategies import checkpoint, gradients, mesh, replicas, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -31,6 +31,9 @@ class FSDP2Strategy:
         zero_stage: Optional[int] = None,
         adam_offload: bool = False,
         tensor_parallel_size: int = 1,
+        use_hf_tp_plan: bool = False,
+        sequence_parallel: bool = False,
+        print_tp_plan: bool = False,
         ring_attn_size: int = 1,
         dp_replicate_size: int = 1,
         device: str = "auto",
@@ -51,6 +54,9 @@ class FSDP2Strategy:
             sp=ring_attn_size,
             tp=tensor_parallel_size,
         )
+        self.tp_options = {"use_hf_tp_plan": use_hf_tp_plan, "sequence_parallel": sequence_parallel}
+        self.print_tp_plan = print_tp_plan
+        tensor_parallel.validate_tp_flags(self.sizes.tp, **self.tp_options, print_tp_plan=print_tp_plan)
         self.device, self.dist_backend = mesh.resolve_device(device), dist_backend
         self.loss_scale = gradients.DynamicLossScale(enabled=param_dtype == "fp16")
 
@@ -77,6 +83,7 @@ class FSDP2Strategy:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tensor_parallel.validate_tp_sizes(config, self.sizes.tp)
         with torch.device("meta"):
             model = auto_class.from_config(
                 config,
@@ -90,9 +97,17 @@ class FSDP2Strategy:
         return model
 
     def _shard(self, model: torch.nn.Module) -> None:
-        """Shard each decoder layer and the rest, then read this rank's part of every weight from disk, in fp32."""
+        """Cut the model over tp, then each decoder layer and the rest over fsdp; read this rank's part of every weight.
+
+        Masters are fp32. tp comes first: fsdp shards what a tp rank holds.
+        """
         if model.pretrained_folder is None:
             return
+        if self.sizes.tp > 1:
+            plan = tensor_parallel.resolve_tp_plan(model, **self.tp_options)
+            if self.print_tp_plan:
+                self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
+            tensor_parallel.apply_tp_plan(model, plan, self.meshes.params["tp"])
         low = None if self.param_dtype == torch.float32 else self.param_dtype
         axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
         options = {
@@ -186,6 +201,21 @@ class FSDP2Strategy:
         optimizer.zero_grad(set_to_none=True)
         return norm.item()
 
+    def unreached_parameters(self, model) -> list[str]:
+        """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
+        return [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+        ]
+
+    def check_replicas(self, model) -> None:
+        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
+        tensors = (
+            (name, gradients.to_local_if_dtensor(tensor), _replicated_axes(tensor, groups))
+            for name, tensor in checkpoint.stored_tensors(model).items()
+        )
+        replicas.check_replicas(tensors, groups)
+
     # --- weights out
 
     def unwrap(self, model) -> torch.nn.Module:
@@ -246,6 +276,15 @@ class FSDP2Strategy:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
+    """The mesh axes along which all ranks should hold the same local tensor."""
+    sharded = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names
+        sharded = {name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()}
+    return [axis for axis in axes if axis not in sharded]
 
 
 def _local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:

@@ -20,7 +20,7 @@ def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if any(placement.is_partial() for placement in tensor.placements):
         raise RuntimeError(f"a gradient with unreduced placements {tensor.placements} has no norm")
     mesh, placements = tensor.device_mesh, tensor.placements
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ def train(
     eval_steps: Optional[int] = None,
     logging_steps: int = 1,
     max_skipped_steps: int = 10,
+    check_replicas_every: Optional[int] = None,
     parity_dump: Optional[str] = None,
 ) -> None:
     """Run `total_steps` optimizer steps. `metrics` is rank 0's log, None on every other rank."""
@@ -83,6 +84,8 @@ def train(
         started = time.perf_counter()
         batch = next(batches)
         loss_sum, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+        if step == 1:
+            _warn_of_unreached_parameters(strategy, model)
         if step == 1 and parity_dump:
             _dump(strategy, strategy.iter_full_grads(model), parity_dump, "grads_step1")
         lr = scheduler.get_last_lr()[0]
@@ -116,11 +119,20 @@ def train(
                 f"step {step}",
                 f"loss or gradient norm not finite in {skipped_in_a_row} steps in a row; samples {batch.sample_ids}",
             )
+        if check_replicas_every and step % check_replicas_every == 0:
+            strategy.check_replicas(model)
         if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
             _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
     bar.close()
     if parity_dump:
         _dump(strategy, strategy.iter_full_params(model), parity_dump, "weights_final")
+
+
+def _warn_of_unreached_parameters(strategy, model) -> None:
+    """A trainable parameter that the first step's loss does not depend on is most often a mistake."""
+    names = strategy.unreached_parameters(model)
+    if names:
+        strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
 
 
 def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> None:

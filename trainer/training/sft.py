@@ -3,9 +3,9 @@
 import torch
 
 from trainer.models.actor import causal_lm_logits
-from trainer.models.loss import token_cross_entropy
+from trainer.models.vocab_parallel import causal_lm_cross_entropy
 
 
 def sft_loss(model, micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of token losses, number of loss tokens) of a micro-batch."""
-    return token_cross_entropy(causal_lm_logits(model, micro_batch), micro_batch["labels"])
+    return causal_lm_cross_entropy(causal_lm_logits(model, micro_batch), micro_batch["labels"])

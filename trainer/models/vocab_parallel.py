@@ -1,0 +1,62 @@
+"""Cross-entropy where each tp rank holds the logits of its own part of the vocabulary; full logits are never gathered."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.datasets.packing import IGNORE
+from trainer.models.loss import token_cross_entropy
+
+
+class _VocabParallelNLL(torch.autograd.Function):
+    """-log p(target) of each row. Forward: all-reduces over `group` (max, then two sums); backward is local."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
+        num_local = logits.shape[1]
+        maximum = logits.amax(1) if num_local else logits.new_full((logits.shape[0],), float("-inf"))
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum[:, None]  # (rows, local vocab)
+        local_targets = targets - vocab_start
+        is_local = (local_targets >= 0) & (local_targets < num_local)
+        rows = is_local.nonzero().squeeze(1)
+        columns = local_targets[rows]
+        target_logits = shifted.new_zeros(shifted.shape[0])
+        target_logits[rows] = shifted[rows, columns]
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(1), target_logits])  # (2, rows)
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), rows, columns)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        probabilities, rows, columns = ctx.saved_tensors
+        grad_logits = probabilities * grad[:, None]
+        grad_logits[rows, columns] -= grad[rows]
+        return grad_logits, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_start: int, group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_cross_entropy` of logits (rows, tokens, local vocab): the columns vocab_start ... of all logits.
+
+    Labels are ids of the whole vocabulary, the same on every rank of the tp `group`, and so is the result. With 5 words
+    on 2 ranks, rank 0 holds columns 0 to 2 and rank 1, with vocab_start 3, columns 3 and 4. All-reduces over `group`;
+    the formula is Megatron-LM's (Shoeybi et al. 2019, section 3).
+    """
+    flat_labels = labels.flatten()
+    keep = (flat_labels != IGNORE).nonzero().squeeze(1)
+    kept_logits = logits.flatten(0, -2)[keep].float()  # (loss tokens, local vocab)
+    losses = _VocabParallelNLL.apply(kept_logits, flat_labels[keep], vocab_start, group)
+    return losses.sum(), keep.new_tensor(keep.numel())
+
+
+def causal_lm_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, count) of token losses from whole logits, or from a DTensor of logits sharded over the vocabulary."""
+    if not isinstance(logits, DTensor):
+        return token_cross_entropy(logits, labels)
+    _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
+    return vocab_parallel_cross_entropy(logits.to_local(), labels, offset[-1], logits.device_mesh.get_group())
