@@ -122,26 +122,26 @@ def find_segments(
     sees keys 0 1 of rank 0 with both its chunks: queries [0, 2) x keys [0, 2) and queries [2, 4) x keys [0, 2).
     """
     size = num_local // 2
+    halves = (enumerate((owner, 2 * sp_size - 1 - owner)) for owner in (rank, source))
     segments = []
-    for query_half, query_chunk in enumerate((rank, 2 * sp_size - 1 - rank)):
-        for key_half, key_chunk in enumerate((source, 2 * sp_size - 1 - source)):
-            if key_chunk > query_chunk:
-                continue
-            for start, end in itertools.pairwise(bounds):
-                q = max(start, query_chunk * size), min(end, (query_chunk + 1) * size)
-                k = max(start, key_chunk * size), min(end, (key_chunk + 1) * size)
-                if query_chunk != key_chunk and window is not None:  # drop queries and keys with nothing in reach
-                    q, k = (q[0], min(q[1], k[1] - 1 + window)), (max(k[0], q[0] - window + 1), k[1])
-                if q[0] < q[1] and k[0] < k[1]:
-                    shifts = (query_half - query_chunk) * size, (key_half - key_chunk) * size
-                    segments.append(_segment(q, k, shifts, query_chunk == key_chunk, window))
+    for (query_half, query_chunk), (key_half, key_chunk) in itertools.product(*halves):
+        if key_chunk > query_chunk:
+            continue
+        to_local = (query_half - query_chunk) * size, (key_half - key_chunk) * size
+        for start, end in itertools.pairwise(bounds):
+            q = max(start, query_chunk * size), min(end, (query_chunk + 1) * size)
+            k = max(start, key_chunk * size), min(end, (key_chunk + 1) * size)
+            if query_chunk != key_chunk and window is not None:  # drop queries and keys with nothing in reach
+                q, k = (q[0], min(q[1], k[1] - 1 + window)), (max(k[0], q[0] - window + 1), k[1])
+            if q[0] < q[1] and k[0] < k[1]:
+                segments.append(_segment(q, k, to_local, query_chunk == key_chunk, window))
     return segments
 
 
-def _segment(q: tuple, k: tuple, shifts: tuple, diagonal: bool, window: Optional[int]) -> Segment:
-    """The segment of row positions `q` x `k`, each (start, end); `shifts` turn them into local positions."""
+def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Optional[int]) -> Segment:
+    """The segment of row positions `q` x `k`, each (start, end); `to_local` is what to add for local positions."""
     windowed = window is not None and q[1] - 1 - k[0] >= window
-    local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), shifts))
+    local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
     return Segment(local_q, local_k, q[0] - k[0], diagonal and not windowed, windowed)
 
 
