@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import ROOT, torchrun
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen3Config, Qwen3NextConfig
 
 from trainer.errors import UserError
-from trainer.models.ring_attention import find_segments
+from trainer.models.ring_attention import find_segments, validate_split_model
 from trainer.models.ulysses_attention import validate_ulysses
 
 
-@pytest.mark.parametrize(("num_ranks", "num_checks"), [(2, 10), (3, 9), (4, 9)])
+@pytest.mark.parametrize(("num_ranks", "num_checks"), [(2, 10), (3, 9), (4, 10)])
 def test_split_attention_is_plain_attention(num_ranks, num_checks):
     code, output = torchrun(num_ranks, str(ROOT / "test/models/ring_checks.py"), timeout=580)
     assert code == 0, output[-6000:]
@@ -60,3 +61,20 @@ def test_ulysses_names_the_group_sizes_that_work():
         "--sp_mode: ulysses over 3 ranks, which do not divide 12 heads and 4 KV heads "
         "(allowed: ring; ulysses with --ring_attn_size 1, 2, 4)"
     )
+
+
+def test_models_that_a_shard_cannot_compute_are_refused():
+    for config in (LlamaConfig(), Qwen3Config(), MistralConfig(sliding_window=7), Gemma3TextConfig()):
+        validate_split_model(config)
+    long_rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    for config, found in (
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (Phi3Config(rope_parameters=long_rope), "longrope"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
+    ):
+        with pytest.raises(UserError, match=f"--ring_attn_size: .*{found}"):
+            validate_split_model(config)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface
 
+from trainer.errors import UserError
 from trainer.models.attention_kernels import block_backward, block_forward
 from trainer.models.ulysses_attention import ulysses_attention
 
@@ -34,12 +35,28 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
         scaling=None, dropout=0.0, cu_seqlens=None, sliding_window=None, **kwargs,
     ):  # fmt: skip
         _refuse_unsupported(module, attention_mask, dropout, kwargs)
+        if key.shape != value.shape:
+            raise NotImplementedError("attention over a split sequence needs keys and values of one head_dim")
         bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else cu_seqlens.tolist()
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention(query, key, value, bounds, sliding_window, scaling, group), None
 
     AttentionInterface.register(mode, forward)
     return mode
+
+
+def validate_split_model(config) -> None:
+    """Raises UserError for a transformers config whose layers would be computed wrongly, in silence, from a shard.
+
+    Chunked, linear and state-space layers never come to our attention function as such; the frequencies of dynamic and
+    long rotary embeddings depend on the largest position of a batch, which differs between ranks.
+    """
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    for found in (*sorted(layers), *sorted(rope_types & {"dynamic", "longrope"})):
+        raise UserError("--ring_attn_size", f"{config.model_type} with {found} over a split sequence", "1")
 
 
 def ring_attention(
