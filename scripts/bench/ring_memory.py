@@ -1,0 +1,93 @@
+"""Activation memory per rank of a row of fixed length, over 1, 2 and 4 sequence-parallel ranks: a table and JSON.
+
+    python scripts/bench/ring_memory.py [--num_tokens 4096] [--sp_mode ring]
+
+saved MiB: storages that autograd keeps between forward and backward, weights not counted, of the rank with the most.
+peak MiB: growth of the process's peak resident memory over one forward and backward, gradients included.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from trainer.datasets.packing import collate_packed
+from trainer.datasets.sequence_split import split_micro_batch
+from trainer.models.loss import token_cross_entropy
+from trainer.models.ring_attention import register_ring_attention
+
+CONFIG = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+SP_SIZES = (1, 2, 4)
+MIB = 2**20
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num_tokens", type=int, default=4096, help="tokens of the row, over all ranks")
+    parser.add_argument("--sp_mode", choices=["ring", "ulysses"], default="ring", help="how attention crosses ranks")
+    return parser.parse_args()
+
+
+def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
+    """One forward and backward of a small Llama on two documents, this rank's shard of them; figures in MiB."""
+    torch.manual_seed(0)
+    name = register_ring_attention(dist.group.WORLD, sp_mode)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), attn_implementation=name)
+    lengths = (num_tokens // 4, num_tokens - num_tokens // 4)
+    batch = collate_packed([{"input_ids": [5] * length, "loss_mask": [1] * length} for length in lengths], 0)
+    shard = split_micro_batch(batch, dist.get_rank(), dist.get_world_size(), 0)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        labels = shard.pop("labels")
+        loss, _ = token_cross_entropy(model(**shard, use_cache=False).logits, labels)
+    loss.backward()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"saved_mib": sum(saved.values()) / MIB, "peak_mib": (after - before) / 1024}
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, measure(arguments.num_tokens, arguments.sp_mode))
+    if dist.get_rank() == 0:
+        print(json.dumps({key: max(row[key] for row in rows) for key in rows[0]}))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if "RANK" in os.environ:
+        return run_rank(arguments)
+    rows = []
+    for sp_size in SP_SIZES:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sp_size)]
+        output = subprocess.run([*command, *sys.argv], check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows.append({"sp": sp_size, **json.loads(output.splitlines()[-1])})
+    print(f"{arguments.sp_mode}, {arguments.num_tokens} tokens\n sp | saved MiB per rank | peak MiB per rank")
+    for row in rows:
+        print(f"{row['sp']:3} | {row['saved_mib']:18.1f} | {row['peak_mib']:17.1f}")
+    print(
+        json.dumps({"sp_mode": arguments.sp_mode, "num_tokens": arguments.num_tokens, "config": CONFIG, "rows": rows})
+    )
+
+
+if __name__ == "__main__":
+    main()

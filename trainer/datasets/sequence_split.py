@@ -1,0 +1,76 @@
+"""Cutting a micro-batch over sequence-parallel ranks in zigzag order.
+
+A row of T tokens is cut into 2 * sp_size equal chunks and rank r gets chunks r and 2 * sp_size - 1 - r. Under a causal
+mask early tokens see few keys and late tokens see many: one early and one late chunk give every rank the same work
+(Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from trainer.datasets.packing import IGNORE
+
+
+def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int) -> dict:
+    """This rank's part of a collated micro-batch whose labels are already shifted.
+
+    Every tensor that begins with the (rows, tokens) of `input_ids` is padded at its end to a multiple of 2 * sp_size
+    tokens (labels with IGNORE, positions counted from 0, anything else with 0) and cut to (rows, tokens / sp_size);
+    what is not per token passes unchanged. `cu_seqlens` stays that of the whole row, which every rank needs; padding
+    becomes a last document of it. `attention_mask` is dropped: under causal attention a real token never sees the
+    padding on its right.
+
+    Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
+
+        input_ids   [10 11 | 12 13 | 14 20 | 21 pad]    cu_seqlens [0, 5, 7, 8]
+        rank 0      [10 11   21 pad]                    chunks 0 and 3
+        rank 1      [12 13   14 20]                     chunks 1 and 2
+
+    Raises ValueError where a row is padded on its left.
+    """
+    if sp_size == 1:
+        return batch
+    rows, num_tokens = batch["input_ids"].shape
+    padding = -num_tokens % (2 * sp_size)
+    split = dict(batch)
+    _check_right_padding(split.pop("attention_mask", None))
+    if "cu_seqlens" in batch and padding:
+        split["cu_seqlens"] = F.pad(batch["cu_seqlens"], (0, 1), value=num_tokens + padding)
+    for name, tensor in split.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
+            split[name] = zigzag_shard(_padded(name, tensor, padding, pad_token_id), sp_rank, sp_size)
+    return split
+
+
+def zigzag_shard(tensor: torch.Tensor, sp_rank: int, sp_size: int, dim: int = 1) -> torch.Tensor:
+    """Chunks sp_rank and 2 * sp_size - 1 - sp_rank of `dim`, whose size is a multiple of 2 * sp_size, end to end."""
+    chunks = tensor.chunk(2 * sp_size, dim)
+    return torch.cat([chunks[sp_rank], chunks[2 * sp_size - 1 - sp_rank]], dim)
+
+
+def zigzag_order(tensor: torch.Tensor, sp_size: int, dim: int = 1) -> torch.Tensor:
+    """`dim` permuted from token order to the shards of rank 0, 1, ... end to end; chunks 0 1 2 3 become 0 3 1 2."""
+    return torch.cat([zigzag_shard(tensor, rank, sp_size, dim) for rank in range(sp_size)], dim)
+
+
+def natural_order(tensor: torch.Tensor, sp_size: int, dim: int = 1) -> torch.Tensor:
+    """The inverse of `zigzag_order`: shards of rank 0, 1, ... end to end, back in token order.
+
+    Of every shard the first halves come in rank order and the second halves in reverse: chunks 0 3 1 2 become 0 1 2 3.
+    """
+    chunks = tensor.chunk(2 * sp_size, dim)
+    return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
+
+
+def _padded(name: str, tensor: torch.Tensor, padding: int, pad_token_id: int) -> torch.Tensor:
+    """(rows, tokens + padding, ...); the padding's position ids restart from 0, so none exceeds the model's limit."""
+    value = {"input_ids": pad_token_id, "labels": IGNORE}.get(name, 0)
+    filler = tensor.new_full((tensor.shape[0], padding, *tensor.shape[2:]), value)
+    if name == "position_ids":
+        filler = filler + torch.arange(padding, device=tensor.device)
+    return torch.cat([tensor, filler], dim=1)
+
+
+def _check_right_padding(attention_mask) -> None:
+    if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+        raise ValueError("a sequence is split over ranks only in batches that are padded on the right")

@@ -1,0 +1,142 @@
+"""Attention of one block of queries over one block of keys, with the log-sum-exp that lets blocks be merged.
+
+`block_forward` and `block_backward` hide which kernel runs. On CPU it is torch's own flash kernel, the one behind
+scaled_dot_product_attention. The three CUDA kernels (flash-attn where installed, torch's flash and efficient
+attention) were written from their published schemas and have NOT been run: only the CPU path is tested.
+
+Shapes: query, out, dout (batch, heads, q_tokens, head_dim); key, value (batch, kv_heads, k_tokens, head_dim), where
+kv_heads divides heads; lse (batch, heads, q_tokens) in fp32. `causal` needs as many queries as keys. `mask` is an
+additive mask (1, 1, q_tokens, k_tokens) in the query's dtype, in which every query sees some key.
+"""
+
+import importlib.util
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+LSE_ALIGNMENT = 32  # efficient attention keeps its log-sum-exp in rows padded to this many queries
+BIAS_ALIGNMENT = 8  # and wants rows of the mask to begin at multiples of this many elements
+
+
+def block_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: Optional[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): out = softmax(scale * query key^T + mask) value, in fp32 or the query's dtype; lse its log-denominators."""
+    if query.device.type == "cpu":
+        query, key, value, mask = _in_fp32(query, key, value, mask)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if mask is not None or query.dtype == torch.float32:
+        return _efficient_forward(query, key, value, scale, causal, mask)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (batch, tokens, heads, head_dim)
+    if _has_flash_attn():
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+
+        out, lse, *_ = _flash_attn_forward(
+            query, key, value, dropout_p=0.0, softmax_scale=scale, causal=causal,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+    else:
+        lengths = query.shape[1], key.shape[1]
+        out, lse, *_ = aten._flash_attention_forward(
+            query, key, value, None, None, *lengths, 0.0, causal, False, scale=scale
+        )
+    return out.transpose(1, 2), lse
+
+
+def block_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: Optional[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dquery, dkey, dvalue) that this block of keys adds, given `out` and `lse` over all keys of the row.
+
+    With P = exp(scale * query key^T + mask - lse), the share of these keys in the whole softmax, the gradients of
+    separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
+    """
+    if query.device.type == "cpu":
+        dout, query, key, value, out, mask = _in_fp32(dout, query, key, value, out, mask)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if mask is not None or query.dtype == torch.float32:
+        return _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask)
+    dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in (dout, query, key, value, out))
+    run = _flash_attn_backward if _has_flash_attn() else _torch_flash_backward
+    return tuple(grad.transpose(1, 2) for grad in run(dout, query, key, value, out, lse.contiguous(), scale, causal))
+
+
+def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
+    """One block at a time in fp32: the partial results are not rounded, and the CPU kernel is faster than in bf16."""
+    return [None if tensor is None else tensor.float() for tensor in tensors]
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal):
+    from flash_attn.flash_attn_interface import _flash_attn_backward as backward
+
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    backward(
+        dout.contiguous(), query, key, value, out, lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return grads
+
+
+def _torch_flash_backward(dout, query, key, value, out, lse, scale, causal):
+    lengths = query.shape[1], key.shape[1]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state, unread without dropout
+    return aten._flash_attention_backward(
+        dout, query, key, value, out, lse, None, None, *lengths, 0.0, causal, no_dropout, no_dropout, scale=scale
+    )
+
+
+def _efficient_forward(query, key, value, scale, causal, mask):
+    key, value = (_repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+    bias = _aligned_bias(mask, query)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
+    return out, lse[..., : query.shape[2]]
+
+
+def _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask):
+    num_kv_heads = key.shape[1]
+    key, value = (_repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf"))  # exp(x - inf) = 0 beyond the last query
+    no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+    dquery, dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, query, key, value, _aligned_bias(mask, query), out, lse, no_dropout, no_dropout, 0.0,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    dkey, dvalue = (grad.unflatten(1, (num_kv_heads, -1)).sum(2) for grad in (dkey, dvalue))
+    return dquery, dkey, dvalue
+
+
+def _repeat_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
+
+
+def _aligned_bias(mask: Optional[torch.Tensor], query: torch.Tensor) -> Optional[torch.Tensor]:
+    """The mask expanded to (batch, heads, q_tokens, k_tokens), its rows laid out as efficient attention wants them."""
+    if mask is None:
+        return None
+    num_keys = mask.shape[-1]
+    padded = F.pad(mask, (0, -num_keys % BIAS_ALIGNMENT))
+    return padded[..., :num_keys].expand(*query.shape[:2], -1, -1)
