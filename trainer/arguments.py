@@ -104,6 +104,9 @@ class LayoutArguments:
     print_tp_plan: bool = arg(False, "print the tensor-parallel plan, completed, before it is applied")
     sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
     ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
+    sp_mode: Literal["ring", "ulysses"] = arg(
+        "ring", "how those ranks attend: keys and values travel, or heads are exchanged for tokens"
+    )
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")

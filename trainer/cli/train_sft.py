@@ -35,7 +35,6 @@ def validate(args: SFTArguments) -> None:
     from trainer.training.schedule import check_scheduler_name
 
     later = {
-        "--ring_attn_size": args.ring_attn_size > 1,
         "--save_steps": args.save_steps is not None,
         "--max_ckpt_num": args.max_ckpt_num is not None,
         "--load_checkpoint": args.load_checkpoint is not None,
@@ -43,6 +42,8 @@ def validate(args: SFTArguments) -> None:
     for flag, used in later.items():
         if used:
             raise UserError(flag, "not available yet", "leave it out")
+    if args.sp_mode != "ring" and args.ring_attn_size == 1:
+        raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     check_scheduler_name(args.lr_scheduler)
@@ -95,7 +96,13 @@ def run(argv: list[str]) -> None:
     from trainer.cli.outputs import open_output_dir, start_metrics
     from trainer.datasets.sft import render_sample
     from trainer.datasets.templates import load_chat_template
-    from trainer.models.actor import flops_per_token, load_tokenizer, resolve_attention, resolve_model_folder
+    from trainer.models.actor import (
+        flops_per_token,
+        load_tokenizer,
+        resolve_attention,
+        resolve_model_folder,
+        setup_split_attention,
+    )
     from trainer.strategies import get_strategy
     from trainer.strategies.mesh import validate_batch_sizes
     from trainer.training.loop import train
@@ -106,7 +113,7 @@ def run(argv: list[str]) -> None:
     strategy = get_strategy(args)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
-    attention = resolve_attention(args.attn_implementation, args.packing_samples)
+    attention = resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
     strategy.setup_distributed()
     if is_demo:
         from trainer.datasets.demo import make_demo
@@ -116,6 +123,9 @@ def run(argv: list[str]) -> None:
 
     # data
     folder = strategy.rank_0_first(lambda: resolve_model_folder(args.pretrain))
+    if args.ring_attn_size > 1:
+        sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
+        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, args.trust_remote_code)
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     samples, ledger = strategy.rank_0_first(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from trainer.datasets.packing import IGNORE
 
 
-def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int) -> dict:
+def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int = 0) -> dict:
     """This rank's part of a collated micro-batch whose labels are already shifted.
 
     Every tensor that begins with the (rows, tokens) of `input_ids` is padded at its end to a multiple of 2 * sp_size

@@ -40,8 +40,13 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
     return tokenizer
 
 
-def resolve_attention(attn_implementation: str, packed: bool) -> str:
-    """The name of the attention function that transformers should call; raises UserError for what is not installed."""
+def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False) -> str:
+    """The name of the attention function that transformers should call; raises UserError for what is not installed.
+
+    With `ring`, `setup_split_attention` replaces it once the process groups stand.
+    """
+    if ring and attn_implementation == "eager":
+        raise UserError("--attn_implementation", "eager with --ring_attn_size", "sdpa, flash_attention_2")
     if attn_implementation == "flash_attention_2":
         if importlib.util.find_spec("flash_attn") is None:
             raise UserError(
@@ -57,6 +62,22 @@ def resolve_attention(attn_implementation: str, packed: bool) -> str:
     return register_varlen_attention()
 
 
+def setup_split_attention(folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False) -> str:
+    """Register attention over sequences split over `sp_group`; returns its name. Raises UserError for unfit models."""
+    from transformers import AutoConfig
+
+    from trainer.models.ring_attention import register_ring_attention, validate_split_model
+    from trainer.models.ulysses_attention import validate_ulysses
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    validate_split_model(config)
+    if sp_mode == "ulysses":
+        text = config.get_text_config()
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        validate_ulysses(text.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
+    return register_ring_attention(sp_group, sp_mode)
+
+
 def causal_lm_logits(model, batch: dict) -> torch.Tensor:
     """Logits (rows, tokens, vocab) of a padded or packed micro-batch (see trainer.datasets.packing)."""
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
@@ -67,7 +88,7 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
             max_length_q=longest, max_length_k=longest,
         )  # fmt: skip
-    else:
+    elif "attention_mask" in batch:  # not where sequences are split over ranks
         inputs["attention_mask"] = batch["attention_mask"]
     return model(**inputs).logits
 

@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import autotp, checkpoint, gradients, mesh, replicas, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
@@ -96,6 +97,10 @@ class DeepspeedStrategy:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         autotp.use_mesh_groups(self.meshes)
+
+    def setup_ring_attn(self) -> dist.ProcessGroup:
+        """The sp group: its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
+        return self.meshes.root["sp"].get_group()
 
     def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
         """DeepSpeed's configuration, with everything neutralised that would change the mathematics.
@@ -288,10 +293,11 @@ class DeepspeedStrategy:
         packed_capacity: Optional[int] = None,
         shuffle: bool = True,
     ) -> GlobalBatchLoader:
-        """Global batches in an order that depends on the seed alone; see `data_order`."""
+        """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
+        sp_rank = self.meshes.root.get_local_rank("sp")
         return GlobalBatchLoader(
             dataset,
-            lambda samples: to_device(collate(samples), self.device),
+            lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, self.sizes.sp), self.device),
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import checkpoint, gradients, mesh, replicas, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
@@ -67,6 +68,10 @@ class FSDP2Strategy:
         mesh.start_process_group(self.device, self.dist_backend)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         seed_everything(self.seed, self.deterministic, self.device)
+
+    def setup_ring_attn(self) -> dist.ProcessGroup:
+        """The sp group: its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
+        return self.meshes.root["sp"].get_group()
 
     # --- models
 
@@ -166,10 +171,11 @@ class FSDP2Strategy:
         packed_capacity: Optional[int] = None,
         shuffle: bool = True,
     ) -> GlobalBatchLoader:
-        """Global batches in an order that depends on the seed alone; see `data_order`."""
+        """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
+        sp_rank = self.meshes.root.get_local_rank("sp")
         return GlobalBatchLoader(
             dataset,
-            lambda samples: to_device(collate(samples), self.device),
+            lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, self.sizes.sp), self.device),
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,
