@@ -28,7 +28,7 @@ from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent
 LOG_ONLY = ("deepspeed_log", "fsdp2_log", "logs", "reference", "dumps", "plot", "json", "max_rows")
-RUN_ONLY = ("output_dir", "only", "jobs", "timeout", "update_table")
+RUN_ONLY = ("output_dir", "only", "jobs", "timeout", "update_table", "share_launch")
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +70,12 @@ def build_parser() -> Parser:
     run.add_argument("--output_dir", metavar="DIR", help="for runs, logs and reports (default: runs/compare-<time>)")
     run.add_argument("--only", metavar="REGEX", help="only the configurations whose name it is found in")
     run.add_argument("--update_table", metavar="FILE", help="write the table between the markers of this file, too")
+    run.add_argument(
+        "--share_launch",
+        action="store_const",
+        const=True,
+        help="run all configurations of one number of ranks in one torchrun: the imports are paid once",
+    )
     run.add_argument("--jobs", type=positive_integer, metavar="N", help="configurations at a time (default: 1)")
     run.add_argument(
         "--timeout", type=positive_integer, metavar="SECONDS", help="for each configuration (default: 600)"
@@ -136,6 +142,7 @@ def _run(options: argparse.Namespace, train_args: list[str]) -> bool:
         num_parallel=options.jobs or 1,
         timeout=options.timeout or 600,
         update_table=options.update_table,
+        share_launch=bool(options.share_launch),
     )
     print(f"{'PASS' if passed else 'FAIL'}: {output_dir}/report.md, report.json, report.png")
     return passed

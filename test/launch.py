@@ -43,7 +43,7 @@ def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, tim
     """Run several train_sft command lines in one set of ranks; returns the output."""
     runs = folder / f"runs-{uuid.uuid4()}.json"
     runs.write_text(json.dumps(command_lines))
-    code, output = torchrun(num_ranks, str(ROOT / "test" / "many_runs.py"), str(runs), timeout=timeout)
+    code, output = torchrun(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
     assert code == 0, output[-6000:]
     return output
 

@@ -1,6 +1,7 @@
 """Run commands side by side, each with a log and a time limit, and leave no process behind."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -64,10 +65,31 @@ def configuration_job(configuration: Configuration, train_args: list[str], outpu
     return Job(configuration.name, command, output_dir / f"{configuration.name}.log", environment)
 
 
+def shared_job(configurations: list[Configuration], train_args: list[str], output_dir: Path) -> Job:
+    """All `configurations`, which have one number of ranks, one after the other in one launch."""
+    nproc = configurations[0].nproc
+    name = f"{nproc}-ranks"
+    lines = output_dir / f"{name}.json"
+    lines.write_text(json.dumps([_flags(configuration, train_args, output_dir) for configuration in configurations]))
+
+    def command() -> list[str]:
+        return [*_torchrun(nproc, free_port()), "-m", "trainer.compare.many_runs", str(lines)]
+
+    return Job(name, command, output_dir / f"{name}.log", dict(os.environ) | {"OMP_NUM_THREADS": "1"})
+
+
 def training_command(configuration: Configuration, train_args: list[str], output_dir: Path, port: int) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(configuration.nproc), "--master_port", str(port)]
-    flags = [*train_args, *configuration.args, *_outputs(output_dir / configuration.name)]
-    return [sys.executable, *torchrun, "-m", "trainer.cli.train_sft", *flags]
+    flags = _flags(configuration, train_args, output_dir)
+    return [*_torchrun(configuration.nproc, port), "-m", "trainer.cli.train_sft", *flags]
+
+
+def _torchrun(nproc: int, port: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(nproc), "--master_port", str(port)]
+    return [sys.executable, *launcher]
+
+
+def _flags(configuration: Configuration, train_args: list[str], output_dir: Path) -> list[str]:
+    return [*train_args, *configuration.args, *_outputs(output_dir / configuration.name)]
 
 
 def _outputs(folder: Path) -> list[str]:

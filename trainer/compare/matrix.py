@@ -29,16 +29,43 @@ class Choice:
     ranks: int = 1
 
 
-# The full matrix is the product of these axes. A new one is a line here, e.g.
-# (Choice(""), Choice("tp2", ("--tensor_parallel_size", "2"), ranks=2)).
-AXES = (
+ZERO = tuple(Choice(f"deepspeed-z{n}", ("--backend", "deepspeed", "--zero_stage", str(n))) for n in range(4))
+FSDP2 = Choice("fsdp2", ("--backend", "fsdp2"))
+PACKED = (Choice(""), Choice("packed", ("--packing_samples",)))
+
+
+def _layout(label: str, dp: int = 1, sp: int = 1, tp: int = 1, replicate: int = 1, *more: str) -> Choice:
+    sizes = {"--ring_attn_size": sp, "--tensor_parallel_size": tp, "--dp_replicate_size": replicate}
+    args = [text for flag, size in sizes.items() if size > 1 for text in (flag, str(size))]
+    return Choice(label, (*args, *more, "--micro_train_batch_size", "2"), ranks=dp * sp * tp)
+
+
+LAYOUTS = (
+    _layout("tp2", tp=2),
+    _layout("tp4", tp=4),
+    _layout("sp2", sp=2),
+    _layout("sp4", sp=4),
+    _layout("ulysses2", 1, 2, 1, 1, "--sp_mode", "ulysses"),
+    _layout("tp2-sp2", sp=2, tp=2),
+    _layout("dp2-tp2", dp=2, tp=2),
+    _layout("dp2-sp2", dp=2, sp=2),
+    _layout("dp2-tp2-sp2", dp=2, sp=2, tp=2),
+)
+# ZeRO 0 to 2 never gather weights, so hybrid sharding means nothing to them; AutoTP has no sequence parallelism
+HYBRID = (_layout("hsdp2x2", dp=4, replicate=2), _layout("hsdp2x2-tp2", dp=4, tp=2, replicate=2))
+SEQUENCE = (_layout("tp2-seq", 1, 1, 2, 1, "--sequence_parallel"),)
+
+# The full matrix is the sum of these products. A new axis is a tuple here, a new layout a line above.
+PRODUCTS = (
     (
-        *(Choice(f"deepspeed-z{n}", ("--backend", "deepspeed", "--zero_stage", str(n))) for n in range(4)),
-        Choice("fsdp2", ("--backend", "fsdp2")),
+        (*ZERO, FSDP2),
+        tuple(Choice(f"{n}r", ranks=n) for n in (1, 2)),
+        tuple(Choice(f"mb{n}", ("--micro_train_batch_size", str(n))) for n in (1, 4)),
+        PACKED,
     ),
-    tuple(Choice(f"{n}r", ranks=n) for n in (1, 2)),
-    tuple(Choice(f"mb{n}", ("--micro_train_batch_size", str(n))) for n in (1, 4)),
-    (Choice(""), Choice("packed", ("--packing_samples",))),
+    ((*ZERO[1:], FSDP2), LAYOUTS, PACKED),
+    ((ZERO[3], FSDP2), HYBRID, PACKED),
+    ((FSDP2,), SEQUENCE, PACKED),
 )
 QUICK = (
     "fsdp2-1r-mb4",
@@ -50,7 +77,7 @@ QUICK = (
 
 
 def full_matrix() -> list[Configuration]:
-    return [_configuration(choices) for choices in itertools.product(*AXES)]
+    return [_configuration(choices) for axes in PRODUCTS for choices in itertools.product(*axes)]
 
 
 def _configuration(choices: tuple[Choice, ...]) -> Configuration:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.compare.dumps import add_dumps
-from trainer.compare.launch import Job, Outcome, configuration_job, reference_job, run_jobs
+from trainer.compare.launch import Job, Outcome, configuration_job, reference_job, run_jobs, shared_job
 from trainer.compare.logs import Run, read_run
 from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
 from trainer.compare.parity import Thresholds, compare_runs
@@ -34,10 +34,12 @@ def run_matrix(
     num_parallel: int,
     timeout: float,
     update_table: str | None = None,
+    share_launch: bool = False,
 ) -> bool:
     """Whether every configuration passed; `thresholds_for` takes a --param_dtype. Writes report.json, .md and .png.
 
     `update_table` is a file with the two markers of `report.MARKERS`: the table is written between them too.
+    With `share_launch`, configurations of one number of ranks run in one launch: less time, but less apart.
     Raises UserError where the plain loop fails: then there is nothing to compare with.
     """
     require_matplotlib("--run")
@@ -52,16 +54,18 @@ def run_matrix(
         reference, seconds = _read_reference(*next(finished), output_dir)
     print(f"reference: {len(reference.steps)} steps ({seconds:.0f} s)", flush=True)
 
-    by_name = {configuration.name: configuration for configuration in configurations}
     entries, runs = {}, []
-    with run_all([configuration_job(c, train_args, output_dir) for c in configurations]) as finished:
+    jobs = _jobs(configurations, train_args, output_dir, share_launch)
+    with run_all([job for job, _ in jobs]) as finished:
+        sharing = {job.name: group for job, group in jobs}
         for job, outcome in finished:
-            configuration = by_name[job.name]
-            dtype = given_param_dtype([*train_args, *configuration.args])
-            entry, run = assess(configuration, outcome, reference, output_dir, dtype, thresholds_for)
-            entries[job.name] = entry
-            runs += [run] if run else []
-            print(f"[{len(entries)}/{len(configurations)}] {configuration_line(entry)}", flush=True)
+            for configuration in sharing[job.name]:
+                dtype = given_param_dtype([*train_args, *configuration.args])
+                own = _own_outcome(configuration, outcome, output_dir, len(sharing[job.name]))
+                entry, run = assess(configuration, own, reference, output_dir, dtype, thresholds_for)
+                entries[configuration.name] = entry
+                runs += [run] if run else []
+                print(f"[{len(entries)}/{len(configurations)}] {configuration_line(entry)}", flush=True)
 
     entries = [entries[configuration.name] for configuration in configurations]
     report = {
@@ -77,6 +81,23 @@ def run_matrix(
         write_between_markers(update_table, matrix_markdown(report))
     plot_matrix(output_dir / "report.png", reference, runs, report)
     return report["passed"]
+
+
+def _jobs(configurations, train_args, output_dir, share_launch: bool) -> list[tuple[Job, list[Configuration]]]:
+    """What is launched, and the configurations that each launch runs."""
+    if not share_launch:
+        return [(configuration_job(c, train_args, output_dir), [c]) for c in configurations]
+    groups = [[c for c in configurations if c.nproc == nproc] for nproc in sorted({c.nproc for c in configurations})]
+    return [(shared_job(group, train_args, output_dir), group) for group in groups]
+
+
+def _own_outcome(configuration: Configuration, outcome: Outcome, output_dir: Path, num_sharing: int) -> Outcome:
+    """A launch that several share may fail after some of them have ended well."""
+    if num_sharing == 1:
+        return outcome
+    metrics = output_dir / configuration.name / "metrics.jsonl"
+    ended = metrics.exists() and '"event": "end"' in metrics.read_text().splitlines()[-1]
+    return Outcome(outcome.seconds / num_sharing, None if ended else outcome.error or "it wrote no end line")
 
 
 def assess(
