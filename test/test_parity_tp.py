@@ -9,13 +9,14 @@ import pytest
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 
+TWO_MICRO_BATCHES = ["--micro_train_batch_size", "8"]  # per step and rank, as with dp 2
 LAYOUTS = {
     2: {
-        "fsdp2-tp2": ["--tensor_parallel_size", "2"],
-        "fsdp2-tp2-sequence": ["--tensor_parallel_size", "2", "--sequence_parallel"],
+        "fsdp2-tp2": ["--tensor_parallel_size", "2", *TWO_MICRO_BATCHES],
+        "fsdp2-tp2-sequence": ["--tensor_parallel_size", "2", "--sequence_parallel", *TWO_MICRO_BATCHES],
     },
     4: {
-        "fsdp2-tp4": ["--tensor_parallel_size", "4"],
+        "fsdp2-tp4": ["--tensor_parallel_size", "4", *TWO_MICRO_BATCHES],
         "fsdp2-dp2-tp2": ["--tensor_parallel_size", "2", "--check_replicas_every", "5"],
         "fsdp2-hsdp2-dp2": ["--dp_replicate_size", "2", "--check_replicas_every", "5"],
         "fsdp2-hsdp2-tp2": ["--dp_replicate_size", "2", "--tensor_parallel_size", "2", "--use_hf_tp_plan"],

@@ -4,7 +4,9 @@ FOLDER holds a tiny random model per architecture (tiny_models.py) and the demo.
 loop, one sample per forward pass, and by the strategy; prints "ok RUN" with the worst relative differences.
 """
 
+import contextlib
 import functools
+import io
 import itertools
 import sys
 
@@ -19,7 +21,7 @@ from trainer.models.actor import resolve_attention
 from trainer.models.loss import token_cross_entropy
 from trainer.models.vocab_parallel import vocab_parallel_cross_entropy
 from trainer.strategies.fsdp2 import FSDP2Strategy
-from trainer.training.loop import forward_backward
+from trainer.training.loop import forward_backward, warn_of_unreached_parameters
 from trainer.training.sft import sft_loss
 
 STEPS = 4
@@ -185,6 +187,11 @@ def check_unreached_parameters(folder: str) -> None:
     forward_backward(strategy, model, next(iter(loader)), sft_loss, optimizer)
     expected = [name for name, _ in model.named_parameters() if name.startswith("model.layers.2.")]
     assert len(expected) == 11 and strategy.unreached_parameters(model) == expected
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        warn_of_unreached_parameters(strategy, model)
+    if strategy.is_rank_0():
+        line = f"warning: no gradient reached 11 trainable parameters: {', '.join(expected)}\n"
+        assert output.getvalue() == line, output.getvalue()
 
 
 def check_save(folder: str) -> None:

@@ -108,15 +108,20 @@ def test_the_llama_layout_is_refused_where_the_modules_do_not_fit():
 
 def test_sizes_that_do_not_fit_are_told_with_those_that_do():
     for architecture in CONFIGS:
-        tensor_parallel.validate_tp_sizes(CONFIGS[architecture](), 4)
+        tensor_parallel.validate_tp_sizes(CONFIGS[architecture](), 4, 2)
     with pytest.raises(UserError) as error:  # 8 heads, 4 KV heads, MLP width 48
-        tensor_parallel.validate_tp_sizes(CONFIGS["llama"](), 8)
+        tensor_parallel.validate_tp_sizes(CONFIGS["llama"](), 8, 1)
     assert str(error.value) == (
         "--tensor_parallel_size: 8 does not divide every one of num_attention_heads 8, num_key_value_heads 4, "
         "intermediate_size 48 (allowed: 1, 2, 4)"
     )
     with pytest.raises(UserError, match=r"3 does not divide .*allowed: 1, 2, 4\)"):
-        tensor_parallel.validate_tp_sizes(CONFIGS["gemma3"](), 3)
+        tensor_parallel.validate_tp_sizes(CONFIGS["gemma3"](), 3, 1)
+    # an uneven vocabulary needs a hidden size that the sharding ranks divide; both are cut once
+    with pytest.raises(
+        UserError, match=r"2 does not divide vocab_size 97, nor 3 sharding ranks hidden_size 32 .*: 1\)"
+    ):
+        tensor_parallel.validate_tp_sizes(CONFIGS["llama"](), 2, 3)
 
 
 @pytest.mark.parametrize("flag", ["use_hf_tp_plan", "sequence_parallel", "print_tp_plan"])

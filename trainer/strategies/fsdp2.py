@@ -1,4 +1,4 @@
-"""The FSDP2 strategy: torch's `fully_shard` over a (dp_replicate, dp_shard x sp) mesh.
+"""The FSDP2 strategy: torch's `parallelize_module` over tp, then `fully_shard` over (dp_replicate, dp_shard x sp).
 
 Gradient contract: `backward` gets this rank's sum of losses and the global count that the loss is a mean over; it
 scales by `number of loss ranks / count`, and FSDP2 averages gradients over those ranks. What remains is the gradient of
@@ -88,7 +88,7 @@ class FSDP2Strategy:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        tensor_parallel.validate_tp_sizes(config, self.sizes.tp)
+        tensor_parallel.validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
         with torch.device("meta"):
             model = auto_class.from_config(
                 config,
@@ -119,6 +119,7 @@ class FSDP2Strategy:
             "mesh": self.meshes.params[axes],
             "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
             "reshard_after_forward": self.reshard_after_forward,
+            "shard_placement_fn": tensor_parallel.fsdp_placement,
         }
         if self.adam_offload and self.device.type != "cpu":
             options["offload_policy"] = CPUOffloadPolicy()

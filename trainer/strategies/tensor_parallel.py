@@ -109,10 +109,11 @@ def validate_tp_flags(tp: int, *, use_hf_tp_plan: bool, sequence_parallel: bool,
             raise UserError(flag, f"with {FLAG} 1", f"{FLAG} of 2 or more, or leave it out")
 
 
-def validate_tp_sizes(config, tp: int) -> None:
-    """Raises UserError unless `tp` divides the query heads, the KV heads and the MLP width of a model configuration.
+def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
+    """Raises UserError unless a model of this configuration can be cut over `tp` ranks, and those parts over `fsdp`.
 
-    The vocabulary may be cut unevenly.
+    `tp` has to divide the query heads, the KV heads and the MLP width. The vocabulary may be cut unevenly, if `fsdp`
+    divides the hidden size (see `fsdp_placement`).
     """
     text = config.get_text_config()
     sizes = {
@@ -120,11 +121,25 @@ def validate_tp_sizes(config, tp: int) -> None:
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         if getattr(text, name, None)
     }
-    if all(size % tp == 0 for size in sizes.values()):
-        return
     fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
-    found = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    raise UserError(FLAG, f"{tp} does not divide every one of {found}", ", ".join(map(str, fits)))
+    if tp not in fits:
+        found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(FLAG, f"{tp} does not divide every one of {found}", ", ".join(map(str, fits)))
+    if text.vocab_size % tp and text.hidden_size % fsdp:
+        even = [n for n in fits if text.vocab_size % n == 0]
+        found = f"{tp} does not divide vocab_size {text.vocab_size}, nor {fsdp} sharding ranks hidden_size"
+        raise UserError(FLAG, f"{found} {text.hidden_size}", ", ".join(map(str, even)))
+
+
+def fsdp_placement(parameter: torch.Tensor) -> Shard | None:
+    """The dimension that fully_shard cuts: the first (None), but the second where tp cuts the first unevenly.
+
+    7 rows over tp 2 are 4 and 3, and over fsdp 3 then 2, 2, 0 and 1, 1, 1. A DTensor has no word for that layout: its
+    strided shard takes the third fsdp rank's single row for one of tp rank 0.
+    """
+    if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+        return None
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[0] % parameter.device_mesh.size() else None
 
 
 # --- plans by source

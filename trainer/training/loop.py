@@ -85,7 +85,7 @@ def train(
         batch = next(batches)
         loss_sum, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
         if step == 1:
-            _warn_of_unreached_parameters(strategy, model)
+            warn_of_unreached_parameters(strategy, model)
         if step == 1 and parity_dump:
             _dump(strategy, strategy.iter_full_grads(model), parity_dump, "grads_step1")
         lr = scheduler.get_last_lr()[0]
@@ -128,7 +128,7 @@ def train(
         _dump(strategy, strategy.iter_full_params(model), parity_dump, "weights_final")
 
 
-def _warn_of_unreached_parameters(strategy, model) -> None:
+def warn_of_unreached_parameters(strategy, model) -> None:
     """A trainable parameter that the first step's loss does not depend on is most often a mistake."""
     names = strategy.unreached_parameters(model)
     if names:
