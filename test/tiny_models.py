@@ -44,9 +44,16 @@ CONFIGS = {
 }
 
 
+# with a vocabulary that tp divides, as AutoTP needs it; no olmo2, whose query norm needs gathered heads
+EVEN_CONFIGS = {f"{name}_even": config for name, config in CONFIGS.items() if name != "olmo2"}
+
+
 def make_model(architecture: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture](), dtype=torch.float32)
+    config = (CONFIGS | EVEN_CONFIGS)[architecture]()
+    if architecture in EVEN_CONFIGS:
+        config.vocab_size = 96
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -55,5 +62,5 @@ def make_model(architecture: str) -> torch.nn.Module:
 
 
 def save_models(folder: str) -> None:
-    for architecture in CONFIGS:
+    for architecture in CONFIGS | EVEN_CONFIGS:
         make_model(architecture).save_pretrained(f"{folder}/{architecture}")

@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.models.actor import resolve_attention
 from trainer.models.loss import token_cross_entropy
 from trainer.models.vocab_parallel import vocab_parallel_cross_entropy
+from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.training.loop import forward_backward, warn_of_unreached_parameters
 from trainer.training.sft import sft_loss
@@ -34,6 +35,10 @@ LAYOUTS = {
     "dp2-tp2-hf": {"tensor_parallel_size": 2, "use_hf_tp_plan": True},
     "hsdp2-tp2": {"tensor_parallel_size": 2, "dp_replicate_size": 2},
     "hsdp2-dp2": {"dp_replicate_size": 2},
+    "z0-dp2-tp2": {"zero_stage": 0, "tensor_parallel_size": 2},
+    "z1-dp2-tp2": {"zero_stage": 1, "tensor_parallel_size": 2},
+    "z3-tp4": {"zero_stage": 3, "tensor_parallel_size": 4},
+    "z3-dp2-tp2-hf": {"zero_stage": 3, "tensor_parallel_size": 2, "use_hf_tp_plan": True},
 }
 
 
@@ -86,7 +91,8 @@ def full(tensors) -> dict[str, torch.Tensor]:
 
 def make(folder: str, samples: Samples, packed: bool, dtype: str = "fp32", recompute: bool = False, **options):
     """(strategy, model, optimizer, scheduler, loader) on a layout."""
-    strategy = FSDP2Strategy(param_dtype=dtype, **options)
+    strategy_class = DeepspeedStrategy if "zero_stage" in options else FSDP2Strategy
+    strategy = strategy_class(param_dtype=dtype, **options)
     strategy.setup_distributed()
     attention = resolve_attention("sdpa", packed)
     model = strategy.load_model(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launch import ROOT, torchrun
-from tiny_models import CONFIGS, save_models
+from tiny_models import CONFIGS, EVEN_CONFIGS, save_models
 from transformers import AutoModelForCausalLM, GPT2Config, Olmo2Config
 
 from trainer.datasets.demo import make_demo
@@ -132,6 +132,9 @@ def test_flags_of_tensor_parallelism_need_tensor_parallelism(flag):
         tensor_parallel.validate_tp_flags(1, **flags)
 
 
+DEEPSPEED_RUNS = [
+    f"{architecture}:{run}" for architecture in EVEN_CONFIGS for run in ("z1-dp2-tp2:padded", "z3-tp4:packed")
+] + ["qwen3_even:z3-dp2-tp2-hf:packed", "gemma3_even:z0-dp2-tp2:padded"]
 # each layout on each architecture at least once; `torchrun tensor_parallel_checks.py` takes any other
 EXACT_RUNS = [
     f"{architecture}:{run}"
@@ -145,6 +148,6 @@ def test_every_architecture_is_exact_and_the_sentinel_works(tmp_path):
     save_models(str(tmp_path))
     make_demo(str(tmp_path / "demo"))
     script = str(ROOT / "test/strategies/tensor_parallel_checks.py")
-    code, output = torchrun(4, script, str(tmp_path), ",".join(EXACT_RUNS), timeout=900)
+    code, output = torchrun(4, script, str(tmp_path), ",".join(EXACT_RUNS + DEEPSPEED_RUNS), timeout=900)
     assert code == 0, output[-6000:]
-    assert len([line for line in output.splitlines() if line.startswith("ok ")]) == len(EXACT_RUNS) + 5
+    assert len([line for line in output.splitlines() if line.startswith("ok ")]) == len(EXACT_RUNS + DEEPSPEED_RUNS) + 5

@@ -31,8 +31,11 @@ def quiet_libraries() -> None:
     import logging as python_logging
     import warnings
 
+    import torch
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found no GPU
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     # gathering a weight sharded over tp and fsdp takes two all-gathers; torch says so in a paragraph
     python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)

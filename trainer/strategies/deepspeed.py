@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import autotp, checkpoint, gradients, mesh, replicas, tensor_parallel
+from trainer.strategies import autotp, checkpoint, gradients, mesh, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -152,7 +152,7 @@ class DeepspeedStrategy:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        tensor_parallel.validate_tp_sizes(config, self.sizes.tp)
+        tensor_parallel.validate_tp_sizes(config, self.sizes.tp, fsdp=1)
         autotp.validate_vocabulary(config, self.sizes.tp)
         if self.zero_stage == 3:
             model = self._load_partitioned(folder, config, auto_class, attn_implementation, trust_remote_code)
@@ -350,6 +350,8 @@ class DeepspeedStrategy:
 
     def check_replicas(self, model) -> None:
         """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        from trainer.strategies import replicas
+
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         replicated = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh, replicas, tensor_parallel
+from trainer.strategies import checkpoint, gradients, mesh, tensor_parallel
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -216,6 +216,8 @@ class FSDP2Strategy:
 
     def check_replicas(self, model) -> None:
         """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        from trainer.strategies import replicas
+
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         tensors = (
             (name, gradients.to_local_if_dtensor(tensor), _replicated_axes(tensor, groups))

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# SFT with DeepSpeed and tensor and sequence parallelism: NPROC ranks (default 4), TP (default 2) split each layer, SP (2) each sequence.
+# Without --pretrain and --dataset it trains on the embedded demo. More flags go at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup_env.sh
+torchrun --standalone --nproc_per_node "${NPROC:-4}" -m trainer.cli.train_sft \
+    --backend deepspeed \
+    --tensor_parallel_size "${TP:-2}" \
+    --ring_attn_size "${SP:-2}" \
+    --packing_samples \
+    --param_dtype bf16 \
+    "$@"
