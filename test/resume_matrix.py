@@ -73,11 +73,10 @@ def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str
         line += ["--ckpt_format", "portable"] if number % 3 == 2 else []  # a third of them
         lines.append((source, line))
     run_lines(lines, folder)
-    resumed = [
-        (target, [*base, "--load_checkpoint", f"{folder}/{source}/checkpoints/step_{SAVED_AT}"]
-                 + ["--output_dir", f"{folder}/{source}-to-{target}"])
-        for source, target in pairs
-    ]  # fmt: skip
+    resumed = []
+    for source, target in pairs:
+        line = [*base, "--load_checkpoint", f"{folder}/{source}/checkpoints/step_{SAVED_AT}"]
+        resumed.append((target, [*line, "--output_dir", f"{folder}/{source}-to-{target}"]))
     run_lines(resumed, folder)
     expected = read_steps(folder / "reference")[SAVED_AT:]
     results = {}

@@ -16,4 +16,4 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """The run was asked by a signal to stop, and has saved a checkpoint."""
+    """The run was asked by a signal to stop; the message says whether it could save a checkpoint first."""

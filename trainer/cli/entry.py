@@ -9,7 +9,7 @@ from collections.abc import Callable
 from trainer.errors import Interrupted, UserError
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came, a checkpoint is saved, start the same command again
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint goes on
 # how long other ranks let rank 0 speak first; torchrun ends them as soon as rank 0 has left
 OTHER_RANKS_WAIT_SECONDS = 10
 # and how long a rank that only lost its connection lets the others, one of which knows the cause

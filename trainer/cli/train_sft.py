@@ -96,7 +96,7 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.outputs import open_output_dir, save_policy, start_metrics
+    from trainer.cli.outputs import open_output_dir, save_policy, start_metrics, write_model_card
     from trainer.datasets.sft import render_sample
     from trainer.datasets.templates import load_chat_template
     from trainer.models.actor import flops_per_token, load_tokenizer, resolve_attention, resolve_model_folder
@@ -192,6 +192,8 @@ def run(argv: list[str]) -> None:
         if not args.no_save:
             save_path = args.save_path or os.path.join(output_dir, "model")
             strategy.save_model(model, tokenizer, save_path)
+            if metrics:
+                write_model_card(save_path, COMMAND, args, progress, ledger)
             strategy.print(f"model saved to {save_path}")
         if metrics:
             metrics.event("end", steps=total_steps)

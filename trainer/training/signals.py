@@ -3,6 +3,8 @@
 import signal
 from typing import Optional
 
+from trainer.errors import Interrupted
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -17,9 +19,13 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _type, error, _traceback) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.received and isinstance(error, RuntimeError):
+            # torchrun ends the ranks that a dead one leaves behind by SIGTERM, and they cannot finish their step
+            name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
+            raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
 
     def _note(self, number: int, _frame) -> None:
         self.received = number
