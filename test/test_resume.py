@@ -220,8 +220,10 @@ def test_a_signal_finishes_the_step_saves_and_leaves(folder, number, to_all):
 
 
 def test_out_of_memory_is_one_line_that_names_the_flags(folder):
-    script = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30)); "
-    script += "from trainer.cli.train_sft import main; main()"
+    # a limit a little above what the imports take
+    script = "import resource, deepspeed, torch, transformers, datasets; from trainer.cli.train_sft import main; "
+    script += "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + (1 << 30); "
+    script += "resource.setrlimit(resource.RLIMIT_AS, (size, size)); main()"
     line = flags(folder, "memory", "--train_batch_size", "4096", "--micro_train_batch_size", "4096")
     line += ["--max_samples", "4000", "--max_steps", "1"]
     code, output = run_process([sys.executable, "-c", script, *line], timeout=200, cwd=ROOT)

@@ -66,9 +66,11 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def set_scheduler_step(scheduler, step: int) -> None:
-    """Put a scheduler that was built from the arguments at `step`: its rates are a function of the step alone."""
-    scheduler.last_epoch = step - 1
-    scheduler.step()
+    """Put a LambdaLR (all that transformers.get_scheduler makes of the arguments are) at `step`, exactly."""
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler.last_epoch, scheduler._last_lr = step, rates
 
 
 # --- saving
