@@ -96,7 +96,7 @@ class PendingSave:
     def __init__(self, folder: str, write: Callable[[], dict], portable: bool, background: bool):
         self.folder, self._write, self._portable = folder, write, portable
         self._entries: dict[str, dict] = {}
-        self._error: Optional[OSError] = None
+        self._error: Optional[Exception] = None
         self._thread = threading.Thread(target=self._run, daemon=True) if background else None
         if self._thread:
             self._thread.start()
@@ -106,7 +106,7 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._entries = self._write()
-        except OSError as error:
+        except Exception as error:  # of any type: `finish` raises it, so that no incomplete folder gets its name
             self._error = error
 
     def done(self) -> bool:
