@@ -15,6 +15,8 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 source scripts/setup_env.sh
 # torchrun passes to its ranks only the signals named here
 export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
+# without this, a node that comes back waits in vain for the address of the new rendezvous round (torch 2.13)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 HEAD_NODE="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 srun torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
