@@ -3,6 +3,8 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain MODEL --dataset data.jsonl ...
 """
 
+import contextlib
+import dataclasses
 import functools
 import os
 
@@ -31,23 +33,16 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def validate(args: SFTArguments) -> None:
     """What can be wrong with the arguments alone, before any rank, data or model is touched."""
-    from trainer.cli.outputs import check_mirrors
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors
     from trainer.training.schedule import check_scheduler_name
 
-    later = {
-        "--save_steps": args.save_steps is not None,
-        "--max_ckpt_num": args.max_ckpt_num is not None,
-        "--load_checkpoint": args.load_checkpoint is not None,
-    }
-    for flag, used in later.items():
-        if used:
-            raise UserError(flag, "not available yet", "leave it out")
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     check_scheduler_name(args.lr_scheduler)
     check_mirrors(args.use_wandb, args.use_tensorboard)
+    check_checkpoint_flags(args, eval_metrics=("eval_loss",) if args.eval_dataset else ())
 
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
@@ -93,7 +88,7 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.outputs import open_output_dir, start_metrics
+    from trainer.cli.outputs import open_output_dir, save_policy, start_metrics, write_model_card
     from trainer.datasets.sft import render_sample
     from trainer.datasets.templates import load_chat_template
     from trainer.models.actor import (
@@ -105,9 +100,11 @@ def run(argv: list[str]) -> None:
     )
     from trainer.strategies import get_strategy
     from trainer.strategies.mesh import validate_batch_sizes
+    from trainer.training.checkpointing import Checkpoints, Trained
     from trainer.training.loop import train
     from trainer.training.schedule import build_scheduler
     from trainer.training.sft import sft_loss
+    from trainer.training.verify_resume import verify_resume
 
     validate(args)
     strategy = get_strategy(args)
@@ -141,7 +138,7 @@ def run(argv: list[str]) -> None:
         )
         strategy.print(f"evaluation data: {eval_ledger.summary()}")
         eval_loader = build_loader(args, strategy, eval_samples, tokenizer, shuffle=False)
-    output_dir = open_output_dir(strategy, args.output_dir, COMMAND, args.overwrite)
+    output_dir = open_output_dir(strategy, args.output_dir, COMMAND, args.overwrite, args.load_checkpoint is not None)
 
     # model, optimizer, scheduler
     model = strategy.load_model(
@@ -167,31 +164,41 @@ def run(argv: list[str]) -> None:
     model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
 
     # training
-    metrics = start_metrics(strategy, args, output_dir, data=ledger.as_dict(), total_steps=total_steps)
-    train(
-        strategy,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        sft_loss,
-        total_steps=total_steps,
-        metrics=metrics,
-        flops_per_token=flops,
-        eval_loader=eval_loader,
-        eval_steps=args.eval_steps,
-        logging_steps=args.logging_steps,
-        max_skipped_steps=args.max_skipped_steps,
-        check_replicas_every=args.check_replicas_every,
-        parity_dump=args.parity_dump,
-    )
-    if not args.no_save:
-        save_path = args.save_path or os.path.join(output_dir, "model")
-        strategy.save_model(model, tokenizer, save_path)
-        strategy.print(f"model saved to {save_path}")
-    if metrics:
-        metrics.event("end", steps=total_steps)
-        metrics.close()
+    trained = Trained(strategy, model, optimizer, scheduler, loader, tokenizer)
+    checkpoints = Checkpoints(output_dir, trained, save_policy(args), dataclasses.asdict(args))
+    progress = checkpoints.resume(args.load_checkpoint)
+    if args.verify_resume:
+        strategy.print(verify_resume(checkpoints, progress, sft_loss, args.verify_resume))
+        return
+    metrics = start_metrics(strategy, args, output_dir, progress, data=ledger.as_dict(), total_steps=total_steps)
+    with metrics or contextlib.nullcontext():
+        train(
+            strategy,
+            model,
+            optimizer,
+            scheduler,
+            loader,
+            sft_loss,
+            total_steps=total_steps,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            progress=progress,
+            flops_per_token=flops,
+            eval_loader=eval_loader,
+            eval_steps=args.eval_steps,
+            logging_steps=args.logging_steps,
+            max_skipped_steps=args.max_skipped_steps,
+            check_replicas_every=args.check_replicas_every,
+            parity_dump=args.parity_dump,
+        )
+        if not args.no_save:
+            save_path = args.save_path or os.path.join(output_dir, "model")
+            strategy.save_model(model, tokenizer, save_path)
+            if metrics:
+                write_model_card(save_path, COMMAND, args, progress, ledger)
+            strategy.print(f"model saved to {save_path}")
+        if metrics:
+            metrics.event("end", steps=total_steps)
 
 
 def main() -> None:
