@@ -16,21 +16,18 @@ from launch import ROOT, read_steps, run_process, train_many
 
 from trainer.datasets.demo import make_demo
 
-DEEPSPEED = ["--backend", "deepspeed", "--zero_stage"]
+BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (1, 2, 3)} | {
+    "fsdp2": ["--backend", "fsdp2"]
+}
+TP, SP = ["--tensor_parallel_size", "2"], ["--ring_attn_size", "2"]
+MESHES = {"dp2": (2, []), "dp4": (4, []), "tp2": (2, TP), "sp2": (2, SP), "dp2tp2": (4, TP)}
 # name: (ranks, flags)
 LAYOUTS = {
-    "fsdp2-dp1": (1, ["--backend", "fsdp2"]),
-    "fsdp2-dp2": (2, ["--backend", "fsdp2"]),
-    "fsdp2-dp4": (4, ["--backend", "fsdp2"]),
-    "z0-dp2": (2, [*DEEPSPEED, "0"]),
-    "z1-dp1": (1, [*DEEPSPEED, "1"]),
-    "z1-dp2": (2, [*DEEPSPEED, "1"]),
-    "z2-dp2": (2, [*DEEPSPEED, "2"]),
-    "z2-dp4": (4, [*DEEPSPEED, "2"]),
-    "z3-dp1": (1, [*DEEPSPEED, "3"]),
-    "z3-dp2": (2, [*DEEPSPEED, "3"]),
-    "z3-dp4": (4, [*DEEPSPEED, "3"]),
-}
+    f"{backend}-{mesh}": (ranks, [*flags, *more])
+    for backend, flags in BACKENDS.items()
+    for mesh, (ranks, more) in MESHES.items()
+} | {"fsdp2-dp1": (1, BACKENDS["fsdp2"]), "z0-dp2": (2, ["--backend", "deepspeed", "--zero_stage", "0"])}
+ALWAYS = ["fsdp2-dp2", "z2-dp2", "z3-dp2tp2", "fsdp2-dp2tp2", "z1-sp2"]  # to themselves, in every sample
 STEPS, SAVED_AT = 20, 10
 TOLERANCE = 1e-5
 
@@ -91,10 +88,11 @@ def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str
 
 
 def sample_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Every layout to itself, and `count` pairs of different ones; 0 for all."""
-    same = [(name, name) for name in LAYOUTS]
+    """Some layouts to themselves, and `count` pairs of different ones; 0: every layout to every layout."""
+    if not count:
+        return list(itertools.product(LAYOUTS, repeat=2))
     different = list(itertools.permutations(LAYOUTS, 2))
-    return same + (random.Random(seed).sample(different, count) if count else different)
+    return [(name, name) for name in ALWAYS] + random.Random(seed).sample(different, count)
 
 
 def main() -> int:
