@@ -97,6 +97,7 @@ def run(argv: list[str]) -> None:
         resolve_attention,
         resolve_model_folder,
         setup_split_attention,
+        validate_packed_model,
     )
     from trainer.strategies import get_strategy
     from trainer.strategies.mesh import validate_batch_sizes
@@ -120,6 +121,8 @@ def run(argv: list[str]) -> None:
 
     # data
     folder = strategy.rank_0_first(lambda: resolve_model_folder(args.pretrain))
+    if args.packing_samples:
+        validate_packed_model(folder, args.trust_remote_code)
     if args.ring_attn_size > 1:
         sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
         attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, args.trust_remote_code)
