@@ -91,8 +91,9 @@ def test_files_are_small():
 
 RUN_AND_LIST = """
 import sys
+from trainer.cli.entry import run_command
 from trainer.cli.train_sft import run
-run(sys.argv[1:])
+run_command(run, sys.argv[1:])
 print("files", *{m.__file__ for name, m in sys.modules.items() if name.startswith("trainer.") and m.__file__})
 """
 
