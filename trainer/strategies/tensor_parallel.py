@@ -219,7 +219,7 @@ def resolve_tp_plan(model, *, use_hf_tp_plan: bool = False, sequence_parallel: b
         raise UserError(flag, f"no tensor-parallel plan for {type(model).__name__}", f"{FLAG} 1")
     for pattern, style in plan.items():
         if style not in STYLES or (style in SEQUENCE_FORMS.values() and not sequence_parallel):
-            raise UserError(FLAG, f"the plan of {type(model).__name__} gives {pattern} the style {style}", "size 1")
+            raise UserError(FLAG, f"the plan of {type(model).__name__} gives {pattern} the style {style}", "1")
     plan = complete_plan(model, plan)
     return shard_sequence(plan) if sequence_parallel else plan
 
@@ -248,7 +248,7 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
         in_layer = any(pattern.startswith(layer) for layer in layers)
         if _is_within(pattern, split_blocks) or (in_layer and parameter.ndim > 1):
             kind = type(model).__name__
-            raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "size 1")
+            raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "1")
         plan[pattern] = "replicated_in_block" if _is_within(pattern, blocks) else "replicated"
     return plan | dict.fromkeys(blocks & set(patterns.values()), "block_input")
 
