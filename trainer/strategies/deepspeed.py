@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import autotp, checkpoint, gradients, mesh, run_state, tensor_parallel
-from trainer.strategies.checkpoint_pieces import KINDS, Piece, flat_piece, whole_piece
+from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -454,7 +454,7 @@ class DeepspeedStrategy:
         elif self.zero_stage == 0:
             is_written = self.meshes.loss.get_local_rank() == 0
             yield whole_piece(f"weight/{name}", parameter, is_written)
-            for kind, state in _adam_states(optimizer, parameter).items():
+            for kind, state in run_state.adam_states(optimizer, parameter).items():
                 yield whole_piece(f"{kind}/{name}", state, is_written)
         else:
             part = _zero_3_part if self.zero_stage == 3 else _zero_2_part
@@ -521,16 +521,6 @@ class DeepspeedStrategy:
         return dist.get_rank() == 0
 
 
-def _adam_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's state of a tensor that it steps; made here where no step has made it yet."""
-    adam = optimizer.state[parameter]
-    if not adam:
-        on = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
-        adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
-        adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    return {kind: adam[kind] for kind in KINDS[1:]}
-
-
 def _zero_2_part(parameter, optimizer) -> tuple:
     """(full shape, start of this rank's stretch, flat masters, where in them, how many) of a parameter in ZeRO 1 and 2."""
     mapping = parameter._hp_mapping
@@ -554,7 +544,7 @@ def _master_pieces(name: str, adamw, shape, start: int, flat, where: int, size: 
     if not size:
         return
     yield flat_piece(f"weight/{name}", shape, start, flat.narrow(0, where, size))
-    for kind, state in _adam_states(adamw, flat).items():
+    for kind, state in run_state.adam_states(adamw, flat).items():
         if state.ndim:
             yield flat_piece(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
         else:  # the step count, the same in every part

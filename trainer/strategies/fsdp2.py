@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import checkpoint, gradients, mesh, run_state, tensor_parallel
-from trainer.strategies.checkpoint_pieces import KINDS, Piece, whole_piece
+from trainer.strategies.checkpoint_pieces import Piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -289,13 +289,8 @@ class FSDP2Strategy:
         names = {parameter: name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                adam = optimizer.state[parameter]
-                if not adam:
-                    on = parameter.device if group["fused"] else "cpu"
-                    adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
-                    adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                for kind in KINDS[1:]:
-                    yield _piece(f"{kind}/{names[parameter]}", adam[kind])
+                for kind, state in run_state.adam_states(optimizer, parameter).items():
+                    yield _piece(f"{kind}/{names[parameter]}", state)
 
     # --- helpers that know the mesh
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainer.errors import UserError
 from trainer.strategies import checkpoint_store as store
-from trainer.strategies.checkpoint_pieces import Piece, PieceReader, full_pieces, write_pieces
+from trainer.strategies.checkpoint_pieces import KINDS, Piece, PieceReader, full_pieces, write_pieces
 
 STATE = "state.json"
 FORMAT = 1
@@ -71,6 +71,16 @@ def set_scheduler_step(scheduler, step: int) -> None:
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate
     scheduler.last_epoch, scheduler._last_lr = step, rates
+
+
+def adam_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's state of a tensor that it steps; made here where no step has made it yet."""
+    adam = optimizer.state[parameter]
+    if not adam:
+        on = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
+        adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
+        adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    return {kind: adam[kind] for kind in KINDS[1:]}
 
 
 # --- saving
