@@ -49,9 +49,9 @@ def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, tim
 
 
 def read_steps(run_folder: Path) -> list[dict]:
-    """The step rows of a run's metrics.jsonl."""
-    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row]
+    """The step rows of a run's metrics.jsonl; where a resumed run repeated a step, the later row."""
+    rows = {row["step"]: row for row in read_rows(run_folder) if "loss" in row}
+    return [rows[step] for step in sorted(rows)]
 
 
 def read_rows(run_folder: Path) -> list[dict]:

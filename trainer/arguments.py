@@ -144,13 +144,37 @@ class OutputArguments:
     no_save: bool = arg(False, "do not write the final model")
     eval_steps: Optional[int] = arg(None, "evaluate every N steps as well as at the end", type="PositiveInt")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
-    save_steps: Optional[int] = arg(None, "checkpoint every N steps", type="PositiveInt")
-    max_ckpt_num: Optional[int] = arg(None, "keep at most N checkpoints", type="PositiveInt")
-    load_checkpoint: Optional[str] = arg(None, "resume from a checkpoint")
     use_wandb: bool = arg(False, "mirror the metrics to Weights & Biases (WANDB_MODE=offline works)")
     wandb_project: str = arg("trainer", "wandb project")
     use_tensorboard: bool = arg(False, "mirror the metrics to TensorBoard, under <output_dir>/tensorboard")
     parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
+
+
+@dataclass
+class CheckpointArguments:
+    """Checkpoints"""
+
+    save_steps: Optional[int] = arg(None, "checkpoint every N steps", type="PositiveInt")
+    save_interval_minutes: Optional[float] = arg(None, "checkpoint every N minutes as well", type="PositiveFloat")
+    max_ckpt_num: Optional[int] = arg(None, "keep at most N checkpoints (and the best)", type="PositiveInt")
+    max_ckpt_mem: Optional[float] = arg(None, "keep at most N GB of checkpoints", type="PositiveFloat")
+    load_checkpoint: Optional[str] = arg(
+        None, "go on from a checkpoint: a path, or without a value the latest in --output_dir, if there is one yet",
+        nargs="?", const="latest",
+    )  # fmt: skip
+    ckpt_format: Literal["native", "portable"] = arg(
+        "native", "native: each rank writes its parts; portable: whole tensors. Every layout and backend reads both"
+    )
+    async_save: bool = arg(False, "go on training while a checkpoint is written (takes host memory for a copy)")
+    save_hf_ckpt: bool = arg(False, "put the Hugging Face model into each checkpoint, under hf/")
+    best_metric_key: Optional[str] = arg(
+        None, "keep the checkpoint with the best value of this evaluation metric as checkpoints/best"
+    )
+    verify_resume: Optional[int] = arg(
+        None,
+        "train N steps, checkpoint, train N more, reload, repeat them, compare bitwise and end",
+        type="PositiveInt",
+    )
 
 
 @dataclass
@@ -177,6 +201,7 @@ class PreferenceArguments:
 
 @dataclass
 class SFTArguments(
+    CheckpointArguments,
     OutputArguments,
     LayoutArguments,
     OptimizerArguments,
@@ -190,6 +215,7 @@ class SFTArguments(
 
 @dataclass
 class RMArguments(
+    CheckpointArguments,
     OutputArguments,
     LayoutArguments,
     OptimizerArguments,
@@ -204,6 +230,7 @@ class RMArguments(
 
 @dataclass
 class DPOArguments(
+    CheckpointArguments,
     OutputArguments,
     LayoutArguments,
     OptimizerArguments,

@@ -13,3 +13,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else "")
+
+
+class Interrupted(Exception):
+    """The run was asked by a signal to stop; the message says whether it could save a checkpoint first."""

@@ -18,7 +18,9 @@ class MetricsLog:
         use_tensorboard: bool = False,
         wandb_project: Optional[str] = None,
         config: Optional[dict] = None,
+        wandb_run_id: Optional[str] = None,
     ):
+        _remove_torn_line(os.path.join(output_dir, METRICS_FILE))
         self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (open as long as the log)
         self._tensorboard = self._wandb = None
         if use_tensorboard:
@@ -28,7 +30,10 @@ class MetricsLog:
         if wandb_project:
             import wandb
 
-            self._wandb = wandb.init(project=wandb_project, dir=output_dir, config=config)
+            self._wandb = wandb.init(
+                project=wandb_project, dir=output_dir, config=config, id=wandb_run_id, resume="allow"
+            )
+        self.wandb_run_id: Optional[str] = self._wandb.id if self._wandb else None
 
     def event(self, name: str, **fields) -> None:
         """A row that is no step: start, resume, end."""
@@ -48,12 +53,25 @@ class MetricsLog:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
     def close(self) -> None:
         self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def _remove_torn_line(path: str) -> None:
+    """Cut off a last line without its end: what a run that was killed while it wrote leaves behind."""
+    if os.path.exists(path):
+        with open(path, "rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def host_peak_memory_bytes() -> int:

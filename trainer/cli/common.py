@@ -1,5 +1,7 @@
 """What the training commands have in common, in the order in which a command calls it: parse, check, set up, build, run."""
 
+import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -26,25 +28,21 @@ def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: Ca
     return args, False
 
 
-def validate_shared(args) -> None:
-    """What can be wrong with the shared flags alone, before any rank, data or model is touched."""
-    from trainer.cli.outputs import check_mirrors
+def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
+    """What can be wrong with the shared flags alone, before any rank, data or model is touched.
+
+    `eval_metrics` are those of an evaluation that may choose the best checkpoint.
+    """
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors
     from trainer.training.schedule import check_scheduler_name
 
-    later = {
-        "--save_steps": args.save_steps is not None,
-        "--max_ckpt_num": args.max_ckpt_num is not None,
-        "--load_checkpoint": args.load_checkpoint is not None,
-    }
-    for flag, used in later.items():
-        if used:
-            raise UserError(flag, "not available yet", "leave it out")
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     check_scheduler_name(args.lr_scheduler)
     check_mirrors(args.use_wandb, args.use_tensorboard)
+    check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
 
 
 @dataclass
@@ -61,7 +59,13 @@ class Setup:
 def set_up(args, is_demo: bool) -> Setup:
     """Start the strategy; make the demo if it is asked for; load the tokenizer."""
     from trainer.datasets.templates import load_chat_template
-    from trainer.models.actor import load_tokenizer, resolve_attention, resolve_model_folder, setup_split_attention
+    from trainer.models.actor import (
+        load_tokenizer,
+        resolve_attention,
+        resolve_model_folder,
+        setup_split_attention,
+        validate_packed_model,
+    )
     from trainer.strategies import get_strategy
     from trainer.strategies.mesh import validate_batch_sizes
 
@@ -76,6 +80,8 @@ def set_up(args, is_demo: bool) -> Setup:
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
         strategy.rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = strategy.rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
+    if args.packing_samples:
+        validate_packed_model(folder, args.trust_remote_code)
     if args.ring_attn_size > 1:
         sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
         attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, args.trust_remote_code)
@@ -149,51 +155,81 @@ def prepare_training(args, strategy, model, total_steps: int):
     return strategy.prepare((model, optimizer, scheduler))
 
 
-def train_and_save(
-    args,
-    setup: Setup,
-    model,
-    loss_fn: Callable,
-    loader,
-    eval_loader,
-    ledger,
-    output_dir: str,
-    before_save: Optional[Callable] = None,
-) -> None:
-    """Wrap the model, train it, write it. `before_save(model, evaluation metrics)` may add to the model's config."""
-    from trainer.cli.outputs import start_metrics
-    from trainer.models.actor import flops_per_token
-    from trainer.training.loop import train
+@dataclass
+class Run:
+    """What one run reads and where it writes."""
 
-    strategy = setup.strategy
+    command: str
+    output_dir: str
+    ledger: Any  # of the training data
+    loader: Any
+    eval_loader: Any  # None without evaluation data
+
+
+def open_run(args, setup: Setup, command: str) -> str:
+    """The run folder, see `outputs.open_output_dir`."""
+    from trainer.cli.outputs import open_output_dir
+
+    return open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
+
+
+def train_and_save(
+    args, setup: Setup, model, loss_fn: Callable, run: Run, before_save: Optional[Callable] = None
+) -> None:
+    """Wrap the model, resume if asked to, train, write it. `before_save(model, evaluation metrics)` may add to its config."""
+    from trainer.cli.outputs import save_policy, start_metrics
+    from trainer.models.actor import flops_per_token
+    from trainer.training.checkpointing import Checkpoints, Trained
+    from trainer.training.loop import train
+    from trainer.training.verify_resume import verify_resume
+
+    strategy, ledger = setup.strategy, run.ledger
     num_params = sum(parameter.numel() for parameter in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
-    total_steps = args.max_steps or args.max_epochs * len(loader)
+    total_steps = args.max_steps or args.max_epochs * len(run.loader)
     model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)
-    metrics = start_metrics(strategy, args, output_dir, data=ledger.as_dict(), total_steps=total_steps)
-    eval_metrics = train(
-        strategy,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        loss_fn,
-        total_steps=total_steps,
-        metrics=metrics,
-        flops_per_token=flops,
-        eval_loader=eval_loader,
-        eval_steps=args.eval_steps,
-        logging_steps=args.logging_steps,
-        max_skipped_steps=args.max_skipped_steps,
-        check_replicas_every=args.check_replicas_every,
-        parity_dump=args.parity_dump,
-    )
-    if not args.no_save:
-        if before_save:
-            before_save(strategy.unwrap(model), eval_metrics)
-        save_path = args.save_path or os.path.join(output_dir, "model")
-        strategy.save_model(model, setup.tokenizer, save_path)
-        strategy.print(f"model saved to {save_path}")
-    if metrics:
-        metrics.event("end", steps=total_steps)
-        metrics.close()
+    trained = Trained(strategy, model, optimizer, scheduler, run.loader, setup.tokenizer)
+    checkpoints = Checkpoints(run.output_dir, trained, save_policy(args), dataclasses.asdict(args))
+    progress = checkpoints.resume(args.load_checkpoint)
+    if args.verify_resume:
+        strategy.print(verify_resume(checkpoints, progress, loss_fn, args.verify_resume))
+        return
+    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
+    metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
+    with metrics or contextlib.nullcontext():
+        eval_metrics = train(
+            strategy,
+            model,
+            optimizer,
+            scheduler,
+            run.loader,
+            loss_fn,
+            total_steps=total_steps,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            progress=progress,
+            flops_per_token=flops,
+            eval_loader=run.eval_loader,
+            eval_steps=args.eval_steps,
+            logging_steps=args.logging_steps,
+            max_skipped_steps=args.max_skipped_steps,
+            check_replicas_every=args.check_replicas_every,
+            parity_dump=args.parity_dump,
+        )
+        if not args.no_save:
+            if before_save:
+                before_save(strategy.unwrap(model), eval_metrics)
+            save_model(args, setup, model, run, progress)
+        if metrics:
+            metrics.event("end", steps=total_steps)
+
+
+def save_model(args, setup: Setup, model, run: Run, progress) -> None:
+    """Write the trained model and its card."""
+    from trainer.cli.outputs import write_model_card
+
+    save_path = args.save_path or os.path.join(run.output_dir, "model")
+    setup.strategy.save_model(model, setup.tokenizer, save_path)
+    if setup.strategy.is_rank_0():
+        write_model_card(save_path, run.command, args, progress, run.ledger)
+    setup.strategy.print(f"model saved to {save_path}")

@@ -3,27 +3,76 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint goes on
 # how long other ranks let rank 0 speak first; torchrun ends them as soon as rank 0 has left
 OTHER_RANKS_WAIT_SECONDS = 10
+# and how long a rank that only lost its connection lets the others, one of which knows the cause
+LOST_PEER_WAIT_SECONDS = 20
+MEMORY_FLAGS = "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, more ranks"
 
 
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Run `main(argv)`; tell a UserError in one line on stderr and leave with exit code 2."""
+    """Run `main(argv)`. What ends it early is told once, in one line where the cause is known, with the exit code for it."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where torchrun did not start the process
     try:
         main(sys.argv[1:] if argv is None else argv)
+    except Interrupted as reason:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(reason, file=sys.stderr)
+        _leave(EXIT_INTERRUPTED)
     except UserError as error:
-        rank = int(os.environ.get("RANK", 0))
-        if rank:
-            time.sleep(OTHER_RANKS_WAIT_SECONDS)
-        sys.stdout.flush()
-        print(f"error: {error}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr, flush=True)
-        # no interpreter shutdown: it could wait for a collective that the other ranks never enter
-        os._exit(EXIT_USER_ERROR)
+        _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+        _tell(error)
+        _leave(EXIT_USER_ERROR)
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _tell(f"out of memory: {str(error).splitlines()[0]} (what lowers memory: {MEMORY_FLAGS})")
+            _leave(EXIT_USER_ERROR)
+        if _is_lost_peer(error):
+            _wait_for_other_ranks(LOST_PEER_WAIT_SECONDS, rank_0_too=True)
+            _tell(f"another rank is gone: {str(error).splitlines()[0]}")
+        else:
+            _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+            traceback.print_exc()
+        _leave(1)
+
+
+def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
+    if int(os.environ.get("RANK", 0)) or rank_0_too:
+        time.sleep(seconds)
+
+
+def _tell(what) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    sys.stdout.flush()
+    print(f"error: {what}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """Exit without interpreter shutdown, which could wait for a collective that the other ranks never enter."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another process is gone, by gloo's and NCCL's words for it."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def quiet_libraries() -> None:

@@ -15,8 +15,8 @@ from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE, MetricsLog
 
 
-def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool) -> str:
-    """The run folder, made by rank 0; raises UserError if it holds another run and `overwrite` is off."""
+def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool, resumes: bool) -> str:
+    """The run folder, made by rank 0; raises UserError if it holds a run that is neither resumed nor overwritten."""
     folder = strategy.broadcast_object(
         output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     )
@@ -24,10 +24,11 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
         return folder
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError("--output_dir", f"{folder} is a file", "a folder")
-    if os.path.exists(os.path.join(folder, METRICS_FILE)):
+    if os.path.exists(os.path.join(folder, METRICS_FILE)) and not resumes:
         if not overwrite:
-            raise UserError("--output_dir", f"{folder} holds another run", "another folder, or --overwrite")
-        for name in (METRICS_FILE, "config.yaml", "tensorboard"):
+            allowed = "another folder, --load_checkpoint to go on with it, or --overwrite"
+            raise UserError("--output_dir", f"{folder} holds another run", allowed)
+        for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints"):
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     try:
@@ -44,17 +45,76 @@ def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
             raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{package}]'")
 
 
-def start_metrics(strategy, args, folder: str, **facts) -> Optional[MetricsLog]:
-    """Write config.yaml and the start row; rank 0's log, None elsewhere."""
+def check_checkpoint_flags(args, eval_metrics: tuple[str, ...]) -> None:
+    """Raises UserError for checkpoint flags that contradict each other or what the evaluation will give."""
+    if args.load_checkpoint and args.overwrite:
+        raise UserError("--overwrite", "with --load_checkpoint", "one of them")
+    if args.load_checkpoint == "latest" and args.output_dir is None:
+        raise UserError("--load_checkpoint", "without --output_dir there is no run to go on with", "--output_dir")
+    if args.best_metric_key and args.best_metric_key not in eval_metrics:
+        allowed = ", ".join(eval_metrics) or "with --eval_dataset: eval_loss"
+        raise UserError("--best_metric_key", f"{args.best_metric_key}, which no evaluation gives", allowed)
+
+
+def save_policy(args):
+    """When and how to save, of the flags under "Checkpoints"."""
+    from trainer.training.checkpointing import SavePolicy
+
+    return SavePolicy(
+        save_steps=args.save_steps,
+        interval_minutes=args.save_interval_minutes,
+        max_num=args.max_ckpt_num,
+        max_gigabytes=args.max_ckpt_mem,
+        best_metric_key=args.best_metric_key,
+        portable=args.ckpt_format == "portable",
+        background=args.async_save,
+        hf_weights=args.save_hf_ckpt,
+    )
+
+
+def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[MetricsLog]:
+    """Write config.yaml and the start row, or the resume row of a run that goes on; rank 0's log, None elsewhere."""
     if not strategy.is_rank_0():
         return None
     config = dataclasses.asdict(args)
-    with open(os.path.join(folder, "config.yaml"), "w") as file:
-        yaml.safe_dump(config, file, sort_keys=False)
-    project = args.wandb_project if args.use_wandb else None
-    metrics = MetricsLog(folder, use_tensorboard=args.use_tensorboard, wandb_project=project, config=config)
-    metrics.event("start", config=config, mesh=dataclasses.asdict(strategy.sizes), versions=versions(), **facts)
+    goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
+    if not goes_on:
+        with open(os.path.join(folder, "config.yaml"), "w") as file:
+            yaml.safe_dump(config, file, sort_keys=False)
+    metrics = MetricsLog(
+        folder,
+        use_tensorboard=args.use_tensorboard,
+        wandb_project=args.wandb_project if args.use_wandb else None,
+        config=config,
+        wandb_run_id=progress.wandb_run_id,
+    )
+    progress.wandb_run_id = metrics.wandb_run_id
+    facts = {"config": config, "mesh": dataclasses.asdict(strategy.sizes), "versions": versions(), **facts}
+    if not goes_on:
+        metrics.event("start", **facts)
+    if progress.step:
+        metrics.event("resume", step=progress.step, **(facts if goes_on else {}))
     return metrics
+
+
+CARD_FLAGS = (
+    "pretrain dataset dataset_split max_len train_batch_size max_epochs learning_rate lr_scheduler lr_warmup_ratio "
+    "weight_decay seed param_dtype backend"
+)
+
+
+def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
+    """README.md of a saved model: what it was made of and how."""
+    facts = {"command": command, **{name: getattr(args, name) for name in CARD_FLAGS.split()}}
+    facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+    front = yaml.safe_dump({"base_model": args.pretrain, "library_name": "transformers", "tags": [command]})
+    with open(os.path.join(folder, "README.md"), "w") as file:
+        file.write(
+            f"---\n{front}---\n\n# Trained from {args.pretrain}\n\n| | |\n|---|---|\n{rows}\n"
+            f"Data: {ledger.summary()}.\n\nMade with {packages}.\n"
+        )
 
 
 def versions() -> dict[str, str]:

@@ -6,9 +6,9 @@ from trainer.cli import common
 from trainer.errors import UserError
 
 
-def validate_pairs(args) -> None:
+def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
     """Raises UserError for flags that mean nothing, or not what they say, where a sample is a pair."""
-    common.validate_shared(args)
+    common.validate_shared(args, eval_metrics)
     if args.max_tokens_per_micro_batch and not args.packing_samples:
         found = "without --packing_samples: padding between the two sides of a pair is not counted"
         raise UserError("--max_tokens_per_micro_batch", found, "--packing_samples or --micro_train_batch_size")

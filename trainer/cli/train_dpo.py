@@ -10,6 +10,7 @@ from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_
 from trainer.errors import UserError
 
 COMMAND = "train_dpo"
+EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
 
 
 def demo_defaults() -> dict:
@@ -26,7 +27,7 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
 def validate(args: DPOArguments) -> None:
     from trainer.training.dpo import REFERENCE_FREE
 
-    validate_pairs(args)
+    validate_pairs(args, EVAL_METRICS)
     if (args.label_smoothing > 0) != (args.loss == "cdpo") or args.label_smoothing >= 0.5:
         found = f"{args.label_smoothing} with --loss {args.loss}"
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
@@ -53,7 +54,6 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.outputs import open_output_dir
     from trainer.datasets.preference import render_pair
     from trainer.training.dpo import PreferenceOptions, make_preference_loss
 
@@ -62,12 +62,13 @@ def run(argv: list[str]) -> None:
     pairs, eval_pairs, ledger = common.load_sets(args, setup, load_pairs, render_pair)
     loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
     eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
-    output_dir = open_output_dir(setup.strategy, args.output_dir, COMMAND, args.overwrite)
+    output_dir = common.open_run(args, setup, COMMAND)
     options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     reference = load_reference(args, setup) if options.needs_reference() else None
     loss_fn = make_preference_loss(options, reference, setup.sp_group)
-    common.train_and_save(args, setup, model, loss_fn, loader, eval_loader, ledger, output_dir)
+    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    common.train_and_save(args, setup, model, loss_fn, run_facts)
 
 
 def main() -> None:

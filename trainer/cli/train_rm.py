@@ -12,6 +12,7 @@ from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_
 from trainer.errors import UserError
 
 COMMAND = "train_rm"
+EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
 
 
 def demo_defaults() -> dict:
@@ -26,7 +27,7 @@ def parse(argv: list[str]) -> tuple[RMArguments, bool]:
 
 
 def validate(args: RMArguments) -> None:
-    validate_pairs(args)
+    validate_pairs(args, EVAL_METRICS)
     if args.margin_key and args.loss != "sigmoid":
         raise UserError("--margin_key", f"with --loss {args.loss}", "--loss sigmoid")
     if args.sequence_parallel:
@@ -43,7 +44,6 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForSequenceClassification
 
-    from trainer.cli.outputs import open_output_dir
     from trainer.datasets.preference import render_pair
     from trainer.models.reward import make_initial_reward_model, return_token_scores
     from trainer.training.rm import make_reward_loss, reward_statistics
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> None:
     pairs, eval_pairs, ledger = common.load_sets(args, setup, load_data, render_pair)
     loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
     eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
-    output_dir = open_output_dir(strategy, args.output_dir, COMMAND, args.overwrite)
+    output_dir = common.open_run(args, setup, COMMAND)
     initial = os.path.join(output_dir, "initial")
     strategy.rank_0_alone(lambda: make_initial_reward_model(setup.folder, initial, args.seed, args.trust_remote_code))
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
@@ -65,7 +65,8 @@ def run(argv: list[str]) -> None:
             module.config.reward_mean, module.config.reward_std = reward_statistics(eval_metrics)
 
     loss_fn = make_reward_loss(args.loss, setup.sp_group)
-    common.train_and_save(args, setup, model, loss_fn, loader, eval_loader, ledger, output_dir, add_statistics)
+    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    common.train_and_save(args, setup, model, loss_fn, run_facts, add_statistics)
 
 
 def main() -> None:

@@ -45,20 +45,20 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.outputs import open_output_dir
     from trainer.datasets.packing import collate_packed, collate_padded
     from trainer.datasets.sft import render_sample
     from trainer.training.sft import sft_loss
 
-    common.validate_shared(args)
+    common.validate_shared(args, eval_metrics=("eval_loss",))
     setup = common.set_up(args, is_demo)
     samples, eval_samples, ledger = common.load_sets(args, setup, load_data, render_sample)
     collate = collate_packed if args.packing_samples else collate_padded
     loader = common.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and common.build_loader(args, setup, eval_samples, collate, shuffle=False)
-    output_dir = open_output_dir(setup.strategy, args.output_dir, COMMAND, args.overwrite)
+    output_dir = common.open_run(args, setup, COMMAND)
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    common.train_and_save(args, setup, model, sft_loss, loader, eval_loader, ledger, output_dir)
+    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    common.train_and_save(args, setup, model, sft_loss, run_facts)
 
 
 def main() -> None:

@@ -62,6 +62,16 @@ def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False
     return register_varlen_attention()
 
 
+def validate_packed_model(folder: str, trust_remote_code: bool = False) -> None:
+    """Raises UserError for a model in which packed documents would see each other."""
+    from transformers import AutoConfig
+
+    from trainer.models.varlen_attention import validate_attention_layers
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    validate_attention_layers(config, "--packing_samples", "leave it out")
+
+
 def setup_split_attention(folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False) -> str:
     """Register attention over sequences split over `sp_group`; returns its name. Raises UserError for unfit models."""
     from transformers import AutoConfig

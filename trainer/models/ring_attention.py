@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from trainer.errors import UserError
 from trainer.models.attention_kernels import block_backward, block_forward
 from trainer.models.ulysses_attention import ulysses_attention
+from trainer.models.varlen_attention import validate_attention_layers
 
 
 def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
@@ -48,15 +49,14 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
 def validate_split_model(config) -> None:
     """Raises UserError for a transformers config whose layers would be computed wrongly, in silence, from a shard.
 
-    Chunked, linear and state-space layers never come to our attention function as such; the frequencies of dynamic and
-    long rotary embeddings depend on the largest position of a batch, which differs between ranks.
+    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch, which differs
+    between ranks.
     """
-    text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    rope = getattr(text, "rope_parameters", None) or {}
+    validate_attention_layers(config, "--ring_attn_size", "1")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
-    for found in (*sorted(layers), *sorted(rope_types & {"dynamic", "longrope"})):
-        raise UserError("--ring_attn_size", f"{config.model_type} with {found} over a split sequence", "1")
+    for found in sorted(rope_types & {"dynamic", "longrope"}):
+        raise UserError("--ring_attn_size", f"{config.model_type} with {found} rotary embeddings", "1")
 
 
 def ring_attention(

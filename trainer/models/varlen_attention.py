@@ -11,6 +11,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from trainer.errors import UserError
+
 NAME = "varlen"
 
 
@@ -41,6 +43,16 @@ def varlen_attention_forward(
         mask = _window_mask(end - start, sliding_window, query.device)
         outputs.append(sdpa_attention_forward(module, *document, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
+
+
+def validate_attention_layers(config, flag: str, allowed: str) -> None:
+    """Raises UserError for a transformers config with layers that never come to a registered attention function.
+
+    Chunked, linear and state-space layers would see across documents, or only this rank's part of a sequence.
+    """
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    for found in sorted(layers - {"full_attention", "sliding_attention"}):
+        raise UserError(flag, f"{config.model_type} has layers of {found}", allowed)
 
 
 def _window_mask(length: int, window: Optional[int], device: torch.device) -> Optional[torch.Tensor]:

@@ -4,6 +4,7 @@ AutoTP cuts linear layers in place, keeps the vocabulary head and a tied embeddi
 weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_norm).
 """
 
+import dataclasses
 import re
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import UserError
+from trainer.strategies.checkpoint_pieces import Piece
 
 # style of a plan -> AutoTP's partition type
 PARTITION_TYPES = {
@@ -123,3 +125,14 @@ def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) 
     """This tp rank's part of a full tensor of `parameter`."""
     partition = _partition(parameter)
     return full if partition is None else full.split(partition[1], dim=partition[0])[tp_rank]
+
+
+def place(piece: Piece, parameter: torch.nn.Parameter | None, tp_rank: int) -> Piece:
+    """A checkpoint piece of this tp rank's part of a parameter, as a piece of the whole; tp rank 0 writes replicas."""
+    partition = None if parameter is None else _partition(parameter)
+    if partition is None or piece.key.startswith("step/"):
+        return dataclasses.replace(piece, is_written=piece.is_written and tp_rank == 0)
+    dim, sizes = partition
+    full_shape, offset = list(piece.full_shape), list(piece.offset)
+    full_shape[dim], offset[dim] = sum(sizes), sum(sizes[:tp_rank])
+    return dataclasses.replace(piece, full_shape=tuple(full_shape), offset=tuple(offset))

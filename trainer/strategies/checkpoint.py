@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import UserError
@@ -167,11 +167,18 @@ def commit_folder(temporary: str, folder: str) -> None:
 
 
 def save_pretrained(
-    tensors, model, tokenizer, folder: str, dtype: torch.dtype, writes: bool, max_shard_bytes: int
+    tensors: Optional[Iterable[tuple[str, torch.Tensor]]],
+    model,
+    tokenizer,
+    folder: str,
+    dtype: torch.dtype,
+    writes: bool,
+    max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Write a Hugging Face folder: config, generation config, tokenizer with chat template, weights in `dtype`.
 
     Every rank iterates `tensors`, whose gathering is collective; the rank that `writes` holds one shard at a time.
+    Without `tensors`, all but the weights. Raises UserError on the rank that writes if it cannot.
     """
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,14 +187,19 @@ def save_pretrained(
                 yield name, tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
 
     if not writes:
-        for _ in converted():
+        for _ in converted() if tensors is not None else ():
             pass
         return
-    temporary = fresh_folder(folder)
-    _save_configs(model, dtype, temporary)
-    tokenizer.save_pretrained(temporary)
-    save_safetensors_shards(converted(), temporary, max_shard_bytes)
-    commit_folder(temporary, folder)
+    try:
+        temporary = fresh_folder(folder)
+        _save_configs(model, dtype, temporary)
+        tokenizer.save_pretrained(temporary)
+        if tensors is not None:
+            save_safetensors_shards(converted(), temporary, max_shard_bytes)
+        commit_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder.rstrip("/") + ".tmp", ignore_errors=True)
+        raise UserError(folder, f"cannot be written: {error}") from None
 
 
 def _save_configs(model, dtype: torch.dtype, folder: str) -> None:

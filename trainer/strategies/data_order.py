@@ -104,6 +104,11 @@ class GlobalBatchLoader:
         """Global batches in one epoch; the last may be short."""
         return -(-len(self.dataset) // self.batch_size)
 
+    def fingerprint(self) -> dict:
+        """What must stay the same for a position in the data to mean the same samples."""
+        data = hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
+        return {"train_batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle, "data": data}
+
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "next_index": self.next_index}
 

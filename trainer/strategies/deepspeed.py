@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import autotp, checkpoint, gradients, mesh, tensor_parallel
+from trainer.strategies import autotp, checkpoint, gradients, mesh, run_state, tensor_parallel
+from trainer.strategies.checkpoint_pieces import KINDS, Piece, flat_piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -394,6 +395,91 @@ class DeepspeedStrategy:
         )
         dist.barrier()
 
+    # --- checkpoints
+
+    def save_ckpt(
+        self,
+        folder: str,
+        model,
+        optimizer,
+        scheduler,
+        tokenizer,
+        *,
+        state: dict,
+        portable: bool = False,
+        background: bool = False,
+        hf_weights: bool = False,
+    ) -> run_state.PendingSave:
+        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it."""
+
+        def export(target: str) -> None:
+            tensors, module = self.iter_full_params(model) if hf_weights else None, self.unwrap(model)
+            checkpoint.save_pretrained(tensors, module, tokenizer, target, self.param_dtype, self.is_rank_0())
+
+        own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self._loss_scale_state(model)}
+        pieces = self._pieces(model, optimizer)
+        options = {"portable": portable, "background": background, "export": export}
+        return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
+
+    def load_ckpt(self, folder: str, model, optimizer, scheduler) -> dict:
+        """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
+        state = run_state.load(folder, self._pieces(model, optimizer), self.device)
+        self._masters_to_weights(optimizer)
+        run_state.set_scheduler_step(scheduler, state["scheduler_step"])
+        if self.param_dtype == torch.float16:  # iterations since the last overflow are all that the scaler goes by
+            scaler = model.optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter = state["loss_scale"]["scale"], state["loss_scale"]["good_steps"]
+            scaler.last_overflow_iter = -1
+        return state
+
+    def _loss_scale_state(self, model) -> dict:
+        if self.param_dtype != torch.float16:
+            return {"scale": 1.0, "good_steps": 0}
+        scaler = model.optimizer.loss_scaler
+        return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+    def _pieces(self, model, optimizer) -> Iterator[Piece]:
+        """This rank's parts of the masters and of Adam's states, and what has no master, under Hugging Face names."""
+        module = self.unwrap(model)
+        parameters, tp_rank = dict(module.named_parameters()), self.meshes.root.get_local_rank("tp")
+        for name, tensor in checkpoint.stored_tensors(module).items():
+            parameter = parameters.get(name)
+            for piece in self._pieces_of(name, tensor, parameter, optimizer):
+                yield autotp.place(piece, parameter, tp_rank)
+
+    def _pieces_of(self, name: str, tensor: torch.Tensor, parameter, optimizer) -> Iterator[Piece]:
+        """The pieces of one stored tensor, as if this rank's part over tp were all of it."""
+        if parameter is None or not parameter.requires_grad:
+            yield self._untrained_piece(name, tensor, parameter)
+        elif self.zero_stage == 0:
+            is_written = self.meshes.loss.get_local_rank() == 0
+            yield whole_piece(f"weight/{name}", parameter, is_written)
+            for kind, state in _adam_states(optimizer, parameter).items():
+                yield whole_piece(f"{kind}/{name}", state, is_written)
+        else:
+            part = _zero_3_part if self.zero_stage == 3 else _zero_2_part
+            yield from _master_pieces(name, optimizer.optimizer, *part(parameter, optimizer))
+
+    def _untrained_piece(self, name: str, tensor: torch.Tensor, parameter) -> Piece:
+        """A buffer or a frozen parameter, which has no master."""
+        if parameter is None or self.zero_stage < 3:
+            return whole_piece(f"weight/{name}", tensor, self.meshes.loss.get_local_rank() == 0)
+        start = parameter.ds_tensor.ds_numel * self.meshes.loss.get_local_rank()
+        size = max(0, min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start))
+        return flat_piece(f"weight/{name}", tuple(parameter.ds_shape), start, parameter.ds_tensor[:size])
+
+    def _masters_to_weights(self, optimizer) -> None:
+        """Round loaded masters to the weights that the model computes with (all-gather over dp x sp)."""
+        if self.zero_stage in (1, 2):
+            optimizer.update_lp_params()
+        elif self.zero_stage == 3:
+            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            kept = optimizer.persistent_parameters  # small ones stay gathered, and would keep their old values
+            if kept:
+                kept[0].partition(kept)
+                kept[0].all_gather(kept)
+
     # --- helpers that know the mesh
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -408,6 +494,12 @@ class DeepspeedStrategy:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor, group=group)
         return parts
+
+    def max_over_all_ranks(self, values: list[float]) -> list[float]:
+        """The largest of each value over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
 
     def broadcast_object(self, value):
         """Rank 0's `value`, on every rank."""
@@ -433,3 +525,43 @@ class DeepspeedStrategy:
 
     def is_rank_0(self) -> bool:
         return dist.get_rank() == 0
+
+
+def _adam_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's state of a tensor that it steps; made here where no step has made it yet."""
+    adam = optimizer.state[parameter]
+    if not adam:
+        on = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
+        adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
+        adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    return {kind: adam[kind] for kind in KINDS[1:]}
+
+
+def _zero_2_part(parameter, optimizer) -> tuple:
+    """(full shape, start of this rank's stretch, flat masters, where in them, how many) of a parameter in ZeRO 1 and 2."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return tuple(parameter.shape), 0, None, 0, 0
+    flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+    within = mapping.hp_fragment_address
+    return tuple(parameter.shape), mapping.lp_fragment_address.start, flat, within.start, within.numel
+
+
+def _zero_3_part(parameter, optimizer) -> tuple:
+    """The same in ZeRO 3, where each parameter is cut into equal stretches, the last ones padded."""
+    group, where, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start = size * optimizer._get_param_partition_rank(parameter)
+    used = max(0, min(size, parameter.ds_numel - start))
+    return tuple(parameter.ds_shape), start, optimizer.fp32_partitioned_groups_flat[group], where, used
+
+
+def _master_pieces(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[Piece]:
+    """The pieces of one parameter, `size` elements at `where` of this rank's flat masters; those at `start` of it all."""
+    if not size:
+        return
+    yield flat_piece(f"weight/{name}", shape, start, flat.narrow(0, where, size))
+    for kind, state in _adam_states(adamw, flat).items():
+        if state.ndim:
+            yield flat_piece(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
+        else:  # the step count, the same in every part
+            yield whole_piece(f"{kind}/{name}", state, is_written=start == 0)

@@ -17,7 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh, tensor_parallel
+from trainer.strategies import checkpoint, gradients, mesh, run_state, tensor_parallel
+from trainer.strategies.checkpoint_pieces import KINDS, Piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
@@ -248,6 +249,54 @@ class FSDP2Strategy:
         )
         dist.barrier()
 
+    # --- checkpoints
+
+    def save_ckpt(
+        self,
+        folder: str,
+        model,
+        optimizer,
+        scheduler,
+        tokenizer,
+        *,
+        state: dict,
+        portable: bool = False,
+        background: bool = False,
+        hf_weights: bool = False,
+    ) -> run_state.PendingSave:
+        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it."""
+
+        def export(target: str) -> None:
+            tensors = self.iter_full_params(model) if hf_weights else None
+            checkpoint.save_pretrained(tensors, model, tokenizer, target, self.param_dtype, self.is_rank_0())
+
+        own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self.loss_scale.state_dict()}
+        pieces = self._pieces(model, optimizer)
+        options = {"portable": portable, "background": background, "export": export}
+        return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
+
+    def load_ckpt(self, folder: str, model, optimizer, scheduler) -> dict:
+        """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
+        state = run_state.load(folder, self._pieces(model, optimizer), self.device)
+        run_state.set_scheduler_step(scheduler, state["scheduler_step"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        return state
+
+    def _pieces(self, model, optimizer) -> Iterator[Piece]:
+        """This rank's parts of the weights and of Adam's states, which are made here where no step has made them yet."""
+        for name, tensor in checkpoint.stored_tensors(model).items():  # shards again what a forward pass left gathered
+            yield _piece(f"weight/{name}", tensor)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                adam = optimizer.state[parameter]
+                if not adam:
+                    on = parameter.device if group["fused"] else "cpu"
+                    adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
+                    adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                for kind in KINDS[1:]:
+                    yield _piece(f"{kind}/{names[parameter]}", adam[kind])
+
     # --- helpers that know the mesh
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -262,6 +311,12 @@ class FSDP2Strategy:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor, group=group)
         return parts
+
+    def max_over_all_ranks(self, values: list[float]) -> list[float]:
+        """The largest of each value over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
 
     def broadcast_object(self, value):
         """Rank 0's `value`, on every rank."""
@@ -308,3 +363,15 @@ def _local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
         return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape))
+
+
+def _piece(key: str, tensor: torch.Tensor) -> Piece:
+    """The part that this rank holds; of equal parts on several ranks, the first rank's is written."""
+    if not isinstance(tensor, DTensor):
+        return whole_piece(key, tensor, is_written=dist.get_rank() == 0)
+    box, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    coordinate = tensor.device_mesh.get_coordinate()
+    # not `is_shard()`: a dimension that tp and fsdp both cut has a strided shard, which says no to it
+    is_first = all(at == 0 for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
+    local = tensor.detach().to_local()
+    return Piece(key, tuple(tensor.shape), tuple(offset), tuple(box), None, local, is_first)

@@ -85,3 +85,10 @@ class DynamicLossScale:
             self.scale = max(self.scale / 2, 1.0)
         elif self.good_steps % self.growth_interval == 0:
             self.scale *= 2
+
+    def state_dict(self) -> dict:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.enabled:
+            self.scale, self.good_steps = state["scale"], state["good_steps"]

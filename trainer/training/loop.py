@@ -5,6 +5,7 @@ A method brings its loss function, a strategy brings the distribution. `loss_fn(
 named x_square beside x is logged as the standard deviation x_std.
 """
 
+import functools
 import math
 import os
 import time
@@ -17,6 +18,8 @@ from tqdm import tqdm
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, host_peak_memory_bytes, step_line
+from trainer.training.checkpointing import Checkpoints, Progress
+from trainer.training.signals import StopRequest
 
 LossFunction = Callable[[torch.nn.Module, dict], tuple]
 
@@ -74,6 +77,44 @@ def endless(loader) -> Iterator:
         yield from loader
 
 
+def train_step(
+    strategy, model, optimizer, scheduler, batch, loss_fn: LossFunction, progress: Progress, inspect=None
+) -> dict:
+    """One optimizer step on a global batch; moves `progress` on and returns the row of metrics.jsonl.
+
+    `inspect` is called between backward and the step, while gradients are whole.
+    """
+    started = time.perf_counter()
+    sums, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+    means = mean_metrics(sums, num_targets)
+    if inspect:
+        inspect()
+    lr = scheduler.get_last_lr()[0]
+    grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
+    progress.step += 1
+    progress.tokens_seen += batch.num_tokens
+    step_time = time.perf_counter() - started
+    row = {
+        "step": progress.step,
+        "epoch": batch.epoch,
+        "loss": means.pop("loss"),
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens": num_targets,
+        "tokens_seen": progress.tokens_seen,
+        "batch_hash": batch.batch_hash,
+        "step_time": step_time,
+        "tokens_per_second": batch.num_tokens / step_time,
+        "peak_memory_bytes": _peak_memory(strategy.device),
+        **means,
+    }
+    progress.skipped_in_a_row = 0 if math.isfinite(grad_norm) else progress.skipped_in_a_row + 1
+    if progress.skipped_in_a_row:
+        progress.skipped_steps += 1
+        row["skipped"] = True
+    return row
+
+
 def train(
     strategy,
     model,
@@ -84,6 +125,8 @@ def train(
     *,
     total_steps: int,
     metrics: Optional[MetricsLog],
+    checkpoints: Checkpoints,
+    progress: Progress,
     flops_per_token: float = 0.0,
     eval_loader=None,
     eval_steps: Optional[int] = None,
@@ -92,64 +135,45 @@ def train(
     check_replicas_every: Optional[int] = None,
     parity_dump: Optional[str] = None,
 ) -> Optional[dict[str, float]]:
-    """Run `total_steps` optimizer steps. `metrics` is rank 0's log, None on every other rank.
+    """Run the optimizer steps up to `total_steps`. `metrics` is rank 0's log, None on every other rank.
 
-    Returns the metrics of the last evaluation, if there is evaluation data.
+    Returns the metrics of the last evaluation, if there was one. Raises Interrupted, after a checkpoint, where a signal asked for it.
     """
-    eval_metrics = None
+    last_eval_metrics = None
     model.train()
-    skipped_in_a_row = tokens_seen = 0
-    bar = tqdm(total=total_steps, disable=None if strategy.is_rank_0() else True, unit="step")
+    bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
     batches = endless(loader)
-    for step in range(1, total_steps + 1):
-        started = time.perf_counter()
-        batch = next(batches)
-        sums, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
-        means = mean_metrics(sums, num_targets)
-        if step == 1:
-            warn_of_unreached_parameters(strategy, model)
-        if step == 1 and parity_dump:
-            _dump(strategy, strategy.iter_full_grads(model), parity_dump, "grads_step1")
-        lr = scheduler.get_last_lr()[0]
-        grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
-        tokens_seen += batch.num_tokens
-        step_time = time.perf_counter() - started
-        row = {
-            "step": step,
-            "epoch": batch.epoch,
-            "loss": means.pop("loss"),
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": num_targets,
-            "tokens_seen": tokens_seen,
-            "batch_hash": batch.batch_hash,
-            "step_time": step_time,
-            "tokens_per_second": batch.num_tokens / step_time,
-            "mfu": _mfu(strategy.device, flops_per_token * batch.num_tokens / step_time),
-            "peak_memory_bytes": _peak_memory(strategy.device),
-            **means,
-        }
-        skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
-        if skipped_in_a_row:
-            row["skipped"] = True
-        bar.update()
-        if metrics:
-            metrics.row(**row)
-        if step % logging_steps == 0 and strategy.is_rank_0():
-            tqdm.write(step_line(row, total_steps))
-        if skipped_in_a_row >= max_skipped_steps:
-            raise UserError(
-                f"step {step}",
-                f"loss or gradient norm not finite in {skipped_in_a_row} steps in a row; samples {batch.sample_ids}",
-            )
-        if check_replicas_every and step % check_replicas_every == 0:
-            strategy.check_replicas(model)
-        if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
-            eval_metrics = _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
+    with StopRequest() as stop:
+        while progress.step < total_steps:
+            batch = next(batches)
+            inspect = None
+            if progress.step == 0:
+                inspect = functools.partial(_inspect_gradients, strategy, model, parity_dump)
+            row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
+            row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
+            step = progress.step
+            bar.update()
+            if metrics:
+                metrics.row(**row)
+            if step % logging_steps == 0 and strategy.is_rank_0():
+                tqdm.write(step_line(row, total_steps))
+            if progress.skipped_in_a_row >= max_skipped_steps:
+                raise UserError(
+                    f"step {step}",
+                    f"loss or gradient norm not finite in {max_skipped_steps} steps in a row; samples {batch.sample_ids}",
+                )
+            if check_replicas_every and step % check_replicas_every == 0:
+                strategy.check_replicas(model)
+            eval_metrics = None
+            if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
+                eval_metrics = _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
+                last_eval_metrics = eval_metrics
+            checkpoints.after_step(progress, eval_metrics, stop.received)
+        checkpoints.finish()
     bar.close()
     if parity_dump:
-        _dump(strategy, strategy.iter_full_params(model), parity_dump, "weights_final")
-    return eval_metrics
+        _dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
+    return last_eval_metrics
 
 
 def warn_of_unreached_parameters(strategy, model) -> None:
@@ -157,6 +181,13 @@ def warn_of_unreached_parameters(strategy, model) -> None:
     names = strategy.unreached_parameters(model)
     if names:
         strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
+
+
+def _inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
+    """What is looked at once, between the first backward and the first step."""
+    warn_of_unreached_parameters(strategy, model)
+    if parity_dump:
+        _dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
 
 
 def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> dict[str, float]:
@@ -169,9 +200,9 @@ def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, tota
     return values
 
 
-def _dump(strategy, tensors, folder: str, name: str) -> None:
+def _dump(strategy, folder: str, name: str, iter_full, model) -> None:
     """Write full tensors for a parity check. Rank 0 holds all of them in host memory: meant for small models."""
-    full = {key: tensor.float().cpu().clone() for key, tensor in tensors}
+    full = {key: tensor.float().cpu().clone() for key, tensor in iter_full(model)}
     if strategy.is_rank_0():
         os.makedirs(folder, exist_ok=True)
         save_file(full, os.path.join(folder, f"{name}.safetensors"))

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# SFT on several nodes under Slurm: sbatch scripts/slurm_train_sft.sh --pretrain MODEL --dataset DATA --output_dir DIR ...
+# Five minutes before the time limit, or when it is preempted, the run finishes its step, saves a checkpoint and leaves;
+# Slurm starts the same script again, and --load_checkpoint goes on from the latest complete checkpoint.
+#SBATCH --job-name=train_sft
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@300
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+source scripts/setup_env.sh
+# torchrun passes to its ranks only the signals named here
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
+# without this, a node that comes back waits in vain for the address of the new rendezvous round (torch 2.13)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+HEAD_NODE="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+srun torchrun \
+    --nnodes "$SLURM_JOB_NUM_NODES" \
+    --nproc_per_node "${NPROC:-8}" \
+    --max-restarts 3 \
+    --rdzv-id "$SLURM_JOB_ID" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "$HEAD_NODE:29500" \
+    -m trainer.cli.train_sft \
+    --save_steps 500 \
+    --save_interval_minutes 30 \
+    --max_ckpt_num 3 \
+    --load_checkpoint \
+    "$@"

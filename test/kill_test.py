@@ -1,0 +1,157 @@
+"""SIGKILL at random moments, during saves too, of one rank or of everything; then the same command again.
+
+    python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save]
+
+Runs of 60 steps on 2 ranks are killed `count` times in all and started again blindly, until each has ended. Every joined
+loss curve must be bitwise that of the undisturbed run, and after the death of one rank all must be gone within 30 s.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from launch import ROOT, read_rows, read_steps, torchrun
+
+from trainer.datasets.demo import make_demo
+
+STEPS, SAVE_STEPS, RANKS = 60, 3, 2
+GONE_WITHIN_SECONDS = 30
+ROW_BYTES = 400  # of one step in metrics.jsonl, about
+
+
+def command_line(folder: Path, name: str, flags: list[str]) -> list[str]:
+    demo = folder / "demo"
+    line = ["-m", "trainer.cli.train_sft", "--pretrain", f"{demo}/model", "--dataset", f"{demo}/sft.jsonl"]
+    line += ["--apply_chat_template", "--max_len", "128", "--max_samples", "200", "--max_steps", str(STEPS)]
+    line += ["--train_batch_size", "8", "--micro_train_batch_size", "4", "--learning_rate", "2e-3", "--no_save"]
+    line += ["--save_steps", str(SAVE_STEPS), "--max_ckpt_num", "2", "--output_dir", str(folder / name)]
+    return [*line, *flags]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(RANKS),
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with log.open("a") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float) -> bool:
+    """Whether `condition` came true before the process ended or the time was over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if condition():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def choose_moment(generator: random.Random, process: subprocess.Popen, run: Path) -> str:
+    """Wait for a random moment: while starting, while training, or while a checkpoint is being written."""
+    log = run / "metrics.jsonl"
+    size = log.stat().st_size if log.exists() else 0
+    new_bytes = generator.randint(1, 12) * ROW_BYTES
+    kind = generator.choices(["starting", "training", "saving"], [1, 4, 5])[0]
+    if kind == "starting":
+        time.sleep(generator.uniform(0, 10))
+        return kind
+    wait_for(lambda: log.exists() and log.stat().st_size > size + new_bytes, process, 120)
+    time.sleep(generator.uniform(0, 0.2))
+    if kind == "saving":
+        wait_for(lambda: any((run / "checkpoints").glob("step_*.tmp")), process, 10)
+        time.sleep(generator.uniform(0, 0.01))
+    return kind
+
+
+def kill(generator: random.Random, process: subprocess.Popen) -> str:
+    """SIGKILL one rank, or torchrun and all ranks; returns who it was."""
+    ranks = children(process.pid)
+    victims = generator.choice([[process.pid, *ranks], ranks[:1], ranks[1:2]]) or [process.pid]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.wait(timeout=GONE_WITHIN_SECONDS + 30)
+    seconds = time.monotonic() - killed_at
+    assert seconds < GONE_WITHIN_SECONDS, f"{seconds:.0f} s until all were gone"
+    for pid in ranks:  # a dead torchrun leaves its ranks behind if only it was killed
+        assert pid in victims or not Path(f"/proc/{pid}").exists(), f"rank process {pid} outlived torchrun"
+    return "all" if len(victims) > 1 else f"one rank, all gone after {seconds:.1f} s"
+
+
+def disturbed_run(generator: random.Random, folder: Path, name: str, flags: list[str], kills: int) -> int:
+    """Run to the end with at most `kills` kills on the way; returns how many there were."""
+    arguments, log, done = [*command_line(folder, name, flags), "--load_checkpoint"], folder / f"{name}.log", 0
+    while True:
+        process = start(arguments, log)
+        if done < kills:
+            kind = choose_moment(generator, process, folder / name)
+            if process.poll() is None:
+                done += 1
+                print(f"kill {done} of {name} while {kind}: {kill(generator, process)}", flush=True)
+                continue
+        if process.wait(timeout=300) == 0:
+            return done
+        raise AssertionError(f"{name} failed:\n{log.read_text()[-5000:]}")
+
+
+def assert_same_curve(folder: Path, name: str) -> None:
+    expected, rows = read_steps(folder / "undisturbed"), read_steps(folder / name)
+    assert len(rows) == len(expected) == STEPS
+    for row, other in zip(rows, expected):
+        for key in ("batch_hash", "loss", "grad_norm", "lr", "tokens_seen", "epoch"):
+            assert row[key] == other[key], (name, row["step"], key, row[key], other[key])
+    stray = list((folder / name).rglob("*.tmp"))
+    assert not stray, stray
+
+
+def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
+    generator = random.Random(seed)
+    make_demo(str(folder / "demo"))
+    code, output = torchrun(RANKS, *command_line(folder, "undisturbed", flags), timeout=300)
+    assert code == 0, output[-5000:]
+    done = number = 0
+    while done < count:
+        number += 1
+        done += disturbed_run(generator, folder, f"run-{number}", flags, count - done)
+        assert_same_curve(folder, f"run-{number}")
+        resumed = sum(row.get("event") == "resume" for row in read_rows(folder / f"run-{number}"))
+        print(f"run {number}: bitwise the undisturbed curve, {resumed} resumes, {done} of {count} kills", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--zero_stage")
+    parser.add_argument("--async_save", action="store_true")
+    parser.add_argument("--count", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    flags = ["--backend", args.backend, *(["--zero_stage", args.zero_stage] if args.zero_stage else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        kill_test(Path(folder), flags + ["--async_save"] * args.async_save, args.count, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Save on one layout at step 10 of 20, go on on another: `python test/resume_matrix.py [--sample N] [--seed S]`.
+
+Every source layout trains 20 steps and saves at step 10; every chosen target resumes there. Steps 11 to 20 must be those
+of the plain loop within 1e-5 (fp32), and bitwise those of the source's own run where source and target are the same.
+A new layout is one more line in LAYOUTS.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from launch import ROOT, read_steps, run_process, train_many
+
+from trainer.datasets.demo import make_demo
+
+BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (1, 2, 3)} | {
+    "fsdp2": ["--backend", "fsdp2"]
+}
+TP, SP = ["--tensor_parallel_size", "2"], ["--ring_attn_size", "2"]
+MESHES = {"dp2": (2, []), "dp4": (4, []), "tp2": (2, TP), "sp2": (2, SP), "dp2tp2": (4, TP)}
+# name: (ranks, flags)
+LAYOUTS = {
+    f"{backend}-{mesh}": (ranks, [*flags, *more])
+    for backend, flags in BACKENDS.items()
+    for mesh, (ranks, more) in MESHES.items()
+} | {"fsdp2-dp1": (1, BACKENDS["fsdp2"]), "z0-dp2": (2, ["--backend", "deepspeed", "--zero_stage", "0"])}
+ALWAYS = ["fsdp2-dp2", "z2-dp2", "z3-dp2tp2", "fsdp2-dp2tp2", "z1-sp2"]  # to themselves, in every sample
+STEPS, SAVED_AT = 20, 10
+TOLERANCE = 1e-5
+
+
+def base_flags(folder: Path) -> list[str]:
+    demo = folder / "demo"
+    flags = [
+        "--pretrain",
+        f"{demo}/model",
+        "--dataset",
+        f"{demo}/sft.jsonl",
+        "--apply_chat_template",
+        "--max_len",
+        "128",
+    ]
+    flags += ["--max_samples", "60", "--train_batch_size", "8", "--micro_train_batch_size", "2", "--no_save"]
+    flags += ["--learning_rate", "2e-3", "--weight_decay", "0.1", "--param_dtype", "fp32", "--max_steps", str(STEPS)]
+    return flags
+
+
+def run_lines(lines: list[tuple[str, list[str]]], folder: Path) -> None:
+    """Run command lines, each given with its layout, in one launch per number of ranks."""
+    for ranks in sorted({LAYOUTS[layout][0] for layout, _ in lines}):
+        of_size = [[*LAYOUTS[layout][1], *line] for layout, line in lines if LAYOUTS[layout][0] == ranks]
+        train_many(ranks, of_size, folder, timeout=300 + 60 * len(of_size))
+
+
+def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], tuple[float, bool]]:
+    """For each (source, target): the largest relative difference of steps 11 to 20 from the plain loop, and whether they
+    are bitwise those of the source's own run."""
+    make_demo(str(folder / "demo"))
+    base = base_flags(folder)
+    reference = [sys.executable, str(ROOT / "test/reference.py"), *base, "--output_dir", str(folder / "reference")]
+    code, output = run_process(reference, timeout=120)
+    assert code == 0, output[-4000:]
+    sources = sorted({source for source, _ in pairs})
+    lines = []
+    for number, source in enumerate(sources):
+        line = [*base, "--save_steps", str(SAVED_AT), "--output_dir", str(folder / source)]
+        line += ["--ckpt_format", "portable"] if number % 3 == 2 else []  # a third of them
+        lines.append((source, line))
+    run_lines(lines, folder)
+    resumed = []
+    for source, target in pairs:
+        line = [*base, "--load_checkpoint", f"{folder}/{source}/checkpoints/step_{SAVED_AT}"]
+        resumed.append((target, [*line, "--output_dir", f"{folder}/{source}-to-{target}"]))
+    run_lines(resumed, folder)
+    expected = read_steps(folder / "reference")[SAVED_AT:]
+    results = {}
+    for source, target in pairs:
+        own, rows = read_steps(folder / source)[SAVED_AT:], read_steps(folder / f"{source}-to-{target}")
+        assert [row["step"] for row in rows] == list(range(SAVED_AT + 1, STEPS + 1)), (source, target)
+        assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in expected], (source, target)
+        worst = max(abs(row["loss"] - other["loss"]) / other["loss"] for row, other in zip(rows, expected))
+        same = all(row[key] == other[key] for row, other in zip(rows, own) for key in ("loss", "grad_norm", "lr"))
+        results[source, target] = (worst, same)
+    return results
+
+
+def sample_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Some layouts to themselves, and `count` pairs of different ones; 0: every layout to every layout."""
+    if not count:
+        return list(itertools.product(LAYOUTS, repeat=2))
+    different = list(itertools.permutations(LAYOUTS, 2))
+    return [(name, name) for name in ALWAYS] + random.Random(seed).sample(different, count)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, default=0, help="pairs of different layouts; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_pairs(sample_pairs(args.sample, args.seed), Path(folder))
+    failed = 0
+    for (source, target), (worst, same) in results.items():
+        good = worst <= TOLERANCE and (same or source != target)
+        failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {source:10} -> {target:10} {worst:.2e}{' bitwise' if same else ''}")
+    print(f"{len(results) - failed} of {len(results)} pairs pass")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""`convert_ckpt IN OUT`: rewrite a checkpoint in the portable form, whole tensors under Hugging Face names.
+
+Every backend and layout resumes from both forms; the portable one is for other programs: plain safetensors, which
+torch.distributed.checkpoint reads too (HuggingFaceStorageReader). One process, one file's tensors in memory at a time.
+"""
+
+import os
+import shutil
+
+from trainer.cli.entry import run_command
+from trainer.errors import UserError
+
+USAGE = "python -m trainer.cli.convert_ckpt IN OUT"
+
+
+def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
+    """(intact checkpoint, folder that does not exist yet) of a command's two arguments; UserError if they are not."""
+    from trainer.strategies.checkpoint_store import find_damage
+
+    if len(argv) != 2:
+        raise UserError("arguments", " ".join(argv) or "none", usage)
+    source, target = (os.path.abspath(path) for path in argv)
+    damage = find_damage(source) if os.path.isdir(source) else "no such folder"
+    if damage:
+        raise UserError("IN", f"{source}: {damage}", "a complete checkpoint, such as <output_dir>/checkpoints/step_100")
+    if os.path.exists(target):
+        raise UserError("OUT", f"{target} exists", "a folder that does not")
+    return source, target
+
+
+def run(argv: list[str]) -> None:
+    source, target = check_folders(argv, USAGE)
+    from trainer.strategies import checkpoint_store as store
+    from trainer.strategies.checkpoint_pieces import PieceReader, full_pieces, write_pieces
+
+    temporary = target + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("pieces-*", "full-*", store.MANIFEST))
+        entries = write_pieces(full_pieces(PieceReader(source)), temporary, "full-00000")
+        store.commit(temporary, target, entries)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError("OUT", f"{target}: {error.strerror or error}") from None
+    print(f"{source} as whole tensors: {target}")
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""`export_model CKPT OUT`: the Hugging Face model folder of a checkpoint. One process, no model is built."""
+
+import os
+import shutil
+
+from trainer.cli.convert_ckpt import check_folders
+from trainer.cli.entry import run_command
+from trainer.errors import UserError
+
+USAGE = "python -m trainer.cli.export_model CKPT OUT"
+PREFIX = "weight/"
+
+
+def run(argv: list[str]) -> None:
+    source, target = check_folders(argv, USAGE)
+    import json
+
+    import torch
+
+    from trainer.strategies.checkpoint import INDEX, SINGLE, commit_folder, save_safetensors_shards
+    from trainer.strategies.checkpoint_pieces import PieceReader
+    from trainer.strategies.run_state import HF_FOLDER
+
+    reader, temporary = PieceReader(source), target + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    with open(os.path.join(source, HF_FOLDER, "config.json")) as file:
+        dtype = getattr(torch, json.load(file)["dtype"])
+
+    def weights():
+        for key in sorted(key for key in reader.shapes if key.startswith(PREFIX)):
+            tensor = reader.read_full(key)
+            yield key.removeprefix(PREFIX), tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    try:
+        weight_files = shutil.ignore_patterns(SINGLE, INDEX, "model-*.safetensors")
+        shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
+        save_safetensors_shards(weights(), temporary, 2 << 30)
+        commit_folder(temporary, target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError("OUT", f"{target}: {error.strerror or error}") from None
+    print(f"model written to {target}")
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

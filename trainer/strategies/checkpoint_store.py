@@ -1,0 +1,176 @@
+"""Checkpoint folders on disk: complete or absent, every file hashed, old ones rotated. Files alone, no tensors.
+
+A checkpoint is written to `step_N.tmp`, flushed, checked and renamed, so a folder named `step_N` was complete once.
+Its `manifest.json` holds the size and hash of every file, so whatever happens to it later is noticed.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from typing import Optional
+
+MANIFEST = "manifest.json"
+BEST = "best"  # a symbolic link to the checkpoint with the best metric
+CHUNK_BYTES = 1 << 22
+
+
+def hash_file(path: str) -> dict:
+    """{"size", "blake2b"} of a file."""
+    digest, size = hashlib.blake2b(digest_size=32), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"size": size, "blake2b": digest.hexdigest()}
+
+
+def write_file(path: str, data: bytes) -> dict:
+    """Write, flush to the disk and read back a file; returns its {"size", "blake2b"}. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    entry = {"size": len(data), "blake2b": hashlib.blake2b(data, digest_size=32).hexdigest()}
+    if hash_file(path) != entry:
+        raise OSError(errno.EIO, "reads back other bytes than were written", path)
+    return entry
+
+
+def write_json(path: str, value) -> dict:
+    return write_file(path, json.dumps(value, indent=1, sort_keys=True).encode())
+
+
+def flush_folder(folder: str) -> None:
+    """Flush a folder's names to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def files_below(folder: str) -> list[str]:
+    """Paths of all files below `folder`, relative to it."""
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in paths)
+
+
+def _manifest_bytes(files: dict[str, dict], written_at: float) -> bytes:
+    """The one way to write a manifest, its own hash in it: a file with any other byte is damaged."""
+    content = {"files": files, "written_at": written_at}
+    own = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
+    return (json.dumps({**content, "blake2b": own}, sort_keys=True) + "\n").encode()
+
+
+def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
+    """Write the manifest of a finished `temporary` folder and give it its final name.
+
+    `known` holds the entries of files that were flushed and hashed as they were written; others are done here.
+    """
+    files = dict(known)
+    for name in files_below(temporary):
+        if name not in files:
+            files[name] = hash_file(os.path.join(temporary, name))
+            with open(os.path.join(temporary, name), "rb") as file:
+                os.fsync(file.fileno())
+    write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(files, time.time()))
+    for parent, _, _ in os.walk(temporary):
+        flush_folder(parent)
+    if os.path.exists(folder):  # left by a run that went on from an earlier checkpoint, or damaged
+        os.replace(folder, folder + ".old.tmp")
+    os.replace(temporary, folder)
+    flush_folder(os.path.dirname(folder))
+    shutil.rmtree(folder + ".old.tmp", ignore_errors=True)
+
+
+def find_damage(folder: str, part: int = 0, num_parts: int = 1) -> Optional[str]:
+    """What is wrong with a checkpoint, in a few words, or None. Rank `part` of `num_parts` hashes its share of files."""
+    try:
+        with open(os.path.join(folder, MANIFEST), "rb") as file:
+            written = file.read()
+        content = json.loads(written)
+        files = content["files"]
+        if _manifest_bytes(files, content["written_at"]) != written:
+            return f"{MANIFEST} is damaged"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is damaged"
+    for name in sorted(files)[part::num_parts]:
+        try:
+            found = hash_file(os.path.join(folder, name))
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found["size"] != files[name]["size"]:
+            return f"{name} has {found['size']} bytes instead of {files[name]['size']}"
+        if found != files[name]:
+            return f"{name} does not have the bytes that were written"
+    return None
+
+
+def list_checkpoints(root: str) -> list[str]:
+    """The checkpoints in `root`, the last written last (a run may have gone back to an earlier step); no unfinished ones."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    return sorted((os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)), key=_written_at)
+
+
+def _written_at(folder: str) -> tuple[float, int]:
+    step = int(folder.rpartition("_")[2])
+    try:
+        with open(os.path.join(folder, MANIFEST)) as file:
+            return float(json.load(file)["written_at"]), step
+    except (OSError, ValueError, KeyError, TypeError):
+        return os.path.getmtime(folder), step
+
+
+def remove_temporaries(root: str) -> None:
+    """Remove what a killed run left unfinished in `root`; a step_N set aside by `commit` gets its name back."""
+    for name in os.listdir(root) if os.path.isdir(root) else []:
+        path = os.path.join(root, name)
+        if name.endswith(".old.tmp") and not os.path.exists(path.removesuffix(".old.tmp")):
+            os.replace(path, path.removesuffix(".old.tmp"))
+        elif name.endswith(".tmp"):
+            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
+
+
+def set_best(root: str, folder: str) -> None:
+    """Let `root/best` point to a checkpoint, in one step."""
+    link = os.path.join(root, BEST)
+    if os.path.lexists(link + ".tmp"):
+        os.remove(link + ".tmp")
+    os.symlink(os.path.basename(folder), link + ".tmp")
+    os.replace(link + ".tmp", link)
+
+
+def folder_bytes(folder: str) -> int:
+    return sum(os.path.getsize(os.path.join(folder, name)) for name in files_below(folder))
+
+
+def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float]) -> list[str]:
+    """Remove the oldest checkpoints beyond a number or a size; call it when a new one is complete.
+
+    The newest and the best are never removed. Returns what was.
+    """
+    best = os.path.realpath(os.path.join(root, BEST))
+    kept = list_checkpoints(root)
+    sizes = {path: folder_bytes(path) for path in kept} if max_bytes is not None else {}
+    removed = []
+    for path in _removable(kept, best):
+        too_many = max_num is not None and len(kept) > max_num
+        too_large = max_bytes is not None and sum(sizes[other] for other in kept) > max_bytes
+        if not (too_many or too_large):
+            break
+        os.replace(path, path + ".tmp")  # a half-removed checkpoint must not look complete
+        shutil.rmtree(path + ".tmp", ignore_errors=True)
+        kept.remove(path)
+        removed.append(path)
+    return removed
+
+
+def _removable(paths: Iterable[str], best: str) -> list[str]:
+    return [path for path in list(paths)[:-1] if os.path.realpath(path) != best]

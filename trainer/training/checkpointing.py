@@ -1,0 +1,187 @@
+"""When a run saves its state, which checkpoints it keeps, and how it finds the one to go on from."""
+
+import math
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from typing import Optional
+
+from trainer.errors import Interrupted, UserError
+from trainer.metrics import MetricsLog
+from trainer.strategies import checkpoint_store as store
+from trainer.strategies.run_state import DamagedCheckpoint, PendingSave
+
+FOLDER = "checkpoints"
+LATEST = "latest"  # what --load_checkpoint means without a value
+# a position in the data means the same samples only as long as these are the same
+DATA_FLAGS = {
+    "train_batch_size": "--train_batch_size",
+    "seed": "--seed",
+    "shuffle": "--no_shuffle",
+    "data": "--dataset",
+}
+
+
+@dataclass
+class Progress:
+    """Where a run stands after its last step."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    skipped_steps: int = 0
+    best_metric: Optional[float] = None
+    wandb_run_id: Optional[str] = None
+
+
+@dataclass
+class Trained:
+    """What a checkpoint is taken of."""
+
+    strategy: object
+    model: object
+    optimizer: object
+    scheduler: object
+    loader: object
+    tokenizer: object
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """When to save, in which form, and what to keep."""
+
+    save_steps: Optional[int] = None
+    interval_minutes: Optional[float] = None
+    max_num: Optional[int] = None
+    max_gigabytes: Optional[float] = None
+    best_metric_key: Optional[str] = None
+    portable: bool = False
+    background: bool = False
+    hf_weights: bool = False
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `<output_dir>/checkpoints`. All methods are collective over all ranks."""
+
+    def __init__(self, output_dir: str, trained: Trained, policy: SavePolicy, arguments: dict):
+        self.root = os.path.abspath(os.path.join(output_dir, FOLDER))
+        self.trained, self.policy, self.arguments = trained, policy, arguments
+        self.metrics: Optional[MetricsLog] = None
+        self._pending: Optional[tuple[PendingSave, bool]] = None
+        self._saved_at = time.monotonic()
+        if trained.strategy.is_rank_0():
+            for folder in (output_dir, self.root):
+                store.remove_temporaries(folder)
+
+    # --- resuming
+
+    def resume(self, wanted: Optional[str]) -> Progress:
+        """Load the checkpoint that --load_checkpoint names, or the latest intact one; a fresh Progress if there is none."""
+        if wanted is None:
+            return Progress()
+        strategy = self.trained.strategy
+        folders = strategy.broadcast_object(self._candidates(wanted) if strategy.is_rank_0() else None)
+        if not folders:
+            strategy.print(f"no checkpoint in {self.root} yet: starting fresh")
+            return Progress()
+        for number, folder in enumerate(folders, start=1):
+            try:
+                return self.load(folder)
+            except DamagedCheckpoint as error:
+                if number == len(folders):
+                    raise
+                strategy.print(f"{error.found}; falling back to {folders[number]}")
+        raise AssertionError("not reached")
+
+    def _candidates(self, wanted: str) -> list[str]:
+        if wanted != LATEST and not os.path.isdir(wanted):
+            raise UserError("--load_checkpoint", f"{wanted} is no folder", "a checkpoint, or no value for the latest")
+        return [os.path.abspath(wanted)] if wanted != LATEST else store.list_checkpoints(self.root)[::-1]
+
+    def load(self, folder: str) -> Progress:
+        """Put the run where it was when it saved `folder`. Raises UserError if it is damaged or of other data."""
+        t = self.trained
+        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler)
+        mine = t.loader.fingerprint()
+        for key, flag in DATA_FLAGS.items():
+            if state["data"][key] != mine[key]:
+                raise UserError(
+                    flag, f"{mine[key]} is not what {folder} was trained with", f"{state['data'][key]}, or a new run"
+                )
+        t.loader.load_state_dict(state["position"])
+        t.strategy.print(f"resumed from {folder} at step {state['progress']['step']}")
+        return Progress(**state["progress"])
+
+    # --- saving
+
+    def after_step(self, progress: Progress, eval_metrics: Optional[dict], stop_signal: Optional[int]) -> None:
+        """Save where one is due. Raises Interrupted, after a checkpoint, when a rank was sent a signal."""
+        policy, strategy = self.policy, self.trained.strategy
+        due = policy.interval_minutes and time.monotonic() - self._saved_at >= 60 * policy.interval_minutes
+        unfinished = self._pending is not None and not self._pending[0].done()
+        # one tiny all-reduce a step, so that ranks with different clocks and signals act alike
+        stop, due, unfinished = strategy.max_over_all_ranks([stop_signal or 0, bool(due), unfinished])
+        if self._pending and not unfinished:
+            self.finish()
+        is_best = self._is_best(progress, eval_metrics)
+        if stop or due or is_best or (policy.save_steps and progress.step % policy.save_steps == 0):
+            self.save(progress, is_best=is_best, background=policy.background and not stop)
+        if stop:
+            name = signal.Signals(int(stop)).name
+            raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint goes on from there")
+
+    def _is_best(self, progress: Progress, eval_metrics: Optional[dict]) -> bool:
+        key = self.policy.best_metric_key
+        if not (key and eval_metrics):
+            return False
+        value, best = eval_metrics[key], progress.best_metric
+        better = best is None or (value < best if is_better_when_lower(key) else value > best)
+        if math.isfinite(value) and better:
+            progress.best_metric = value
+            return True
+        return False
+
+    def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
+        """Write step_N; returns its folder, which in the background appears later."""
+        self.finish()
+        t, policy = self.trained, self.policy
+        state = {
+            "progress": asdict(progress),
+            "position": t.loader.state_dict(),
+            "data": t.loader.fingerprint(),
+            "arguments": self.arguments,
+        }
+        folder = os.path.join(self.root, f"step_{progress.step}")
+        pending = t.strategy.save_ckpt(
+            folder,
+            t.model,
+            t.optimizer,
+            t.scheduler,
+            t.tokenizer,
+            state=state,
+            portable=policy.portable,
+            background=background,
+            hf_weights=policy.hf_weights,
+        )
+        self._pending, self._saved_at = (pending, is_best), time.monotonic()
+        if not background:
+            self.finish()
+        return folder
+
+    def finish(self) -> None:
+        """Wait for a save in the background; then, the new checkpoint being complete, remove what it makes superfluous."""
+        if self._pending is None:
+            return
+        (pending, is_best), self._pending = self._pending, None
+        folder = pending.finish()
+        if self.trained.strategy.is_rank_0():
+            if is_best:
+                store.set_best(self.root, folder)
+            gigabytes = self.policy.max_gigabytes
+            store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9)
+
+
+def is_better_when_lower(key: str) -> bool:
+    """Losses and perplexities are better when lower, every other metric when higher."""
+    return "loss" in key or "perplexity" in key

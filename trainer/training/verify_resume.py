@@ -1,0 +1,43 @@
+"""`--verify_resume K`: prove on this machine, with this run, that a checkpoint loses nothing."""
+
+import hashlib
+import itertools
+
+from trainer.errors import UserError
+from trainer.training.checkpointing import Checkpoints, Progress, Trained
+from trainer.training.loop import LossFunction, endless, train_step
+
+
+def verify_resume(checkpoints: Checkpoints, progress: Progress, loss_fn: LossFunction, num_steps: int) -> str:
+    """K steps, a checkpoint, K more, the checkpoint loaded, the same K again: bitwise the same, or a UserError.
+
+    Returns the line that says so.
+    """
+    t = checkpoints.trained
+    t.model.train()
+    _run(t, progress, loss_fn, num_steps)
+    folder = checkpoints.save(progress)
+    first, first_weights = _run(t, progress, loss_fn, num_steps), weights_hash(t.strategy, t.model)
+    progress = checkpoints.load(folder)
+    second, second_weights = _run(t, progress, loss_fn, num_steps), weights_hash(t.strategy, t.model)
+    for row, again in zip(first, second):
+        for key in ("batch_hash", "loss", "grad_norm", "lr"):
+            if row[key] != again[key]:
+                raise UserError("--verify_resume", f"step {row['step']}: {key} {row[key]!r}, replayed {again[key]!r}")
+    if first_weights != second_weights:
+        raise UserError("--verify_resume", f"equal losses, but other weights after step {progress.step}")
+    return f"verify_resume: {num_steps} steps from {folder} replayed, bitwise the same"
+
+
+def _run(t: Trained, progress: Progress, loss_fn: LossFunction, num_steps: int) -> list[dict]:
+    batches = itertools.islice(endless(t.loader), num_steps)
+    return [train_step(t.strategy, t.model, t.optimizer, t.scheduler, batch, loss_fn, progress) for batch in batches]
+
+
+def weights_hash(strategy, model) -> str:
+    """A hash of every bit of the full weights (all-gathers them one at a time)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in strategy.iter_full_params(model):
+        digest.update(name.encode())
+        digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
