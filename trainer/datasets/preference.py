@@ -17,6 +17,7 @@ from trainer.datasets.rows import (
     with_eos,
     with_special_tokens,
 )
+from trainer.datasets.sft import render_sample
 from trainer.datasets.templates import chat_template, render_chat
 from trainer.errors import UserError
 
@@ -252,7 +253,7 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
     the token belongs to (n pairs: chosen 0 to n - 1, rejected n to 2 n - 1), and is_last, 1 at a sequence's last token.
-    Per pair (n,): margins, rows. Both survive a split over sequence-parallel ranks, so that sums per sequence do. No
+    Per pair (n,): margins. All survive a split over sequence-parallel ranks, so that sums per sequence do. No
     sample gives one token without target, is_last 0 and no pair.
     """
     sides = [
@@ -270,13 +271,10 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
         batch["sequence_ids"][row, first : first + len(side["input_ids"])] = number
         batch["is_last"][row, first + len(side["input_ids"]) - 1] = 1
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
-    batch["pair_rows"] = torch.tensor([int(sample["row"]) for sample in samples], dtype=torch.int64)
     return batch
 
 
 def render_pair(pair: dict[str, Any], tokenizer: Any) -> str:
     """Both sides of a pair, decoded, with what the loss looks at in [[ ]]."""
-    from trainer.datasets.sft import render_sample
-
     sides = ({"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_mask"]} for side in SIDES)
     return "\n".join(f"{name}: {render_sample(side, tokenizer)}" for name, side in zip(SIDES, sides))

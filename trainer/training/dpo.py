@@ -60,24 +60,17 @@ def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options:
 def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Callable:
     """The loss function of one choice of options; its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model; None if the loss needs none, or if the micro-batches bring its log-probs as
-    reference_log_probs (2, pairs).
+    `reference` is a prepared frozen model; None if the loss needs none.
     """
-
-    def reference_sums(micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        if reference is None:
-            return tuple(micro_batch["reference_log_probs"].double())
-        with torch.no_grad():
-            found = answer_log_probs(reference, micro_batch, sp_group)
-        return found.chosen, found.rejected
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
         if options.needs_reference():
-            reference_chosen, reference_rejected = reference_sums(micro_batch)
-            chosen_rewards = options.beta * (policy.chosen - reference_chosen)
-            rejected_rewards = options.beta * (policy.rejected - reference_rejected)
-            margin = (policy.chosen - reference_chosen) - (policy.rejected - reference_rejected)
+            with torch.no_grad():
+                fixed = answer_log_probs(reference, micro_batch, sp_group)
+            chosen_rewards = options.beta * (policy.chosen - fixed.chosen)
+            rejected_rewards = options.beta * (policy.rejected - fixed.rejected)
+            margin = (policy.chosen - fixed.chosen) - (policy.rejected - fixed.rejected)
         else:  # what these losses compare: mean log-probs of tokens
             chosen_rewards = options.beta * policy.mean_chosen()
             rejected_rewards = options.beta * policy.mean_rejected()
