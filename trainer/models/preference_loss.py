@@ -71,4 +71,4 @@ def reward_sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: t
 
 def reward_logexp_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """log(1 + exp(r(l) - r(w))) (Ouyang et al. 2022, equation 1, written out); equal to the sigmoid form, no margin."""
-    return torch.log1p(torch.exp(rejected - chosen))
+    return F.softplus(rejected - chosen)
