@@ -6,7 +6,7 @@ import typing
 import pytest
 import yaml
 
-from trainer.arguments import SFTArguments, parse_arguments
+from trainer.arguments import DPOArguments, RMArguments, SFTArguments, parse_arguments
 from trainer.errors import UserError
 
 FIELDS = dataclasses.fields(SFTArguments)
@@ -53,6 +53,23 @@ def test_every_flag_reaches_the_command(field, tmp_path):
     assert getattr(from_file, field.name) == expected
     changed = {f.name for f in FIELDS if getattr(from_file, f.name) != getattr(parse(), f.name)}
     assert changed <= {field.name}  # and nothing else moved
+
+
+@pytest.mark.parametrize("command", [RMArguments, DPOArguments])
+def test_flags_of_the_preference_commands_reach_them(command):
+    """Those that train_sft lacks; each is set together with the others and keeps its own value."""
+    own = {field.name: field for field in dataclasses.fields(command) if field.name not in HINTS}
+    assert own
+    argv, expected = [], {}
+    for name in own:
+        hint = typing.get_type_hints(command)[name]
+        if typing.get_origin(hint) is typing.Literal:
+            expected[name] = typing.get_args(hint)[-1]
+        else:
+            expected[name] = 0.625 if hint is float else f"some {name}"
+        argv += [f"--{name}", str(expected[name])]
+    args = parse_arguments(command, "command", argv)
+    assert {name: getattr(args, name) for name in own} == expected
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,31 @@ class DataArguments:
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
     max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
-    input_key: Optional[str] = arg(None, "column of the prompt, of the messages or (--pretrain_mode) of the text")
-    output_key: Optional[str] = arg(None, "column of the answer")
     input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
     tokenizer_chat_template: Optional[str] = arg(None, "chat template to use instead: Jinja text or a file")
+
+
+@dataclass
+class SFTDataArguments:
+    """What to learn"""
+
+    input_key: Optional[str] = arg(None, "column of the prompt, of the messages or (--pretrain_mode) of the text")
+    output_key: Optional[str] = arg(None, "column of the answer")
     multiturn: bool = arg(False, "loss on every assistant turn, not only on the last")
     pretrain_mode: bool = arg(False, "plain text, loss on every token")
+
+
+@dataclass
+class PreferenceDataArguments:
+    """What is preferred"""
+
+    prompt_key: Optional[str] = arg(
+        None,
+        "column of the prompt, a text or messages; if not given, `prompt` where there is one, else whole conversations",
+    )
+    chosen_key: str = arg("chosen", "column of the better answer, a text or messages")
+    rejected_key: str = arg("rejected", "column of the worse answer")
 
 
 @dataclass
@@ -160,16 +178,69 @@ class CheckpointArguments:
 
 
 @dataclass
+class RewardArguments:
+    """Reward model"""
+
+    loss: Literal["sigmoid", "logexp"] = arg(
+        "sigmoid", "-log sigmoid(chosen - rejected - margin), or log(1 + exp(...))"
+    )
+    margin_key: Optional[str] = arg(None, "column of how much better the chosen answer should score (--loss sigmoid)")
+
+
+@dataclass
+class PreferenceArguments:
+    """Preference optimization"""
+
+    loss: Literal["dpo", "cdpo", "ipo", "hinge", "simpo", "orpo"] = arg("dpo", "see trainer/models/preference_loss.py")
+    beta: float = arg(0.1, "strength of the preference; ipo: tau, orpo: lambda", type="PositiveFloat")
+    label_smoothing: float = arg(0.0, "cdpo: probability that a label is wrong", type="ClosedUnitInterval")
+    simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
+    nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
+    ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
+
+
+@dataclass
 class SFTArguments(
     CheckpointArguments,
     OutputArguments,
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    SFTDataArguments,
     DataArguments,
     ModelArguments,
 ):  # a dataclass takes its bases' fields from the last base to the first, which is the order of --help
     """Supervised fine-tuning of a causal language model."""
+
+
+@dataclass
+class RMArguments(
+    CheckpointArguments,
+    OutputArguments,
+    LayoutArguments,
+    OptimizerArguments,
+    BatchArguments,
+    RewardArguments,
+    PreferenceDataArguments,
+    DataArguments,
+    ModelArguments,
+):
+    """Training of a reward model on pairs of answers."""
+
+
+@dataclass
+class DPOArguments(
+    CheckpointArguments,
+    OutputArguments,
+    LayoutArguments,
+    OptimizerArguments,
+    BatchArguments,
+    PreferenceArguments,
+    PreferenceDataArguments,
+    DataArguments,
+    ModelArguments,
+):
+    """Preference optimization of a causal language model: DPO and its relatives."""
 
 
 ALLOWED = {

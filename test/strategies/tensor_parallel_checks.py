@@ -118,7 +118,8 @@ def strategy_run(folder: str, samples: Samples, packed: bool, **options) -> dict
     losses, norms, grads = [], [], {}
     for step in range(STEPS):
         loader.load_state_dict({"epoch": 0, "next_index": 0})
-        loss_sum, count = forward_backward(strategy, model, next(iter(loader)), sft_loss, optimizer)
+        sums, count = forward_backward(strategy, model, next(iter(loader)), sft_loss, optimizer)
+        loss_sum = sums["loss"]
         if step == 0:
             assert strategy.unreached_parameters(model) == []
             grads = full(strategy.iter_full_grads(model))
@@ -226,7 +227,8 @@ def check_gradient_checkpointing_and_bf16(folder: str) -> None:
         strategy, model, optimizer, _, loader = make(
             f"{folder}/qwen3", samples, packed=True, dtype=dtype, recompute=recompute, **LAYOUTS["dp2-tp2-sequence"]
         )
-        loss_sum, _ = forward_backward(strategy, model, next(iter(loader)), sft_loss, optimizer)
+        sums, _ = forward_backward(strategy, model, next(iter(loader)), sft_loss, optimizer)
+        loss_sum = sums["loss"]
         losses[dtype, recompute] = loss_sum
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert losses["fp32", True] == losses["fp32", False]

@@ -1,15 +1,15 @@
-"""Run several train_sft command lines one after the other in one set of ranks: `torchrun -m trainer.compare.many_runs FILE`.
+"""Run several training command lines one after the other in one set of ranks: `torchrun -m trainer.compare.many_runs FILE`.
 
-FILE is a JSON list of lists of flags. The imports of torch, transformers and DeepSpeed cost more than a tiny run; this
+FILE is a JSON list of lists of flags, before which may stand the name of a command other than train_sft. The imports of torch, transformers and DeepSpeed cost more than a tiny run; this
 pays them once for a whole matrix. A command line that is refused (UserError, on every rank alike) does not end the others.
 """
 
 import gc
+import importlib
 import json
 import sys
 
 from trainer.cli.entry import close_process_group, run_command
-from trainer.cli.train_sft import run
 from trainer.errors import UserError
 
 
@@ -19,7 +19,9 @@ def main(argv: list[str]) -> None:
     refused = None
     for command_line in command_lines:
         try:
-            run(command_line)
+            command = "train_sft" if command_line[0].startswith("--") else command_line[0]
+            flags = command_line[command_line[0] == command :]
+            importlib.import_module(f"trainer.cli.{command}").run(flags)
         except UserError as error:
             refused = error
             print(f"error: {error} [{' '.join(command_line)}]", flush=True)

@@ -28,6 +28,19 @@ SFT_DEFAULTS: dict = {
     "apply_chat_template": True,
 }
 
+# Of train_rm and train_dpo: with these, held-out pairs are ranked right far more often than not, see test_preference_demo.
+RM_DEFAULTS: dict = {
+    "learning_rate": 2e-3,
+    "lr_scheduler": "constant",
+    "train_batch_size": 32,
+    "micro_train_batch_size": 16,
+    "max_steps": 150,
+    "max_len": 128,
+    "eval_steps": 50,
+    "apply_chat_template": True,
+}
+DPO_DEFAULTS: dict = {**RM_DEFAULTS, "learning_rate": 1e-3, "beta": 0.1}
+
 NUM_ROWS = {
     "sft": 4000,
     "sft_eval": 200,

@@ -1,16 +1,21 @@
 """Rows to token samples for supervised fine-tuning: ids, which of them are targets, and a ledger of it all."""
 
 import dataclasses
-import hashlib
-import json
-import os
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.datasets.loading import KINDS, quiet
+from trainer.datasets.rows import (
+    digest_of,
+    map_cached,
+    messages_of,
+    text_of,
+    tokenizer_state,
+    with_eos,
+    with_special_tokens,
+)
 from trainer.datasets.templates import chat_template, is_stop_token, render_chat
 from trainer.errors import UserError
 
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
 
 # Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
 TOKENIZER_VERSION = 1
-ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversations` data
 COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
 
 
@@ -89,7 +93,17 @@ def tokenize_sft(
     key = input_key or _default_key(rows.column_names, mode)
     options = _Options(mode, key, output_key, input_template, multiturn, max_len)
     _check_options(options, rows.column_names, tokenizer, flag)
-    samples = _map(rows, tokenizer, options, flag, num_proc)
+    samples = map_cached(
+        rows,
+        _tokenize_row,
+        folder="trainer_sft",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        flag=flag,
+    )
     counts = samples.with_format("numpy").select_columns(
         ["num_tokens", "num_loss_tokens", "truncated", "stop_trained"]
     )[:]
@@ -154,54 +168,12 @@ def _refuse(mode: str, flags: dict[str, Any]) -> None:
             raise UserError(flag, f"does not go with {mode}")
 
 
-def _map(rows: "Dataset", tokenizer: Any, options: _Options, flag: str, num_proc: int | None) -> "Dataset":
-    """rows.map with a cache file that any process finds again: its name says all that decides its content."""
-    import datasets
-
-    parts = [TOKENIZER_VERSION, rows._fingerprint, _tokenizer_state(tokenizer), dataclasses.asdict(options)]
-    fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-    # Our own folder: beside the data, where the library would write, may be read-only.
-    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_sft")
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with quiet():
-            return rows.map(
-                _tokenize_row,
-                with_indices=True,
-                fn_kwargs={"tokenizer": tokenizer, "options": options, "flag": flag},
-                remove_columns=rows.column_names,
-                features=_features(),
-                num_proc=num_proc if num_proc and num_proc > 1 else None,
-                new_fingerprint=fingerprint,
-                cache_file_name=os.path.join(folder, f"{fingerprint}.arrow"),
-            )
-    except UserError as error:  # without the library's frames, or those of a worker process
-        raise UserError(*error.args) from None
-
-
 def _features() -> "Features":
     from datasets import Features, List, Value
 
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
     names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
     return Features(names | {name: Value("bool") for name in ("truncated", "stop_trained")})
-
-
-def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
-    """What decides the tokenizer's output, as JSON values."""
-    import transformers
-
-    state: dict[str, Any] = {
-        "transformers": transformers.__version__,
-        "class": type(tokenizer).__name__,
-        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "template": tokenizer.chat_template,
-    }
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left behind by whoever called the tokenizer last; every call sets them anew.
-        return state | {"backend": {k: v for k, v in backend.items() if k not in ("truncation", "padding")}}
-    return state | {"vocab": sorted(tokenizer.get_vocab().items())}
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
@@ -219,7 +191,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         "loss_mask": loss_mask,
         "num_tokens": len(input_ids),
         "num_loss_tokens": len(targets),
-        "digest": hashlib.blake2b(np.asarray(input_ids, dtype="<i4").tobytes(), digest_size=8).hexdigest(),
+        "digest": digest_of(input_ids),
         "row": index,
         "truncated": truncated,
         "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
@@ -227,19 +199,19 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
 
 
 def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    prompt = _text(row, "--input_key", options.input_key)
-    answer = _text(row, "--output_key", options.output_key)
+    prompt = text_of(row, "--input_key", options.input_key)
+    answer = text_of(row, "--output_key", options.output_key)
     if options.input_template is not None:
         prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    prompt_ids = _with_special_tokens(tokenizer, prompt)
-    answer_ids = _with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    prompt_ids = with_special_tokens(tokenizer, prompt)
+    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
     trained = 1 if answer.strip() else 0  # an empty answer teaches nothing but to stop: left out and counted
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [trained] * len(answer_ids)
 
 
 def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    text = _text(row, "--input_key", options.input_key)
-    input_ids = _with_eos(tokenizer, _with_special_tokens(tokenizer, text))
+    text = text_of(row, "--input_key", options.input_key)
+    input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, text))
     return input_ids, [1 if text.strip() else 0] * len(input_ids)
 
 
@@ -251,66 +223,15 @@ def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
             raise UserError(where, "a text, not a list of messages", "--output_key for the answer to it")
         messages = [{"role": "user", "content": value}]
     else:
-        messages = _messages(value, where)
+        messages = messages_of(value, where)
     if options.output_key is not None:
         answer = row[options.output_key]
         if isinstance(answer, list):
-            messages = messages + _messages(answer, f"--output_key {options.output_key}")
+            messages = messages + messages_of(answer, f"--output_key {options.output_key}")
         else:
-            answer = _text(row, "--output_key", options.output_key)
+            answer = text_of(row, "--output_key", options.output_key)
             messages = [*messages, {"role": "assistant", "content": answer}]
     return render_chat(tokenizer, messages, multiturn=options.multiturn)
-
-
-def _text(row: Any, key_flag: str, key: str) -> str:
-    value = row[key]
-    if not isinstance(value, str):
-        found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
-        raise UserError(f"{key_flag} {key}", found, "a text")
-    return value
-
-
-def _messages(value: Any, where: str) -> list[dict]:
-    """Messages with role and content, from those or from {from, value}; keys without a value are dropped."""
-    if not isinstance(value, list):
-        found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
-        raise UserError(where, found, "a list of messages")
-    messages = []
-    for number, message in enumerate(value, 1):
-        message = _without_none(message)
-        if isinstance(message, dict) and "from" in message and "role" not in message:
-            message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{where} message {number}", "no role", "an object with role and content, or from and value"
-            )
-        if message.get("content") is None and message.get("tool_calls"):
-            message["content"] = ""  # a pure tool call; templates differ on an absent content, none trips over ""
-        if not isinstance(message.get("content"), str):
-            raise UserError(f"{where} message {number}", "its content is no text", "a text")
-        messages.append(message)
-    return messages
-
-
-def _without_none(value: Any) -> Any:
-    """Arrow fills keys that only other rows have with None; a template would print them."""
-    if isinstance(value, dict):
-        return {key: _without_none(child) for key, child in value.items() if child is not None}
-    return [_without_none(child) for child in value] if isinstance(value, list) else value
-
-
-def _with_special_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that goes on: with the tokenizer's opening tokens, without a closing eos it would add."""
-    input_ids = list(tokenizer(text)["input_ids"])
-    eos = tokenizer.eos_token_id
-    if input_ids and input_ids[-1] == eos and tokenizer("a")["input_ids"][-1] == eos:
-        input_ids.pop()
-    return input_ids
-
-
-def _with_eos(tokenizer: Any, input_ids: list[int]) -> list[int]:
-    eos = tokenizer.eos_token_id
-    return list(input_ids) if input_ids and input_ids[-1] == eos else [*input_ids, eos]
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:

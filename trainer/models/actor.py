@@ -88,8 +88,8 @@ def setup_split_attention(folder: str, sp_group, sp_mode: str, tp_size: int, tru
     return register_ring_attention(sp_group, sp_mode)
 
 
-def causal_lm_logits(model, batch: dict) -> torch.Tensor:
-    """Logits (rows, tokens, vocab) of a padded or packed micro-batch (see trainer.datasets.packing)."""
+def model_inputs(batch: dict) -> dict:
+    """What a padded or packed micro-batch (see trainer.datasets.packing) gives to a model call."""
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:
         longest = int((batch["cu_seqlens"][1:] - batch["cu_seqlens"][:-1]).max())
@@ -100,7 +100,12 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
         )  # fmt: skip
     elif "attention_mask" in batch:  # not where sequences are split over ranks
         inputs["attention_mask"] = batch["attention_mask"]
-    return model(**inputs).logits
+    return inputs
+
+
+def causal_lm_logits(model, batch: dict) -> torch.Tensor:
+    """Logits (rows, tokens, vocab) of a padded or packed micro-batch."""
+    return model(**model_inputs(batch)).logits
 
 
 def flops_per_token(config, num_params: int, mean_length: float) -> float:

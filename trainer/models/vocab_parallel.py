@@ -38,6 +38,11 @@ class _VocabParallelNLL(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
+def vocab_parallel_nll(logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
+    """-log p(target) of each row of fp32 logits (rows, local vocab), see `vocab_parallel_cross_entropy`."""
+    return _VocabParallelNLL.apply(logits, targets, vocab_start, group)
+
+
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, vocab_start: int, group
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +55,7 @@ def vocab_parallel_cross_entropy(
     flat_labels = labels.flatten()
     keep = (flat_labels != IGNORE).nonzero().squeeze(1)
     kept_logits = logits.flatten(0, -2)[keep].float()  # (loss tokens, local vocab)
-    losses = _VocabParallelNLL.apply(kept_logits, flat_labels[keep], vocab_start, group)
+    losses = vocab_parallel_nll(kept_logits, flat_labels[keep], vocab_start, group)
     return losses.sum(), keep.new_tensor(keep.numel())
 
 

@@ -53,7 +53,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
         specs.append({"patterns": [regex], **PARTITION_TYPES[style]})
     return {
         "autotp_size": tp_size,
-        "vocab_parallel_lm_head": True,
+        "vocab_parallel_lm_head": "colwise_vocab" in plan.values(),  # a reward model has no such head
         "partition_config": {"use_default_specs": False, "layer_specs": specs},
     }
 

@@ -253,11 +253,15 @@ class DeepspeedStrategy:
     def _prepare_frozen(self, model):
         import deepspeed
 
-        if self.zero_stage < 3:
+        if self.zero_stage < 3 and self.sizes.tp == 1:
             return model.to(device=self.device, dtype=self.param_dtype).eval()
-        config = self._engine_config(with_optimizer=False)
+        # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
+        config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
+        config["zero_optimization"]["stage"] = 3 if self.zero_stage == 3 else 0
         engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-        return engine.eval()
+        autotp.return_sharded_logits(model, self.meshes.root["tp"])
+        engine.eval()  # which an engine does without returning itself
+        return engine
 
     def _restore_masters(self, model) -> None:
         """Set the fp32 masters from an fp32 checkpoint: the engine made them of weights already rounded to `param_dtype`."""
@@ -512,6 +516,12 @@ class DeepspeedStrategy:
         value = build() if self.is_rank_0() else None
         dist.barrier()
         return value if self.is_rank_0() else build()
+
+    def rank_0_alone(self, act: Callable) -> None:
+        """`act()` on rank 0 while all others wait."""
+        if self.is_rank_0():
+            act()
+        dist.barrier()
 
     def print(self, *values) -> None:
         if self.is_rank_0():

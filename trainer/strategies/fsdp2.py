@@ -325,6 +325,12 @@ class FSDP2Strategy:
         dist.barrier()
         return value if self.is_rank_0() else build()
 
+    def rank_0_alone(self, act: Callable) -> None:
+        """`act()` on rank 0 while all others wait."""
+        if self.is_rank_0():
+            act()
+        dist.barrier()
+
     def print(self, *values) -> None:
         if self.is_rank_0():
             print(*values, flush=True)

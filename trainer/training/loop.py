@@ -1,6 +1,8 @@
 """The training loop that every method shares: forward and backward over a global batch, step, log, evaluate, save.
 
-A method brings its loss function, `loss_fn(model, micro_batch) -> (sum, count)`; a strategy brings the distribution.
+A method brings its loss function, a strategy brings the distribution. `loss_fn(model, micro_batch)` gives (sum, count), or
+(sum, count, metrics) with sums by name over the same targets, of which the mean over the global batch is logged. A sum
+named x_square beside x is logged as the standard deviation x_std.
 """
 
 import functools
@@ -19,39 +21,54 @@ from trainer.metrics import MetricsLog, host_peak_memory_bytes, step_line
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.signals import StopRequest
 
-LossFunction = Callable[[torch.nn.Module, dict], tuple[torch.Tensor, torch.Tensor]]
+LossFunction = Callable[[torch.nn.Module, dict], tuple]
 
 # dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
-def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=None) -> tuple[float, int]:
+def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=None) -> tuple[dict[str, float], int]:
     """Run every micro-batch of this rank's part of a global batch; backward too where there is an `optimizer`.
 
-    Returns the sum of losses and the count over the global batch (one all-reduce over dp x sp). The mean, and every
-    gradient, has the global count as its only denominator.
+    Returns the sums of losses ("loss") and of the method's metrics, and the count, over the global batch (one all-reduce
+    over dp x sp). The mean, and every gradient, has the global count as its only denominator.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=strategy.device)
+    names, totals = ["loss"], 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         with torch.set_grad_enabled(optimizer is not None):
-            loss_sum, count = loss_fn(model, micro_batch)
-        totals += torch.stack([loss_sum.detach().double(), count.double()])
+            loss_sum, count, *metrics = loss_fn(model, micro_batch)
+        sums = {"loss": loss_sum, **(metrics[0] if metrics else {})}
+        names = list(sums)
+        totals = totals + torch.stack([value.detach().double() for value in (count, *sums.values())])
         if optimizer is not None:
             is_last = number == len(batch.micro_batches)
             strategy.backward(loss_sum, model, optimizer, num_targets=batch.num_targets, is_last=is_last)
-    loss_total, num_targets = strategy.all_reduce(totals).tolist()
+    num_targets, *values = strategy.all_reduce(totals).tolist()
     if num_targets != batch.num_targets:
         raise RuntimeError(f"the loss counted {num_targets} targets, the global batch has {batch.num_targets}")
-    return loss_total, batch.num_targets
+    return dict(zip(names, values)), batch.num_targets
 
 
-def evaluate(strategy, model, loader, loss_fn: LossFunction) -> float:
-    """The mean loss over all targets of the evaluation set."""
+def mean_metrics(sums: dict[str, float], count: int) -> dict[str, float]:
+    """Means of sums over `count` targets; of x and x_square, x and its standard deviation x_std."""
+    means = {name: value / count for name, value in sums.items()}
+    for name in [name for name in means if f"{name}_square" in means]:
+        means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}_square") - means[name] ** 2, 0.0))
+    return means
+
+
+def evaluate(strategy, model, loader, loss_fn: LossFunction) -> dict[str, float]:
+    """The mean loss and metrics over all targets of the evaluation set."""
     model.eval()
     loader.load_state_dict({"epoch": 0, "next_index": 0})
-    sums = [forward_backward(strategy, model, batch, loss_fn) for batch in loader]
+    sums: dict[str, float] = {}
+    num_targets = 0
+    for batch in loader:
+        batch_sums, count = forward_backward(strategy, model, batch, loss_fn)
+        sums = {name: sums.get(name, 0.0) + value for name, value in batch_sums.items()}
+        num_targets += count
     model.train()
-    return sum(loss for loss, _ in sums) / sum(count for _, count in sums)
+    return mean_metrics(sums, num_targets)
 
 
 def endless(loader) -> Iterator:
@@ -68,7 +85,8 @@ def train_step(
     `inspect` is called between backward and the step, while gradients are whole.
     """
     started = time.perf_counter()
-    loss_sum, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+    sums, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+    means = mean_metrics(sums, num_targets)
     if inspect:
         inspect()
     lr = scheduler.get_last_lr()[0]
@@ -79,7 +97,7 @@ def train_step(
     row = {
         "step": progress.step,
         "epoch": batch.epoch,
-        "loss": loss_sum / num_targets,
+        "loss": means.pop("loss"),
         "grad_norm": grad_norm,
         "lr": lr,
         "tokens": num_targets,
@@ -88,6 +106,7 @@ def train_step(
         "step_time": step_time,
         "tokens_per_second": batch.num_tokens / step_time,
         "peak_memory_bytes": _peak_memory(strategy.device),
+        **means,
     }
     progress.skipped_in_a_row = 0 if math.isfinite(grad_norm) else progress.skipped_in_a_row + 1
     if progress.skipped_in_a_row:
@@ -115,11 +134,12 @@ def train(
     max_skipped_steps: int = 10,
     check_replicas_every: Optional[int] = None,
     parity_dump: Optional[str] = None,
-) -> None:
+) -> Optional[dict[str, float]]:
     """Run the optimizer steps up to `total_steps`. `metrics` is rank 0's log, None on every other rank.
 
-    Raises Interrupted, after a checkpoint, where a signal asked for it.
+    Returns the metrics of the last evaluation, if there was one. Raises Interrupted, after a checkpoint, where a signal asked for it.
     """
+    last_eval_metrics = None
     model.train()
     bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
     batches = endless(loader)
@@ -147,11 +167,13 @@ def train(
             eval_metrics = None
             if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
                 eval_metrics = _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
+                last_eval_metrics = eval_metrics
             checkpoints.after_step(progress, eval_metrics, stop.received)
         checkpoints.finish()
     bar.close()
     if parity_dump:
         _dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
+    return last_eval_metrics
 
 
 def warn_of_unreached_parameters(strategy, model) -> None:
@@ -168,13 +190,14 @@ def _inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
         _dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
 
 
-def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> dict:
+def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> dict[str, float]:
     started = time.perf_counter()
-    loss = evaluate(strategy, model, loader, loss_fn)
+    values = {f"eval_{name}": value for name, value in evaluate(strategy, model, loader, loss_fn).items()}
     if metrics:
-        metrics.row(step, eval_loss=loss, eval_time=time.perf_counter() - started)
-        tqdm.write(f"eval {step}/{total_steps} | eval_loss {loss:.9g}")
-    return {"eval_loss": loss}
+        metrics.row(step, **values, eval_time=time.perf_counter() - started)
+        shown = " | ".join(f"{name} {value:.9g}" for name, value in values.items())
+        tqdm.write(f"eval {step}/{total_steps} | {shown}")
+    return values
 
 
 def _dump(strategy, folder: str, name: str, iter_full, model) -> None:

@@ -1,0 +1,6 @@
+from launch import ROOT, torchrun
+
+
+def test_a_loss_of_split_sequences_has_the_gradients_of_the_plain_formula():
+    code, output = torchrun(2, str(ROOT / "test/models/sequence_sum_checks.py"), timeout=120)
+    assert code == 0 and output.count("sequence sums agree") == 2, output[-3000:]

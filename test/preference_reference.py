@@ -1,0 +1,128 @@
+"""The plain loop that train_rm and train_dpo are measured against: one process, one answer per forward pass, fp32.
+
+    python test/preference_reference.py train_rm|train_dpo <the flags of that command>
+
+A transformers model, torch AdamW and the formulas of the papers, written here a second time: no strategy, no wrapper, no
+packing, no padding, no collectives, none of the trainer's losses. It shares with the trainer the parsing of flags, the
+reading of data and the initial reward head (which have tests of their own).
+"""
+
+import importlib
+import json
+import math
+import os
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+sys.path.insert(0, os.path.dirname(__file__))
+from reference import dump
+
+from trainer.datasets.templates import load_chat_template
+from trainer.models.reward import make_initial_reward_model
+from trainer.strategies.data_order import epoch_order
+
+
+def answer_log_prob(model, ids: list[int], mask: list[int]) -> tuple[torch.Tensor, int]:
+    """(sum of log p over the answer's tokens, their number)."""
+    log_probs = model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    total = sum(log_probs[t - 1, ids[t]] for t in range(1, len(ids)) if mask[t])
+    return total, sum(mask[1:])
+
+
+def dpo_pair_loss(args, model, reference, pair: dict) -> torch.Tensor:
+    """The formulas as the papers write them, with sigmoid and log spelled out."""
+    (w, w_length), (r, r_length) = (
+        answer_log_prob(model, pair[f"{side}_ids"], pair[f"{side}_mask"]) for side in ("chosen", "rejected")
+    )
+    if args.loss == "simpo":
+        loss = -torch.log(torch.sigmoid(args.beta / w_length * w - args.beta / r_length * r - args.simpo_gamma))
+    elif args.loss == "orpo":
+        p_w, p_r = torch.exp(w / w_length), torch.exp(r / r_length)
+        odds_ratio = (p_w / (1 - p_w)) / (p_r / (1 - p_r))
+        loss = -w / w_length + args.beta * -torch.log(torch.sigmoid(torch.log(odds_ratio)))
+    else:
+        with torch.no_grad():
+            ref_w, ref_r = (
+                answer_log_prob(reference, pair[f"{side}_ids"], pair[f"{side}_mask"])[0]
+                for side in ("chosen", "rejected")
+            )
+        h = (w - ref_w) - (r - ref_r)
+        if args.loss == "ipo":
+            loss = (h - 0.5 / args.beta) ** 2
+        elif args.loss == "hinge":
+            loss = torch.clamp(1 - args.beta * h, min=0)
+        else:
+            smooth = args.label_smoothing
+            loss = -(1 - smooth) * torch.log(torch.sigmoid(args.beta * h))
+            loss = loss - smooth * torch.log(torch.sigmoid(-args.beta * h))
+    return loss + args.nll_loss_coef * (-w / w_length)
+
+
+def reward_pair_loss(args, model, pair: dict) -> torch.Tensor:
+    """Scores by transformers' own forward of one row without padding."""
+    scores = [
+        model(input_ids=torch.tensor([pair[f"{side}_ids"]])).logits[0, 0].double() for side in ("chosen", "rejected")
+    ]
+    if args.loss == "logexp":
+        return torch.log(1 + torch.exp(scores[1] - scores[0]))
+    return -torch.log(torch.sigmoid(scores[0] - scores[1] - pair["margin"]))
+
+
+def main(argv: list[str]) -> None:
+    command = importlib.import_module(f"trainer.cli.{argv[0]}")
+    args, _ = command.parse(argv[1:])
+    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
+    load_chat_template(args.tokenizer_chat_template, tokenizer)
+    load_data = command.load_data if argv[0] == "train_rm" else command.load_pairs
+    pairs, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    os.makedirs(args.output_dir, exist_ok=True)
+    if argv[0] == "train_rm":
+        make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)
+        model = AutoModelForSequenceClassification.from_pretrained(f"{args.output_dir}/initial", dtype=torch.float32)
+
+        def pair_loss(pair):
+            return reward_pair_loss(args, model, pair)
+    else:
+        model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+
+        def pair_loss(pair):
+            return dpo_pair_loss(args, model, reference, pair)
+
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [parameter for _, parameter in named if parameter.ndim >= 2], "weight_decay": args.weight_decay},
+            {"params": [parameter for _, parameter in named if parameter.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=args.learning_rate,
+        betas=tuple(args.adam_betas),
+    )
+    steps, size = args.max_steps, args.train_batch_size
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, math.ceil(args.lr_warmup_ratio * steps), steps)
+    order = epoch_order(len(pairs), args.seed, 0, shuffle=not args.no_shuffle)
+    with open(os.path.join(args.output_dir, "metrics.jsonl"), "w") as log:
+        for step in range(1, steps + 1):
+            batch = [pairs[i] for i in order[(step - 1) * size : step * size]]
+            losses = []
+            for pair in batch:
+                loss = pair_loss(pair) / len(batch)
+                loss.backward()
+                losses.append(loss.item())
+            if step == 1 and args.parity_dump:
+                dump({name: p.grad for name, p in named if p.grad is not None}, args.parity_dump, "grads_step1")
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm or math.inf).item()
+            log.write(
+                json.dumps({"step": step, "loss": sum(losses), "grad_norm": grad_norm, "tokens": len(batch)}) + "\n"
+            )
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    if args.parity_dump:
+        dump(dict(named), args.parity_dump, "weights_final")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

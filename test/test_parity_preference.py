@@ -1,0 +1,143 @@
+"""train_rm and train_dpo on every kind of layout against the plain loop, on real pairs with a really trained model.
+
+The tolerances are those of test_parity.py. Each command runs on conversations (oasst100, by a chat template) and on plain
+prompts (gsm8k), packed and padded.
+"""
+
+import sys
+
+import pytest
+from launch import ROOT, read_rows, read_steps, run_process, train_many
+from safetensors.torch import load_file
+from test_parity import assert_same_tensors
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% endif %}"
+)
+DATA = {
+    "oasst": [
+        "--dataset",
+        "{data}/oasst100/pairs.jsonl",
+        "--apply_chat_template",
+        "--tokenizer_chat_template",
+        TEMPLATE,
+    ],
+    "gsm8k": ["--dataset", "{data}/gsm8k/pairs.jsonl"],
+}
+BACKENDS = {
+    "z1": ["--backend", "deepspeed", "--zero_stage", "1"],
+    "z3": ["--backend", "deepspeed", "--zero_stage", "3"],
+    "fsdp2": ["--backend", "fsdp2"],
+}
+LAYOUTS = {
+    "dp2": (2, []),
+    "tp2": (2, ["--tensor_parallel_size", "2"]),
+    "sp2": (2, ["--ring_attn_size", "2"]),
+    "dp2-tp2": (4, ["--tensor_parallel_size", "2"]),
+    "tp2-sp2": (4, ["--tensor_parallel_size", "2", "--ring_attn_size", "2"]),
+}
+STEPS = {2: 5, 4: 3}
+# one kind of data for each command and form, so that each command meets both
+KINDS = {
+    ("train_rm", "packed"): "gsm8k", ("train_rm", "padded"): "oasst",
+    ("train_dpo", "packed"): "oasst", ("train_dpo", "padded"): "gsm8k",
+}  # fmt: skip
+GRID = [f"{command}-{backend}-{layout}-{form}" for command, form in KINDS for layout in LAYOUTS for backend in BACKENDS]
+# every other loss, each on another layout
+LOSSES = {
+    "cdpo": ("fsdp2-dp2-packed", ["--label_smoothing", "0.2"]),
+    "ipo": ("z3-sp2-padded", ["--nll_loss_coef", "0.3"]),
+    "hinge": ("fsdp2-tp2-padded", []),
+    "simpo": ("z1-tp2-packed", ["--beta", "2.0"]),
+    "orpo": ("fsdp2-sp2-packed", []),
+}
+
+
+def command_line(name: str, folder, data, loss: str | None = None) -> list[str]:
+    """The command and flags of a configuration named as in GRID; "train_dpo-reference5-packed" is the plain loop's."""
+    command, *parts = name.split("-")
+    form = parts[-1]
+    flags = [flag.format(data=data) if "{data}" in flag else flag for flag in DATA[KINDS[command, form]]]
+    flags += ["--pretrain", f"{data}/models/stories260K-hf", "--max_len", "192", "--max_samples", "60"]
+    flags += ["--train_batch_size", "8", "--micro_train_batch_size", "2", "--param_dtype", "fp32", "--no_save"]
+    flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--lr_scheduler", "constant_with_warmup"]
+    flags += ["--packing_samples"] if form == "packed" else []
+    if parts[0].startswith("reference"):
+        flags += ["--max_steps", parts[0].removeprefix("reference")]
+    else:
+        num_ranks, layout = LAYOUTS["-".join(parts[1:-1])]
+        flags += [*BACKENDS[parts[0]], *layout, "--max_steps", str(STEPS[num_ranks]), "--check_replicas_every", "2"]
+    if loss:
+        flags += ["--loss", loss, *LOSSES[loss][1]]
+        name = f"{name}-{loss}"
+    return [command, *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
+
+
+def reference_of(name: str) -> str:
+    command, *parts = name.split("-")
+    return f"{command}-reference{STEPS[LAYOUTS['-'.join(parts[1:-1])][0]]}-{parts[-1]}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_data):
+    """The folder with all finished runs, and the plain loop's."""
+    folder = tmp_path_factory.mktemp("parity_preference")
+    losses = [(f"train_dpo-{layout}", loss) for loss, (layout, _) in LOSSES.items()]
+    wanted = [(name, None) for name in GRID] + losses
+    for reference, loss in dict.fromkeys((reference_of(name), loss) for name, loss in wanted):
+        script = [sys.executable, str(ROOT / "test/preference_reference.py")]
+        code, output = run_process([*script, *command_line(reference, folder, shared_data, loss)])
+        assert code == 0, output[-4000:]
+    for num_ranks in STEPS:
+        lines = [
+            command_line(name, folder, shared_data, loss)
+            for name, loss in wanted
+            if LAYOUTS["-".join(name.split("-")[2:-1])][0] == num_ranks
+        ]
+        train_many(num_ranks, lines, folder, timeout=1500)
+    return folder
+
+
+def assert_equals_the_plain_loop(run, reference) -> None:
+    steps, expected_steps = read_steps(run), read_steps(reference)
+    assert len(steps) == len(expected_steps)
+    for row, expected in zip(steps, expected_steps):
+        assert row["tokens"] == expected["tokens"]
+        for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+            difference = abs(row[key] - expected[key]) / abs(expected[key])
+            assert difference <= tolerance, (row["step"], key, row[key], expected[key], difference)
+    trained = load_file(reference / "parity" / "grads_step1.safetensors").keys()
+    assert load_file(run / "parity" / "grads_step1.safetensors").keys() == trained
+    assert_same_tensors(run, reference, "grads_step1", 1e-4)
+    assert_same_tensors(run, reference, "weights_final", 1e-4)
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_fp32_run_equals_the_plain_loop(runs, name):
+    assert_equals_the_plain_loop(runs / name, runs / reference_of(name))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_equals_its_paper(runs, loss):
+    name = f"train_dpo-{LOSSES[loss][0]}"
+    assert_equals_the_plain_loop(runs / f"{name}-{loss}", runs / f"{reference_of(name)}-{loss}")
+
+
+@pytest.mark.parametrize("command", ["train_rm", "train_dpo"])
+def test_metrics_of_pairs_are_the_same_on_every_layout(runs, command):
+    names = [name for name in GRID if name.startswith(command) and name.endswith("packed") and "dp2-tp2" not in name]
+    names = [name for name in names if "tp2-sp2" not in name]
+    own = {"train_rm": "accuracy margin chosen_reward rejected_reward_std", "train_dpo": "reward_margin chosen_logps"}
+    first = read_steps(runs / names[0])[-1]
+    for name in names:
+        row = read_steps(runs / name)[-1]
+        for key in own[command].split():
+            assert row[key] == pytest.approx(first[key], rel=1e-4, abs=1e-6), (name, key)
+
+
+def test_dpo_starts_where_policy_and_reference_agree(runs):
+    first = read_steps(runs / "train_dpo-fsdp2-sp2-packed")[0]
+    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-9) and first["reward_margin"] == 0
+    assert read_rows(runs / "train_dpo-fsdp2-sp2-packed")[0]["mesh"]["sp"] == 2

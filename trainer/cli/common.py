@@ -1,0 +1,235 @@
+"""What the training commands have in common, in the order in which a command calls it: parse, check, set up, build, run."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from trainer.arguments import parse_arguments
+from trainer.errors import UserError
+
+DEMO_DIR = "demo"
+
+
+def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: Callable[[], dict]) -> tuple[Any, bool]:
+    """The arguments, and whether they are those of the embedded demo; `demo()` gives its defaults, file names bare."""
+    args = parse_arguments(arguments_class, command, argv)
+    if args.pretrain is None and args.dataset is None:
+        defaults = demo()
+        for name in ("dataset", "eval_dataset", "pretrain"):
+            defaults[name] = f"{DEMO_DIR}/{defaults[name]}"
+        return parse_arguments(arguments_class, command, argv, defaults), True
+    for flag, value in (("--pretrain", args.pretrain), ("--dataset", args.dataset)):
+        if value is None:
+            raise UserError(flag, "missing", "a path or hub name; with neither --pretrain nor --dataset, the demo")
+    return args, False
+
+
+def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
+    """What can be wrong with the shared flags alone, before any rank, data or model is touched.
+
+    `eval_metrics` are those of an evaluation that may choose the best checkpoint.
+    """
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors
+    from trainer.training.schedule import check_scheduler_name
+
+    if args.sp_mode != "ring" and args.ring_attn_size == 1:
+        raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
+    if args.dataset_probs and args.dataset is None:
+        raise UserError("--dataset_probs", "without --dataset", "leave it out")
+    check_scheduler_name(args.lr_scheduler)
+    check_mirrors(args.use_wandb, args.use_tensorboard)
+    check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
+
+
+@dataclass
+class Setup:
+    """The process group joined, the tokenizer loaded, the attention function known."""
+
+    strategy: Any
+    folder: str  # of the model
+    tokenizer: Any
+    attention: str
+    sp_group: Any  # None where sequences are whole
+
+
+def set_up(args, is_demo: bool) -> Setup:
+    """Start the strategy; make the demo if it is asked for; load the tokenizer."""
+    from trainer.datasets.templates import load_chat_template
+    from trainer.models.actor import (
+        load_tokenizer,
+        resolve_attention,
+        resolve_model_folder,
+        setup_split_attention,
+        validate_packed_model,
+    )
+    from trainer.strategies import get_strategy
+    from trainer.strategies.mesh import validate_batch_sizes
+
+    strategy = get_strategy(args)
+    if not args.max_tokens_per_micro_batch:
+        validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
+    attention = resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
+    strategy.setup_distributed()
+    if is_demo:
+        from trainer.datasets.demo import make_demo
+
+        strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
+        strategy.rank_0_first(lambda: make_demo(DEMO_DIR))
+    folder, sp_group = strategy.rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
+    if args.packing_samples:
+        validate_packed_model(folder, args.trust_remote_code)
+    if args.ring_attn_size > 1:
+        sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
+        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, args.trust_remote_code)
+    tokenizer = load_tokenizer(folder, args.trust_remote_code)
+    load_chat_template(args.tokenizer_chat_template, tokenizer)
+    return Setup(strategy, folder, tokenizer, attention, sp_group)
+
+
+def load_flag_rows(args, names: str, split: str, flag: str):
+    """The rows of --dataset or --eval_dataset."""
+    from trainer.datasets.loading import load_rows
+
+    probs = args.dataset_probs if flag == "--dataset" else None
+    return load_rows(names, flag=flag, split=split, probs=probs, max_samples=args.max_samples, seed=args.seed)
+
+
+def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tuple[Any, Any, Any]:
+    """(training samples, evaluation samples or None, training ledger), both ledgers and the first sample printed."""
+    strategy, tokenizer = setup.strategy, setup.tokenizer
+    samples, ledger = strategy.rank_0_first(
+        lambda: load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    )
+    strategy.print(f"training data: {ledger.summary()}")
+    strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], tokenizer)}")
+    if not args.eval_dataset:
+        return samples, None, ledger
+    eval_samples, eval_ledger = strategy.rank_0_first(
+        lambda: load_data(args, tokenizer, args.eval_dataset, args.eval_split, "--eval_dataset")
+    )
+    strategy.print(f"evaluation data: {eval_ledger.summary()}")
+    return samples, eval_samples, ledger
+
+
+def build_loader(args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1):
+    capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
+    return setup.strategy.setup_dataloader(
+        samples,
+        functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),
+        batch_size=args.train_batch_size,
+        micro_batch_size=args.micro_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
+        packed_capacity=capacity if args.packing_samples else None,
+        shuffle=shuffle,
+    )
+
+
+def load_model(args, setup: Setup, folder: str, auto_class):
+    return setup.strategy.load_model(
+        folder,
+        auto_class,
+        attn_implementation=setup.attention,
+        gradient_checkpointing=args.gradient_checkpointing,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def prepare_training(args, strategy, model, total_steps: int):
+    """(model, optimizer, scheduler), wrapped."""
+    from trainer.training.schedule import build_scheduler
+
+    optimizer = strategy.create_optimizer(
+        model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
+    )
+    scheduler = build_scheduler(
+        args.lr_scheduler,
+        optimizer,
+        total_steps=total_steps,
+        warmup_ratio=args.lr_warmup_ratio,
+        min_lr_ratio=args.min_lr_ratio,
+    )
+    return strategy.prepare((model, optimizer, scheduler))
+
+
+@dataclass
+class Run:
+    """What one run reads and where it writes."""
+
+    command: str
+    output_dir: str
+    ledger: Any  # of the training data
+    loader: Any
+    eval_loader: Any  # None without evaluation data
+
+
+def open_run(args, setup: Setup, command: str) -> str:
+    """The run folder, see `outputs.open_output_dir`."""
+    from trainer.cli.outputs import open_output_dir
+
+    return open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
+
+
+def train_and_save(
+    args, setup: Setup, model, loss_fn: Callable, run: Run, before_save: Optional[Callable] = None
+) -> None:
+    """Wrap the model, resume if asked to, train, write it. `before_save(model, evaluation metrics)` may add to its config."""
+    from trainer.cli.outputs import save_policy, start_metrics
+    from trainer.models.actor import flops_per_token
+    from trainer.training.checkpointing import Checkpoints, Trained
+    from trainer.training.loop import train
+    from trainer.training.verify_resume import verify_resume
+
+    strategy, ledger = setup.strategy, run.ledger
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
+    total_steps = args.max_steps or args.max_epochs * len(run.loader)
+    model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)
+    trained = Trained(strategy, model, optimizer, scheduler, run.loader, setup.tokenizer)
+    checkpoints = Checkpoints(run.output_dir, trained, save_policy(args), dataclasses.asdict(args))
+    progress = checkpoints.resume(args.load_checkpoint)
+    if args.verify_resume:
+        strategy.print(verify_resume(checkpoints, progress, loss_fn, args.verify_resume))
+        return
+    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
+    metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
+    with metrics or contextlib.nullcontext():
+        eval_metrics = train(
+            strategy,
+            model,
+            optimizer,
+            scheduler,
+            run.loader,
+            loss_fn,
+            total_steps=total_steps,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            progress=progress,
+            flops_per_token=flops,
+            eval_loader=run.eval_loader,
+            eval_steps=args.eval_steps,
+            logging_steps=args.logging_steps,
+            max_skipped_steps=args.max_skipped_steps,
+            check_replicas_every=args.check_replicas_every,
+            parity_dump=args.parity_dump,
+        )
+        if not args.no_save:
+            if before_save:
+                before_save(strategy.unwrap(model), eval_metrics)
+            save_model(args, setup, model, run, progress)
+        if metrics:
+            metrics.event("end", steps=total_steps)
+
+
+def save_model(args, setup: Setup, model, run: Run, progress) -> None:
+    """Write the trained model and its card."""
+    from trainer.cli.outputs import write_model_card
+
+    save_path = args.save_path or os.path.join(run.output_dir, "model")
+    setup.strategy.save_model(model, setup.tokenizer, save_path)
+    if setup.strategy.is_rank_0():
+        write_model_card(save_path, run.command, args, progress, run.ledger)
+    setup.strategy.print(f"model saved to {save_path}")

@@ -1,0 +1,78 @@
+"""`train_rm`: a reward model from pairs of answers, saved as a sequence classifier with one label.
+
+torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
+"""
+
+import os
+
+from trainer.arguments import RMArguments
+from trainer.cli import common
+from trainer.cli.entry import close_process_group, quiet_libraries, run_command
+from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_pairs
+from trainer.errors import UserError
+
+COMMAND = "train_rm"
+EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
+
+
+def demo_defaults() -> dict:
+    from trainer.datasets.demo import RM_DEFAULTS
+
+    return {**RM_DEFAULTS, "dataset": "pairs.jsonl", "eval_dataset": "pairs_eval.jsonl", "pretrain": "model"}
+
+
+def parse(argv: list[str]) -> tuple[RMArguments, bool]:
+    """The arguments, and whether they are those of the embedded demo."""
+    return common.parse_or_demo(RMArguments, COMMAND, argv, demo_defaults)
+
+
+def validate(args: RMArguments) -> None:
+    validate_pairs(args, EVAL_METRICS)
+    if args.margin_key and args.loss != "sigmoid":
+        raise UserError("--margin_key", f"with --loss {args.loss}", "--loss sigmoid")
+    if args.sequence_parallel:
+        raise UserError("--sequence_parallel", "with train_rm, whose head scores whole sequences", "leave it out")
+
+
+def load_data(args: RMArguments, tokenizer, names: str, split: str, flag: str):
+    return load_pairs(args, tokenizer, names, split, flag, args.margin_key)
+
+
+def run(argv: list[str]) -> None:
+    args, is_demo = parse(argv)
+    quiet_libraries()
+
+    from transformers import AutoModelForSequenceClassification
+
+    from trainer.datasets.preference import render_pair
+    from trainer.models.reward import make_initial_reward_model, return_token_scores
+    from trainer.training.rm import make_reward_loss, reward_statistics
+
+    validate(args)
+    setup = common.set_up(args, is_demo)
+    strategy = setup.strategy
+    pairs, eval_pairs, ledger = common.load_sets(args, setup, load_data, render_pair)
+    loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
+    eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
+    output_dir = common.open_run(args, setup, COMMAND)
+    initial = os.path.join(output_dir, "initial")
+    strategy.rank_0_alone(lambda: make_initial_reward_model(setup.folder, initial, args.seed, args.trust_remote_code))
+    model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
+    return_token_scores(model)
+
+    def add_statistics(module, eval_metrics) -> None:
+        if eval_metrics:
+            module.config.reward_mean, module.config.reward_std = reward_statistics(eval_metrics)
+
+    loss_fn = make_reward_loss(args.loss, setup.sp_group)
+    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    common.train_and_save(args, setup, model, loss_fn, run_facts, add_statistics)
+
+
+def main() -> None:
+    run_command(run)
+    close_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What every kind of training data reads from a row: texts, messages, token ids with their special tokens.
+
+Raises UserError where a value is not what its key promises.
+"""
+
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.datasets.loading import KINDS, quiet
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversations` data
+
+
+def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
+    """What decides the tokenizer's output, as JSON values."""
+    import transformers
+
+    state: dict[str, Any] = {
+        "transformers": transformers.__version__,
+        "class": type(tokenizer).__name__,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+    }
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Left behind by whoever called the tokenizer last; every call sets them anew.
+        return state | {"backend": {k: v for k, v in backend.items() if k not in ("truncation", "padding")}}
+    return state | {"vocab": sorted(tokenizer.get_vocab().items())}
+
+
+def text_of(row: Any, key_flag: str, key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
+        raise UserError(f"{key_flag} {key}", found, "a text")
+    return value
+
+
+def messages_of(value: Any, where: str) -> list[dict]:
+    """Messages with role and content, from those or from {from, value}; keys without a value are dropped."""
+    if not isinstance(value, list):
+        found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
+        raise UserError(where, found, "a list of messages")
+    messages = []
+    for number, message in enumerate(value, 1):
+        message = _without_none(message)
+        if isinstance(message, dict) and "from" in message and "role" not in message:
+            message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(
+                f"{where} message {number}", "no role", "an object with role and content, or from and value"
+            )
+        if message.get("content") is None and message.get("tool_calls"):
+            message["content"] = ""  # a pure tool call; templates differ on an absent content, none trips over ""
+        if not isinstance(message.get("content"), str):
+            raise UserError(f"{where} message {number}", "its content is no text", "a text")
+        messages.append(message)
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    """Arrow fills keys that only other rows have with None; a template would print them."""
+    if isinstance(value, dict):
+        return {key: _without_none(child) for key, child in value.items() if child is not None}
+    return [_without_none(child) for child in value] if isinstance(value, list) else value
+
+
+def with_special_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text that goes on: with the tokenizer's opening tokens, without a closing eos it would add."""
+    input_ids = list(tokenizer(text)["input_ids"])
+    eos = tokenizer.eos_token_id
+    if input_ids and input_ids[-1] == eos and tokenizer("a")["input_ids"][-1] == eos:
+        input_ids.pop()
+    return input_ids
+
+
+def with_eos(tokenizer: Any, input_ids: list[int]) -> list[int]:
+    eos = tokenizer.eos_token_id
+    return list(input_ids) if input_ids and input_ids[-1] == eos else [*input_ids, eos]
+
+
+def digest_of(input_ids: list[int]) -> str:
+    return hashlib.blake2b(np.asarray(input_ids, dtype="<i4").tobytes(), digest_size=8).hexdigest()
+
+
+def map_cached(
+    rows: "Dataset",
+    tokenize_row: Any,
+    *,
+    folder: str,
+    key: list,
+    features: "Features",
+    num_proc: int | None = None,
+    **fn_kwargs: Any,
+) -> "Dataset":
+    """rows.map with a cache file that any process finds again: its name says all that decides its content.
+
+    `key` holds, as JSON values, whatever decides the result beside the rows. `tokenize_row(row, index, **fn_kwargs)`.
+    """
+    import datasets
+
+    fingerprint = hashlib.blake2b(json.dumps([*key, rows._fingerprint]).encode(), digest_size=16).hexdigest()
+    # Our own folder: beside the data, where the library would write, may be read-only.
+    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, folder)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with quiet():
+            return rows.map(
+                tokenize_row,
+                with_indices=True,
+                fn_kwargs=fn_kwargs,
+                remove_columns=rows.column_names,
+                features=features,
+                num_proc=num_proc if num_proc and num_proc > 1 else None,
+                new_fingerprint=fingerprint,
+                cache_file_name=os.path.join(folder, f"{fingerprint}.arrow"),
+            )
+    except UserError as error:  # without the library's frames, or those of a worker process
+        raise UserError(*error.args) from None

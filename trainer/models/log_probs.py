@@ -1,0 +1,85 @@
+"""Log-probabilities per token and sums per sequence, over split vocabularies (tp) and split sequences (sp)."""
+
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+from trainer.datasets.packing import IGNORE
+from trainer.models.vocab_parallel import vocab_parallel_nll
+
+CHUNK_TOKENS = 1024  # fp32 logits exist for this many tokens at a time
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over `group`, of which every rank then has the result. Backward sums too: each rank's loss may use the result."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, group) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS) -> torch.Tensor:
+    """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
+
+    logits (rows, tokens, vocab) of any float dtype, or a DTensor of them sharded over the vocabulary (all-reduces over
+    tp). They are upcast `chunk_tokens` at a time, and again in the backward pass, so that fp32 logits of a whole batch
+    never exist.
+    """
+    nll = _whole_nll
+    if isinstance(logits, DTensor):
+        _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
+        group = logits.device_mesh.get_group()
+        logits = logits.to_local()
+
+        def nll(kept_logits, targets):
+            return vocab_parallel_nll(kept_logits, targets, offset[-1], group)
+
+    # split, not slices: its backward writes one gradient of the logits instead of one per chunk
+    chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
+    parts = [checkpoint(_chunk_log_probs, *chunk, nll, use_reentrant=False) for chunk in chunks]
+    return torch.cat(parts).view(labels.shape)
+
+
+def _chunk_log_probs(logits: torch.Tensor, labels: torch.Tensor, nll) -> torch.Tensor:
+    keep = (labels != IGNORE).nonzero().squeeze(1)
+    log_probs = -nll(logits[keep].float(), labels[keep])
+    return log_probs.new_zeros(labels.shape).index_put((keep,), log_probs)
+
+
+def _whole_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def sum_by_sequence(
+    values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, sp_group: Optional[dist.ProcessGroup]
+) -> torch.Tensor:
+    """(num_sequences,) fp64 sums of per-token `values` by `sequence_ids`, both (rows, tokens); all-reduced over sp.
+
+    fp64, since a preference looks at small differences of large sums. Every sp rank gets every sum; the loss made of
+    them has to be counted on one of them, see `counts_here`. Values [1, 2, 4] of sequences [0, 1, 0] give [5, 2].
+    """
+    # a micro-batch without a sequence still has a token, whose id is 0; its sum is cut off
+    sums = torch.zeros(max(num_sequences, 1), dtype=torch.float64, device=values.device)
+    sums = sums.index_add(0, sequence_ids.flatten(), values.flatten().double())
+    if sp_group is not None and sp_group.size() > 1:
+        sums = _SumOverGroup.apply(sums, sp_group)
+    return sums[:num_sequences]
+
+
+def counts_here(sp_group: Optional[dist.ProcessGroup]) -> int:
+    """1 on the one rank of the sp group whose loss, count and metrics of whole sequences are taken; 0 on the others."""
+    return int(sp_group is None or sp_group.rank() == 0)

@@ -1,0 +1,97 @@
+"""The reward model: a causal LM whose head gives each token one score, saved as a sequence classifier with one label.
+
+`AutoModelForSequenceClassification` scores a sequence at its last token. Training needs the scores of all tokens, since
+packed rows hold several sequences and split rows only a part of one; `return_token_scores` changes no weight and no name.
+"""
+
+import json
+import os
+import shutil
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from trainer.errors import UserError
+from trainer.models.actor import model_inputs
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HEAD = "score.weight"
+HEAD_FILE = "score.safetensors"
+
+
+def return_token_scores(model) -> None:
+    """Make `model(**inputs)` return the score of every token (rows, tokens, 1) instead of one score per row.
+
+    To be called before a strategy wraps the model: its hooks go around this forward.
+    """
+    base = getattr(model, model.base_model_prefix)
+
+    def forward(**inputs) -> torch.Tensor:
+        return model.score(base(**inputs).last_hidden_state)
+
+    model.forward = forward
+
+
+def token_scores(model, batch: dict) -> torch.Tensor:
+    """Scores (rows, tokens) of a padded or packed micro-batch, fp32."""
+    return model(**model_inputs(batch)).squeeze(-1).float()
+
+
+def make_initial_reward_model(source: str, folder: str, seed: int, trust_remote_code: bool = False) -> None:
+    """A model folder `folder` with the weights of `source`, by links, and a reward head; as `source` has it, or new.
+
+    A new head is drawn from the seed alone, with the standard deviation 1 / sqrt(hidden_size + 1) (Stiennon et al. 2020,
+    appendix B.1), so that it is the same on every layout. Raises UserError where transformers has no sequence classifier
+    for the model, or `source` no safetensors.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(
+            "--pretrain", f"transformers has no sequence classifier for {config.model_type}", "another model"
+        )
+    weight_map = _weight_map(source)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    for name in os.listdir(source):
+        if name not in ("config.json", INDEX, SINGLE):
+            os.symlink(os.path.abspath(os.path.join(source, name)), os.path.join(folder, name))
+    if SINGLE in weight_map.values():
+        os.symlink(os.path.abspath(os.path.join(source, SINGLE)), os.path.join(folder, "weights.safetensors"))
+        weight_map = dict.fromkeys(weight_map, "weights.safetensors")
+    if HEAD not in weight_map:
+        hidden_size = config.get_text_config().hidden_size
+        head = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * (hidden_size + 1) ** -0.5
+        save_file({HEAD: head}, os.path.join(folder, HEAD_FILE), metadata={"format": "pt"})
+        weight_map[HEAD] = HEAD_FILE
+    with open(os.path.join(folder, INDEX), "w") as file:
+        json.dump({"metadata": {}, "weight_map": weight_map}, file)
+    _save_config(config, source, folder)
+
+
+def _save_config(config, source: str, folder: str) -> None:
+    from transformers import AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    config.num_labels = 1
+    if config.get_text_config().pad_token_id is None:  # transformers finds the last token of a padded row by it
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        pad = tokenizer.pad_token_id
+        config.get_text_config().pad_token_id = tokenizer.eos_token_id if pad is None else pad
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.save_pretrained(folder)
+
+
+def _weight_map(folder: str) -> dict[str, str]:
+    """{weight: file} of a folder of safetensors; raises UserError where there are none."""
+    if os.path.exists(os.path.join(folder, INDEX)):
+        with open(os.path.join(folder, INDEX)) as file:
+            return json.load(file)["weight_map"]
+    if not os.path.exists(os.path.join(folder, SINGLE)):
+        raise UserError("--pretrain", f"{folder} holds no safetensors", f"a folder with {SINGLE} or {INDEX}")
+    with safe_open(os.path.join(folder, SINGLE), framework="pt") as weights:
+        return dict.fromkeys(weights.keys(), SINGLE)

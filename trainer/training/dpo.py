@@ -1,0 +1,91 @@
+"""Preference optimization: the mean loss over the pairs of the global batch, from log-probs of whole answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from trainer.datasets.packing import IGNORE
+from trainer.models import preference_loss as losses
+from trainer.models.actor import causal_lm_logits
+from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
+from trainer.models.preference_loss import AnswerLogProbs
+
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Which loss, and its constants."""
+
+    loss: str
+    beta: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.0
+    nll_loss_coef: float = 0.0
+
+    def needs_reference(self) -> bool:
+        return self.loss not in REFERENCE_FREE
+
+
+def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
+    """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
+    num_pairs = len(micro_batch["margins"])
+    labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
+    log_probs = token_log_probs(causal_lm_logits(model, micro_batch), labels)
+    sums = sum_by_sequence(log_probs, sequence_ids, 2 * num_pairs, sp_group)
+    lengths = sum_by_sequence(labels != IGNORE, sequence_ids, 2 * num_pairs, sp_group)
+    return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))
+
+
+def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
+    """The loss of each pair; `margin` is log pi/ref of the chosen answer less that of the rejected one."""
+    beta = options.beta
+    if options.loss == "simpo":
+        result = losses.simpo_loss(policy, beta, options.simpo_gamma)
+    elif options.loss == "orpo":
+        result = losses.orpo_loss(policy, beta)
+    elif options.loss == "cdpo":
+        result = losses.cdpo_loss(margin, beta, options.label_smoothing)
+    else:
+        result = {"dpo": losses.dpo_loss, "ipo": losses.ipo_loss, "hinge": losses.hinge_loss}[options.loss](
+            margin, beta
+        )
+    if options.nll_loss_coef:  # Pang et al. 2024, Iterative reasoning preference optimization, equation 1
+        result = result - options.nll_loss_coef * policy.mean_chosen()
+    return result
+
+
+def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Callable:
+    """The loss function of one choice of options; its metrics are sums over pairs.
+
+    `reference` is a prepared frozen model; None if the loss needs none.
+    """
+
+    def preference_loss(model, micro_batch: dict):
+        policy = answer_log_probs(model, micro_batch, sp_group)
+        if options.needs_reference():
+            with torch.no_grad():
+                fixed = answer_log_probs(reference, micro_batch, sp_group)
+            chosen_rewards = options.beta * (policy.chosen - fixed.chosen)
+            rejected_rewards = options.beta * (policy.rejected - fixed.rejected)
+            margin = (policy.chosen - fixed.chosen) - (policy.rejected - fixed.rejected)
+        else:  # what these losses compare: mean log-probs of tokens
+            chosen_rewards = options.beta * policy.mean_chosen()
+            rejected_rewards = options.beta * policy.mean_rejected()
+            margin = None
+        values = pair_losses(policy, margin, options)
+        weight = counts_here(sp_group)
+        metrics = {
+            "chosen_rewards": chosen_rewards,
+            "rejected_rewards": rejected_rewards,
+            "reward_margin": chosen_rewards - rejected_rewards,
+            "reward_accuracy": (chosen_rewards > rejected_rewards).double(),
+            "chosen_logps": policy.chosen,
+            "rejected_logps": policy.rejected,
+        }
+        sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
+        return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
+
+    return preference_loss

@@ -1,0 +1,48 @@
+"""Reward modelling: the mean preference loss over the pairs of the global batch, from scores at each side's last token."""
+
+from collections.abc import Callable
+
+import torch
+
+from trainer.models.log_probs import counts_here, sum_by_sequence
+from trainer.models.preference_loss import reward_logexp_loss, reward_sigmoid_loss
+from trainer.models.reward import token_scores
+
+
+def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chosen, rejected) scores (pairs,), fp64, of one forward pass; all-reduced over sp."""
+    num_pairs = len(micro_batch["margins"])
+    last_scores = token_scores(model, micro_batch) * micro_batch["is_last"]
+    return sum_by_sequence(last_scores, micro_batch["sequence_ids"], 2 * num_pairs, sp_group).split(num_pairs)
+
+
+def make_reward_loss(loss: str, sp_group) -> Callable:
+    """The loss function of `--loss` sigmoid or logexp; its metrics are sums over pairs."""
+
+    def reward_loss(model, micro_batch: dict):
+        chosen, rejected = pair_scores(model, micro_batch, sp_group)
+        if loss == "sigmoid":
+            losses = reward_sigmoid_loss(chosen, rejected, micro_batch["margins"])
+        else:
+            losses = reward_logexp_loss(chosen, rejected)
+        weight = counts_here(sp_group)
+        metrics = {
+            "accuracy": (chosen > rejected).double(),
+            "margin": chosen - rejected,
+            "chosen_reward": chosen,
+            "chosen_reward_square": chosen**2,
+            "rejected_reward": rejected,
+            "rejected_reward_square": rejected**2,
+        }
+        sums = {name: weight * values.detach().sum() for name, values in metrics.items()}
+        return weight * losses.sum(), losses.new_tensor(weight * losses.numel()), sums
+
+    return reward_loss
+
+
+def reward_statistics(means: dict[str, float], prefix: str = "eval_") -> tuple[float, float]:
+    """Mean and standard deviation of the scores of both sides together, of the metrics of an evaluation."""
+    sides = [(means[f"{prefix}{side}_reward"], means[f"{prefix}{side}_reward_std"]) for side in ("chosen", "rejected")]
+    mean = sum(side_mean for side_mean, _ in sides) / 2
+    second_moment = sum(side_mean**2 + std**2 for side_mean, std in sides) / 2
+    return mean, max(second_moment - mean**2, 0.0) ** 0.5
