@@ -49,10 +49,12 @@ def base_flags(folder: Path) -> list[str]:
 
 
 def run_lines(lines: list[tuple[str, list[str]]], folder: Path) -> None:
-    """Run command lines, each given with its layout, in one launch per number of ranks."""
+    """Run command lines, each given with its layout, up to 40 of the same number of ranks in one launch."""
     for ranks in sorted({LAYOUTS[layout][0] for layout, _ in lines}):
         of_size = [[*LAYOUTS[layout][1], *line] for layout, line in lines if LAYOUTS[layout][0] == ranks]
-        train_many(ranks, of_size, folder, timeout=300 + 60 * len(of_size))
+        for start in range(0, len(of_size), 40):
+            part = of_size[start : start + 40]
+            train_many(ranks, part, folder, timeout=300 + 60 * len(part))
 
 
 def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], tuple[float, bool]]:
