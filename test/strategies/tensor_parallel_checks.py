@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.errors import UserError
+from trainer.models import linear_loss
 from trainer.models.actor import resolve_attention
 from trainer.models.loss import token_cross_entropy
 from trainer.models.vocab_parallel import vocab_parallel_cross_entropy
@@ -35,6 +36,9 @@ LAYOUTS = {
     "dp2-tp2-hf": {"tensor_parallel_size": 2, "use_hf_tp_plan": True},
     "hsdp2-tp2": {"tensor_parallel_size": 2, "dp_replicate_size": 2},
     "hsdp2-dp2": {"dp_replicate_size": 2},
+    "z0": {"zero_stage": 0},
+    "z1": {"zero_stage": 1},
+    "z3": {"zero_stage": 3},
     "z0-dp2-tp2": {"zero_stage": 0, "tensor_parallel_size": 2},
     "z1-dp2-tp2": {"zero_stage": 1, "tensor_parallel_size": 2},
     "z3-tp4": {"zero_stage": 3, "tensor_parallel_size": 4},
@@ -235,12 +239,32 @@ def check_gradient_checkpointing_and_bf16(folder: str) -> None:
     assert abs(losses["bf16", True] / losses["fp32", False] - 1) < 1e-2, losses
 
 
+def check_chunked_loss(folder: str) -> None:
+    """Losses from hidden states and a sharded head, five rows at a time, are those of the plain loop; tied weights too."""
+    samples, chunk_bytes, linear_nll = make_samples(97), linear_loss.CHUNK_BYTES, linear_loss.linear_nll
+    rows = []
+
+    def counted(hidden, *rest):
+        rows.append(len(hidden))
+        return linear_nll(hidden, *rest)
+
+    linear_loss.CHUNK_BYTES, linear_loss.linear_nll = 5 * 97 * 4, counted
+    try:
+        for architecture, layout in (("qwen2", "hsdp2-dp2"), ("qwen2", "z0"), ("qwen2", "z3"), ("llama", "z1")):
+            rows.clear()
+            check(folder, architecture, layout, True, samples, plain_run(f"{folder}/{architecture}", samples))
+            assert rows and max(rows) > 5
+    finally:
+        linear_loss.CHUNK_BYTES, linear_loss.linear_nll = chunk_bytes, linear_nll
+
+
 CHECKS = [
     check_vocab_parallel_loss,
     check_sentinel,
     check_unreached_parameters,
     check_save,
     check_gradient_checkpointing_and_bf16,
+    check_chunked_loss,
 ]
 
 

@@ -152,4 +152,4 @@ def test_every_architecture_is_exact_and_the_sentinel_works(tmp_path):
     assert code == 0, output[-6000:]
     for run in EXACT_RUNS + DEEPSPEED_RUNS:  # looked for anywhere: a progress bar may stand before it on its line
         assert f"ok {run.replace(':', ' ')} losses" in output, run
-    assert output.count("ok check_") == 5
+    assert output.count("ok check_") == 6

@@ -10,6 +10,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.packing import IGNORE
+from trainer.models.actor import model_inputs
+from trainer.models.linear_loss import token_nll
 from trainer.models.vocab_parallel import vocab_parallel_nll
 
 CHUNK_TOKENS = 1024  # fp32 logits exist for this many tokens at a time
@@ -30,6 +32,12 @@ class _SumOverGroup(torch.autograd.Function):
         total = grad.clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
+    """log p(labels[t]) at every position by one forward pass, fp32, 0 where the label is IGNORE: (rows, tokens)."""
+    values, are_losses = token_nll(model, model_inputs(micro_batch), micro_batch["labels"])
+    return -values if are_losses else token_log_probs(values, micro_batch["labels"])
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS) -> torch.Tensor:

@@ -8,8 +8,7 @@ import torch
 
 from trainer.datasets.packing import IGNORE
 from trainer.models import preference_loss as losses
-from trainer.models.actor import causal_lm_logits
-from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
+from trainer.models.log_probs import counts_here, label_log_probs, sum_by_sequence
 from trainer.models.preference_loss import AnswerLogProbs
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -33,7 +32,7 @@ def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
     num_pairs = len(micro_batch["margins"])
     labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
-    log_probs = token_log_probs(causal_lm_logits(model, micro_batch), labels)
+    log_probs = label_log_probs(model, micro_batch)
     sums = sum_by_sequence(log_probs, sequence_ids, 2 * num_pairs, sp_group)
     lengths = sum_by_sequence(labels != IGNORE, sequence_ids, 2 * num_pairs, sp_group)
     return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))

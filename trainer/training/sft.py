@@ -2,10 +2,16 @@
 
 import torch
 
-from trainer.models.actor import causal_lm_logits
+from trainer.datasets.packing import IGNORE
+from trainer.models.actor import model_inputs
+from trainer.models.linear_loss import token_nll
 from trainer.models.vocab_parallel import causal_lm_cross_entropy
 
 
 def sft_loss(model, micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of token losses, number of loss tokens) of a micro-batch."""
-    return causal_lm_cross_entropy(causal_lm_logits(model, micro_batch), micro_batch["labels"])
+    labels = micro_batch["labels"]
+    values, are_losses = token_nll(model, model_inputs(micro_batch), labels)
+    if are_losses:
+        return values.sum(), (labels != IGNORE).sum()
+    return causal_lm_cross_entropy(values, labels)

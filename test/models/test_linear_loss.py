@@ -1,0 +1,96 @@
+"""The chunked loss of hidden states and head against logits and cross-entropy, in values, gradients and memory."""
+
+import resource
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from trainer.datasets.packing import IGNORE
+from trainer.models import linear_loss
+from trainer.models.linear_loss import linear_nll, token_nll
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_are_those_of_cross_entropy(chunk_rows, with_bias):
+    generator = torch.Generator().manual_seed(chunk_rows)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((40, 16), (97, 16), (97,)))
+    targets = torch.randint(0, 97, (40,), generator=generator)
+    upstream = torch.rand(40, generator=generator)  # a weight per token, as advantages would be
+
+    def run(function, dtype):
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight, bias)[: 2 + with_bias]]
+        losses = function(*leaves, *([] if with_bias else [None]))
+        (losses * upstream.to(losses.dtype)).sum().backward()
+        return [losses.detach(), *(leaf.grad for leaf in leaves)]
+
+    exact = run(lambda h, w, b: F.cross_entropy(F.linear(h, w, b), targets, reduction="none"), torch.float64)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        found = run(lambda h, w, b: linear_nll(h, w, b, targets, chunk_rows), dtype)
+        assert found[0].dtype == torch.float32
+        for tensor, expected in zip(found, exact):
+            assert (tensor.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_bf16_weight_gradients_do_not_lose_digits_over_chunks():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((512, 16), (97, 16)))
+    targets = torch.randint(0, 97, (512,), generator=generator)
+    grads = []
+    for chunk_rows in (512, 2):
+        leaf = weight.clone().requires_grad_()
+        linear_nll(hidden, leaf, None, targets, chunk_rows).sum().backward()
+        grads.append(leaf.grad.double())
+    assert (grads[0] - grads[1]).norm() <= 4e-3 * grads[0].norm()  # bf16 holds 8 bits: half a unit is 2e-3
+
+
+def loss_of(model, labels):
+    values, are_losses = token_nll(model, {"input_ids": torch.arange(40).view(2, 20) % 97, "use_cache": False}, labels)
+    if not are_losses:
+        values = F.cross_entropy(values.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORE)
+    return values.sum(), are_losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_gives_the_same_loss_and_gradients_by_chunks(tied, monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    labels = torch.randint(0, 97, (2, 20))
+    labels[0, :7] = IGNORE
+    plain, are_losses = loss_of(model, labels)
+    assert not are_losses  # so few logits are made as ever
+    plain.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 5 * 97 * 4)
+    chunked, are_losses = loss_of(model, labels)
+    assert are_losses
+    chunked.backward()
+    torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_a_model_that_changes_its_logits_keeps_the_plain_path(monkeypatch):
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8))
+    assert model.config.final_logit_softcapping
+    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 5 * 97 * 4)
+    assert not loss_of(model, torch.randint(0, 97, (2, 20)))[1]
+
+
+def test_peak_memory_is_an_eighth_of_the_logits():
+    """8192 tokens x 20k words: 625 MiB of fp32 logits; here at most 78 MiB beside hidden states and head."""
+    tokens, vocab, width = 8192, 20_000, 64
+    chunk_rows = 2**24 // (4 * vocab)
+    hidden, weight = torch.randn(tokens, width).requires_grad_(), torch.randn(vocab, width).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    linear_nll(hidden[:300], weight, None, targets[:300], chunk_rows).sum().backward()  # buffers of the library
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    linear_nll(hidden, weight, None, targets, chunk_rows).sum().backward()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown <= tokens * vocab * 4 / 8, grown / 2**20

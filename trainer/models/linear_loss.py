@@ -1,0 +1,131 @@
+"""Token losses from hidden states and head, without the logits of a whole micro-batch.
+
+The head of a causal language model is asked for losses instead of logits: `token_nll` puts a function in the place of its
+`forward` while the model runs, so that whatever gathers its weight (FSDP, ZeRO-3) does so as for logits.
+"""
+
+import contextlib
+import functools
+import json
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from trainer.datasets.packing import IGNORE
+
+CHUNK_BYTES = (
+    2**27
+)  # of fp32 logits that exist at a time; a micro-batch that fits takes the plain path, which is faster
+
+
+class _LinearNLL(torch.autograd.Function):
+    """-log softmax(hidden @ weight.T + bias)[target] of each row, a chunk of rows at a time, recomputed in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, chunk_rows: int):
+        nll, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        for rows in _slices(len(hidden), chunk_rows):
+            logits = F.linear(hidden[rows], weight, bias).float()  # (chunk, vocab)
+            lse[rows] = logits.logsumexp(1)
+            nll[rows] = lse[rows] - logits.gather(1, targets[rows, None]).squeeze(1)
+            del logits  # or the next chunk's would live beside it
+        ctx.save_for_backward(hidden, weight, bias, targets, lse)
+        ctx.chunk_rows = chunk_rows
+        return nll
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, bias, targets, lse = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        # fp32: sums over chunks must not round to bf16 each time
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _slices(len(hidden), ctx.chunk_rows):
+            logits = F.linear(hidden[rows], weight, bias).float()
+            probabilities = logits.sub_(lse[rows, None]).exp_()
+            probabilities.scatter_add_(1, targets[rows, None], torch.full_like(lse[rows, None], -1.0))
+            grad_logits = probabilities.mul_(grad[rows, None]).to(hidden.dtype)
+            grad_hidden[rows] = grad_logits @ weight
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.T, hidden[rows])
+            else:
+                grad_weight += grad_logits.T @ hidden[rows]
+            if bias is not None:
+                grad_bias += grad_logits.float().sum(0)
+            del logits, probabilities, grad_logits
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+def _slices(length: int, size: int):
+    return (slice(start, start + size) for start in range(0, length, size))
+
+
+def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
+    """(rows,) fp32 -log p(target) from hidden states (rows, width) and a head (vocab, width); logits of `chunk_rows` rows at a time.
+
+    Under autocast the product is made in its dtype, as by a Linear. Four matrix products instead of three.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _LinearNLL.apply(hidden, weight, bias, targets, chunk_rows)
+
+
+def token_nll(model, inputs: dict, labels: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Run a causal language model. Returns (fp32 -log p(labels), 0 where IGNORE, (rows, tokens)), True; or (logits, False).
+
+    Logits come back where they are few, and where there is no other way: a vocabulary split over tp, an adapter on the
+    head, a model that changes its logits behind the head (soft caps, scales).
+    """
+    language_model = model.get_output_embeddings.__self__  # without the wrappers of DeepSpeed and peft
+    head, gave_losses = language_model.get_output_embeddings(), False
+    if type(head) is not torch.nn.Linear:
+        return model(**inputs).logits, False
+    flat_labels = labels.flatten()
+    keep = (flat_labels != IGNORE).nonzero().squeeze(1)
+    config = language_model.config
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal gave_losses
+        weight, bias = head.weight, head.bias
+        chunk_rows = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+        is_small = keep.numel() <= chunk_rows
+        if is_small or isinstance(weight, DTensor) or not _head_is_last(type(config), config.to_json_string(False)):
+            return torch.nn.Linear.forward(head, hidden)
+        gave_losses = True
+        losses = linear_nll(hidden.flatten(0, -2)[keep], weight, bias, flat_labels[keep], chunk_rows)
+        return losses.new_zeros(flat_labels.shape).index_put((keep,), losses).view(*labels.shape, 1)
+
+    with _forward_of(head, forward):
+        output = model(**inputs).logits
+    return (output.squeeze(-1), True) if gave_losses else (output, False)
+
+
+@contextlib.contextmanager
+def _forward_of(module: torch.nn.Module, forward):
+    module.forward = forward  # found before the class's own; hooks run as ever
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@functools.cache
+def _head_is_last(config_class: type, config_json: str) -> bool:
+    """Whether the logits that a model returns are its head's output itself: tried on a copy without weights or layers."""
+    config = config_class.from_dict(json.loads(config_json))
+    outputs = []
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+            hidden = torch.zeros(1, 1, model.get_output_embeddings().in_features)
+            model.base_model.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+            model.get_output_embeddings().register_forward_hook(lambda module, args, output: outputs.append(output))
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except (ValueError, AttributeError):  # a class that transformers does not know, or other outputs: remote code
+        return False
+    return logits is outputs[-1]
