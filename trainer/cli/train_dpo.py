@@ -65,7 +65,9 @@ def run(argv: list[str]) -> None:
     output_dir = common.open_run(args, setup, COMMAND)
     options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    reference = load_reference(args, setup) if options.needs_reference() else None
+    # the base of an adapter is the reference, unless another is named
+    needs_model = options.needs_reference() and (args.ref_model or not args.lora_rank)
+    reference = load_reference(args, setup) if needs_model else None
     loss_fn = make_preference_loss(options, reference, setup.sp_group)
     run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
     common.train_and_save(args, setup, model, loss_fn, run_facts)
