@@ -32,6 +32,32 @@ def sample_loss(model, sample: dict) -> torch.Tensor:
     return losses[loss_mask[1:]].sum()
 
 
+def add_lora(model, args, task_type: str = "CAUSAL_LM"):
+    """peft's own model, its matrices A drawn again as peft draws them, but from the seed alone."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = args.target_modules.split(",") if args.target_modules else "all-linear"
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        target_modules=targets,
+        exclude_modules=["score"],
+        task_type=task_type,
+    )
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(args.seed)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+    return model
+
+
+def trained(model) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name as the trainer has it, parameter) of all that is trained."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [(n.removeprefix("base_model.model.").replace(".modules_to_save.default", ""), p) for n, p in named]
+
+
 def dump(tensors: dict, folder: str, name: str) -> None:
     os.makedirs(folder, exist_ok=True)
     save_file({key: value.detach().clone() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
@@ -48,7 +74,9 @@ def main(argv: list[str]) -> None:
     samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
 
-    named = [(name, parameter) for name, parameter in model.named_parameters()]
+    if args.lora_rank:
+        model = add_lora(model, args)
+    named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -40,9 +40,9 @@ def peft_name(name: str) -> str:
 
 
 def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
-    """Write peft's adapter_config.json, for use and not for training, as peft writes it."""
+    """Write peft's adapter_config.json, for use and not for training, as peft writes it; the same file on every run."""
     config = copy.copy(adapter_config(model))
-    config.inference_mode = True
+    config.inference_mode, config.target_modules = True, sorted(config.target_modules)
     config.save_pretrained(folder)
 
 

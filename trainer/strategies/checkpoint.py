@@ -156,6 +156,12 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
 
 
+def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
+    """Write (name, CPU tensor) pairs of an adapter in one file, under peft's names."""
+    own = {adapter.peft_name(name): tensor.contiguous() for name, tensor in tensors}
+    save_file(own, os.path.join(folder, adapter.ADAPTER_WEIGHTS), metadata={"format": "pt"})
+
+
 def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
@@ -205,10 +211,7 @@ def save_pretrained(
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             if writes:
-                yield (
-                    adapter.peft_name(name) if with_adapter else name,
-                    tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu(),
-                )
+                yield name, tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
 
     if not writes:
         for _ in converted() if tensors is not None else ():
@@ -219,7 +222,7 @@ def save_pretrained(
         _save_configs(model, dtype, temporary)
         tokenizer.save_pretrained(temporary)
         if tensors is not None and with_adapter:  # in one file, as peft wants it
-            save_file(dict(converted()), os.path.join(temporary, adapter.ADAPTER_WEIGHTS), metadata={"format": "pt"})
+            save_adapter(converted(), temporary)
         elif tensors is not None:
             save_safetensors_shards(converted(), temporary, max_shard_bytes)
         commit_folder(temporary, folder)
