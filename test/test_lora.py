@@ -46,7 +46,7 @@ NUM_TRAINED = 5 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 172))  # layers
 def flags_of(name: str, data) -> list[str]:
     """All flags but the folders of a run named <backend>-<layout>, or "reference"."""
     flags = ["--pretrain", f"{data}/models/stories260K-hf", "--lora_rank", "8", "--weight_decay", "0.1", "--max_len"]
-    flags += ["128", "--train_batch_size", "8", "--micro_train_batch_size", "2", "--learning_rate", "5e-3"]
+    flags += ["128", "--train_batch_size", "8", "--micro_train_batch_size", "2", "--learning_rate", "1e-3"]
     flags += ["--lr_scheduler", "constant_with_warmup", "--param_dtype", "fp32"]
     if name == "reference":
         return flags
@@ -64,7 +64,7 @@ def sft_line(name: str, folder, data, *more: str, run: str = "") -> list[str]:
 def pair_line(command: str, name: str, folder, data, *more: str, run: str = "") -> list[str]:
     run = run or f"{command}-{name}"
     where = ["--output_dir", f"{folder}/{run}", "--parity_dump", f"{folder}/{run}/parity"]
-    pairs = ["--dataset", f"{data}/gsm8k/pairs.jsonl", "--max_samples", "40", "--max_steps", "4"]
+    pairs = ["--dataset", f"{data}/gsm8k/pairs.jsonl", "--max_samples", "60", "--max_steps", "4", "--max_len", "192"]
     return [command, *flags_of(name, data), *pairs, *where, *more]
 
 
@@ -166,9 +166,9 @@ def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Lily went to the park.", return_tensors="pt")["input_ids"]
     adapted = peft_model(runs / "fsdp2-dp2" / "model", shared_data)
     with torch.no_grad():
-        expected, plain = adapted(input_ids=ids).logits, adapted.base_model.disable_adapter_layers()
-        plain = adapted(input_ids=ids).logits
-        logits = merged(input_ids=ids).logits
+        expected, logits = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
+        with adapted.disable_adapter():
+            plain = adapted(input_ids=ids).logits
     assert (logits - expected).norm() <= 1e-5 * expected.norm()
     assert (plain - expected).norm() > 1e-2 * expected.norm()  # the adapter does something
 
@@ -179,7 +179,7 @@ def test_a_reward_model_is_merged_with_its_head(runs, shared_data, tmp_path):
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     head = load_file(folder / "parity" / "weights_final.safetensors")["score.weight"]
     initial = load_file(folder / "initial" / "score.safetensors")["score.weight"]
-    assert torch.equal(merged.score.weight, head) and not torch.allclose(head, initial, atol=1e-4)
+    assert torch.equal(merged.score.weight, head) and (head - initial).norm() > 1e-3 * initial.norm()
     base = AutoModelForSequenceClassification.from_pretrained(folder / "initial", dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, folder / "model")
     ids = torch.arange(3, 40).unsqueeze(0)
@@ -255,6 +255,11 @@ def test_flags_that_cannot_work_are_refused(given, where):
 @pytest.mark.parametrize(
     "more, expected",
     [
+        (["--backend", "deepspeed", "--tensor_parallel_size", "2"], "error: --lora_rank: with --backend deepspeed and"),
+        (
+            ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--sequence_parallel"],
+            "error: --lora_rank: with --seq",
+        ),
         (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit: "),
         (["--backend", "fsdp2", "--target_modules", "w_proj"], "error: --target_modules: "),
         (
@@ -267,4 +272,4 @@ def test_a_command_refuses_in_one_line(tmp_path, shared_data, more, expected):
     line = [*sft_line("reference", tmp_path, shared_data, "--device", "cpu"), *more]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
     assert code == 2 and "Traceback" not in output
-    assert [row for row in output.splitlines() if row.startswith("error: ")][0].startswith(expected), output[-2000:]
+    assert next(row for row in output.splitlines() if row.startswith("error: ")).startswith(expected), output[-2000:]
