@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.cli.train_sft import load_data, parse
@@ -30,6 +30,14 @@ def sample_loss(model, sample: dict) -> torch.Tensor:
     logits = model(input_ids=input_ids).logits[0, :-1].float()
     losses = F.cross_entropy(logits, input_ids[0, 1:], reduction="none")
     return losses[loss_mask[1:]].sum()
+
+
+def quantization(args) -> dict:
+    """4-bit NormalFloat with quantized scales, for --load_in_4bit."""
+    if not args.load_in_4bit:
+        return {}
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return {"quantization_config": BitsAndBytesConfig(**four_bit), "device_map": {"": "cpu"}}
 
 
 def add_lora(model, args, task_type: str = "CAUSAL_LM"):
@@ -72,7 +80,7 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
-    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32, **quantization(args))
 
     if args.lora_rank:
         model = add_lora(model, args)

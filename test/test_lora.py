@@ -3,6 +3,7 @@
 The plain loops are reference.py and preference_reference.py with peft's own model. Two launches hold all runs.
 """
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -224,6 +225,23 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_only(resumed, na
     exported = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in exported.values()) == NUM_TRAINED
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8
+
+
+# --- 4 bits
+
+
+def test_qlora_equals_the_plain_loop_of_peft_or_names_the_extra(tmp_path, shared_data):
+    z2 = ["--backend", "deepspeed", "--zero_stage", "2", "--device", "cpu"]
+    more = [*z2, "--load_in_4bit", "--max_steps", "3"]
+    command = [sys.executable, "-m", "trainer.cli.train_sft"]
+    code, output = run_process([*command, *sft_line("reference", tmp_path, shared_data, *more, run="four_bits")])
+    if importlib.util.find_spec("bitsandbytes") is None:
+        assert code == 2 and "error: --load_in_4bit: bitsandbytes is not installed (allowed: pip install" in output
+        return
+    assert code == 0, output[-4000:]
+    run_reference("reference.py", sft_line("reference", tmp_path, shared_data, *more))
+    assert_same_steps(tmp_path / "four_bits", tmp_path / "reference", 1e-5, 1e-4)
+    assert_same_tensors(tmp_path / "four_bits", tmp_path / "reference", "weights_final", 1e-4)
 
 
 # --- what is refused

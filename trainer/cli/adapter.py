@@ -8,12 +8,15 @@ from trainer.errors import UserError
 def validate_adapter_flags(args) -> None:
     """Raises UserError for flags that need --lora_rank, contradict the layout, or ask for what is not installed."""
     if args.lora_rank is None:
-        for flag in ("lora_alpha", "lora_dropout", "target_modules", "load_in_4bit"):
-            if getattr(args, flag):
-                raise UserError(f"--{flag}", "without --lora_rank", "--lora_rank, or leave it out")
-    for flag, package, extra in (("lora_rank", "peft", "lora"), ("load_in_4bit", "bitsandbytes", "qlora")):
-        if getattr(args, flag) and importlib.util.find_spec(package) is None:
-            raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{extra}]'")
+        given = {"--lora_alpha": args.lora_alpha, "--lora_dropout": args.lora_dropout}
+        given |= {"--target_modules": args.target_modules, "--load_in_4bit": args.load_in_4bit}
+        for flag, value in given.items():
+            if value:
+                raise UserError(flag, f"{value} without --lora_rank", "--lora_rank, or leave it out")
+    needed = {"--lora_rank": ("peft", "lora", True), "--load_in_4bit": ("bitsandbytes", "qlora", args.load_in_4bit)}
+    for flag, (package, extra, is_used) in needed.items():
+        if is_used and importlib.util.find_spec(package) is None:
+            raise UserError(flag, f"{package} is not installed", f"pip install -e '.[{extra}]'")
     if args.lora_dropout == 1:
         raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
     for flag, size in (("tensor_parallel_size", args.tensor_parallel_size), ("ring_attn_size", args.ring_attn_size)):

@@ -192,7 +192,8 @@ def train_and_save(
         from trainer.cli.adapter import add_adapter_of_flags
 
         add_adapter_of_flags(args, strategy, model)
-    num_params = sum(parameter.numel() for parameter in model.parameters())
+    # a frozen weight needs no gradient of its own: 4 FLOPs a token instead of 6
+    num_params = sum(parameter.numel() * (1 if parameter.requires_grad else 2 / 3) for parameter in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
     model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)

@@ -33,6 +33,8 @@ def validate(args: DPOArguments) -> None:
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
     if args.ref_model and args.loss in REFERENCE_FREE:
         raise UserError("--ref_model", f"with --loss {args.loss}, which has no reference", "leave it out")
+    if args.ref_model and args.load_in_4bit:
+        raise UserError("--ref_model", "with --load_in_4bit, whose reference is the model without its adapter")
 
 
 def load_reference(args: DPOArguments, setup: common.Setup):
