@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-COMMANDS = ["train_sft", "train_rm", "train_dpo", "make_demo", "convert_ckpt", "export_model"]
+COMMANDS = ["train_sft", "train_rm", "train_dpo", "make_demo", "convert_ckpt", "export_model", "merge_lora"]
 
 setup(
     name="trainer",
@@ -25,9 +25,11 @@ setup(
         "flash": ["flash-attn>=2.8", "ring-flash-attn>=0.1.8"],
         "liger": ["liger-kernel>=0.6"],
         "vllm": ["vllm>=0.32"],
+        "lora": ["peft>=0.19"],
+        "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard"],
+        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard", "peft"],
     },
     entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},
 )

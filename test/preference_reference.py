@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
-from reference import dump
+from reference import add_lora, dump, trained
 
 from trainer.datasets.templates import load_chat_template
 from trainer.models.reward import make_initial_reward_model
@@ -82,16 +82,18 @@ def main(argv: list[str]) -> None:
     if argv[0] == "train_rm":
         make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)
         model = AutoModelForSequenceClassification.from_pretrained(f"{args.output_dir}/initial", dtype=torch.float32)
+        model = add_lora(model, args, "SEQ_CLS") if args.lora_rank else model
 
         def pair_loss(pair):
             return reward_pair_loss(args, model, pair)
     else:
         model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+        model = add_lora(model, args) if args.lora_rank else model
 
         def pair_loss(pair):
             return dpo_pair_loss(args, model, reference, pair)
 
-    named = list(model.named_parameters())
+    named = trained(model)
     optimizer = torch.optim.AdamW(
         [
             {"params": [parameter for _, parameter in named if parameter.ndim >= 2], "weight_decay": args.weight_decay},

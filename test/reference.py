@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.cli.train_sft import load_data, parse
@@ -30,6 +30,40 @@ def sample_loss(model, sample: dict) -> torch.Tensor:
     logits = model(input_ids=input_ids).logits[0, :-1].float()
     losses = F.cross_entropy(logits, input_ids[0, 1:], reduction="none")
     return losses[loss_mask[1:]].sum()
+
+
+def quantization(args) -> dict:
+    """4-bit NormalFloat with quantized scales, for --load_in_4bit."""
+    if not args.load_in_4bit:
+        return {}
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return {"quantization_config": BitsAndBytesConfig(**four_bit), "device_map": {"": "cpu"}}
+
+
+def add_lora(model, args, task_type: str = "CAUSAL_LM"):
+    """peft's own model, its matrices A drawn again as peft draws them, but from the seed alone."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = args.target_modules.split(",") if args.target_modules else "all-linear"
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        target_modules=targets,
+        exclude_modules=["score"],
+        task_type=task_type,
+    )
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(args.seed)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+    return model
+
+
+def trained(model) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name as the trainer has it, parameter) of all that is trained."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [(n.removeprefix("base_model.model.").replace(".modules_to_save.default", ""), p) for n, p in named]
 
 
 def dump(tensors: dict, folder: str, name: str) -> None:
@@ -46,9 +80,11 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
-    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32, **quantization(args))
 
-    named = [(name, parameter) for name, parameter in model.named_parameters()]
+    if args.lora_rank:
+        model = add_lora(model, args)
+    named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(

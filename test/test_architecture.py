@@ -13,7 +13,7 @@ PACKAGE = ROOT / "trainer"
 FLOORS = [
     {"errors", "arguments", "metrics"},
     {"datasets", "models.loss"},
-    {"models", "strategies.autotp", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
+    {"models", "strategies.adapter", "strategies.autotp", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
      "strategies.data_order", "strategies.tensor_parallel", "strategies.replicas", "strategies.checkpoint_store",
      "strategies.checkpoint_pieces", "strategies.run_state"},
     {"strategies"},

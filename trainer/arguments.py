@@ -33,6 +33,27 @@ class ModelArguments:
 
 
 @dataclass
+class LoraArguments:
+    """LoRA"""
+
+    lora_rank: Optional[int] = arg(
+        None,
+        "train low-rank matrices of this rank beside frozen layers; save_path gets the adapter",
+        type="PositiveInt",
+    )
+    lora_alpha: Optional[int] = arg(
+        None, "their output is scaled by this over --lora_rank (default: twice the rank)", type="PositiveInt"
+    )
+    lora_dropout: float = arg(
+        0.0, "dropout before them; above 0, layouts differ by its random numbers", type="ClosedUnitInterval"
+    )
+    target_modules: Optional[str] = arg(
+        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all linear ones but the head)"
+    )
+    load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")
+
+
+@dataclass
 class DataArguments:
     """Data"""
 
@@ -208,6 +229,7 @@ class SFTArguments(
     BatchArguments,
     SFTDataArguments,
     DataArguments,
+    LoraArguments,
     ModelArguments,
 ):  # a dataclass takes its bases' fields from the last base to the first, which is the order of --help
     """Supervised fine-tuning of a causal language model."""
@@ -223,6 +245,7 @@ class RMArguments(
     RewardArguments,
     PreferenceDataArguments,
     DataArguments,
+    LoraArguments,
     ModelArguments,
 ):
     """Training of a reward model on pairs of answers."""
@@ -238,6 +261,7 @@ class DPOArguments(
     PreferenceArguments,
     PreferenceDataArguments,
     DataArguments,
+    LoraArguments,
     ModelArguments,
 ):
     """Preference optimization of a causal language model: DPO and its relatives."""

@@ -40,6 +40,10 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
+    if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
+        from trainer.cli.adapter import validate_adapter_flags
+
+        validate_adapter_flags(args)
     check_scheduler_name(args.lr_scheduler)
     check_mirrors(args.use_wandb, args.use_tensorboard)
     check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
@@ -184,7 +188,12 @@ def train_and_save(
     from trainer.training.verify_resume import verify_resume
 
     strategy, ledger = setup.strategy, run.ledger
-    num_params = sum(parameter.numel() for parameter in model.parameters())
+    if args.lora_rank:
+        from trainer.cli.adapter import add_adapter_of_flags
+
+        add_adapter_of_flags(args, strategy, model)
+    # a frozen weight needs no gradient of its own: 4 FLOPs a token instead of 6
+    num_params = sum(parameter.numel() * (1 if parameter.requires_grad else 2 / 3) for parameter in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
     model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)

@@ -1,4 +1,7 @@
-"""`export_model CKPT OUT`: the Hugging Face model folder of a checkpoint. One process, no model is built."""
+"""`export_model CKPT OUT`: the Hugging Face model folder of a checkpoint, or the adapter's folder of a run with LoRA.
+
+One process, no model is built.
+"""
 
 import os
 import shutil
@@ -17,7 +20,8 @@ def run(argv: list[str]) -> None:
 
     import torch
 
-    from trainer.strategies.checkpoint import INDEX, SINGLE, commit_folder, save_safetensors_shards
+    from trainer.strategies import adapter
+    from trainer.strategies.checkpoint import INDEX, commit_folder, save_adapter, save_safetensors_shards
     from trainer.strategies.checkpoint_pieces import PieceReader
     from trainer.strategies.run_state import HF_FOLDER
 
@@ -32,9 +36,12 @@ def run(argv: list[str]) -> None:
             yield key.removeprefix(PREFIX), tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     try:
-        weight_files = shutil.ignore_patterns(SINGLE, INDEX, "model-*.safetensors")
+        weight_files = shutil.ignore_patterns("*.safetensors", INDEX)
         shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
-        save_safetensors_shards(weights(), temporary, 2 << 30)
+        if os.path.exists(os.path.join(temporary, adapter.ADAPTER_CONFIG)):
+            save_adapter(weights(), temporary)
+        else:
+            save_safetensors_shards(weights(), temporary, 2 << 30)
         commit_folder(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

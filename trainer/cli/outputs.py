@@ -109,7 +109,8 @@ def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
-    front = yaml.safe_dump({"base_model": args.pretrain, "library_name": "transformers", "tags": [command]})
+    library = "peft" if args.lora_rank else "transformers"
+    front = yaml.safe_dump({"base_model": args.pretrain, "library_name": library, "tags": [command]})
     with open(os.path.join(folder, "README.md"), "w") as file:
         file.write(
             f"---\n{front}---\n\n# Trained from {args.pretrain}\n\n| | |\n|---|---|\n{rows}\n"

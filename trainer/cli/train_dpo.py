@@ -33,6 +33,8 @@ def validate(args: DPOArguments) -> None:
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
     if args.ref_model and args.loss in REFERENCE_FREE:
         raise UserError("--ref_model", f"with --loss {args.loss}, which has no reference", "leave it out")
+    if args.ref_model and args.load_in_4bit:
+        raise UserError("--ref_model", "with --load_in_4bit, whose reference is the model without its adapter")
 
 
 def load_reference(args: DPOArguments, setup: common.Setup):
@@ -65,7 +67,9 @@ def run(argv: list[str]) -> None:
     output_dir = common.open_run(args, setup, COMMAND)
     options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    reference = load_reference(args, setup) if options.needs_reference() else None
+    # the base of an adapter is the reference, unless another is named
+    needs_model = options.needs_reference() and (args.ref_model or not args.lora_rank)
+    reference = load_reference(args, setup) if needs_model else None
     loss_fn = make_preference_loss(options, reference, setup.sp_group)
     run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
     common.train_and_save(args, setup, model, loss_fn, run_facts)

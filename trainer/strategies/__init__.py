@@ -18,6 +18,8 @@ def get_strategy(args):
         "device": args.device,
         "dist_backend": args.dist_backend,
         "deterministic": args.deterministic,
+        "lora": args.lora_rank is not None,
+        "load_in_4bit": args.load_in_4bit,
     }
     if args.backend == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import UserError
+from trainer.strategies import adapter
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -61,15 +62,31 @@ class LoadedWeights:
         return self._tensors[name] if region is None else self._tensors[name][region]
 
 
-def stored_tensors(model) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that a model folder holds: the state dict without aliases of tied weights."""
+def all_tensors(model) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a model is made of: the state dict without aliases of tied weights."""
     return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
 
-def open_weights(model, folder: str, names: list[str]) -> SafetensorsFolder | LoadedWeights:
-    """The weights of `folder` under the model's own names; raises UserError naming one that is missing.
+def stored_tensors(model) -> dict[str, torch.Tensor]:
+    """What a model folder or a checkpoint holds of `all_tensors`: with an adapter, only what is trained with it."""
+    config, tensors = adapter.adapter_config(model), all_tensors(model)
+    if config is None:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if adapter.is_of_adapter(name, config)}
 
-    Safetensors whose names are the model's are read slice by slice. Where transformers has to convert (other names,
+
+def open_weights(model, folder: str, names: list[str]):
+    """The weights of `folder`, and those of a new adapter, under the model's own names (objects with `read` and `dtype`).
+
+    Raises UserError naming one that is missing.
+    """
+    names = [adapter.base_name(name) for name in names if name not in model.new_tensors]
+    weights = _open_folder(model, folder, names)
+    return adapter.WeightsWithAdapter(weights, model.new_tensors) if model.new_tensors else weights
+
+
+def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | LoadedWeights:
+    """Safetensors whose names are the model's are read slice by slice. Where transformers has to convert (other names,
     fused experts, .bin files), it loads the whole model into host memory first.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -139,6 +156,12 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
 
 
+def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
+    """Write (name, CPU tensor) pairs of an adapter in one file, under peft's names."""
+    own = {adapter.peft_name(name): tensor.contiguous() for name, tensor in tensors}
+    save_file(own, os.path.join(folder, adapter.ADAPTER_WEIGHTS), metadata={"format": "pt"})
+
+
 def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
@@ -175,11 +198,15 @@ def save_pretrained(
     writes: bool,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
-    """Write a Hugging Face folder: config, generation config, tokenizer with chat template, weights in `dtype`.
+    """Write a Hugging Face folder: config, generation config, tokenizer with chat template, weights in `dtype`; with an
+    adapter, a folder of peft, its weights in fp32.
 
     Every rank iterates `tensors`, whose gathering is collective; the rank that `writes` holds one shard at a time.
     Without `tensors`, all but the weights. Raises UserError on the rank that writes if it cannot.
     """
+
+    with_adapter = adapter.adapter_config(model) is not None
+    dtype = torch.float32 if with_adapter else dtype
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
@@ -194,7 +221,9 @@ def save_pretrained(
         temporary = fresh_folder(folder)
         _save_configs(model, dtype, temporary)
         tokenizer.save_pretrained(temporary)
-        if tensors is not None:
+        if tensors is not None and with_adapter:  # in one file, as peft wants it
+            save_adapter(converted(), temporary)
+        elif tensors is not None:
             save_safetensors_shards(converted(), temporary, max_shard_bytes)
         commit_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
@@ -208,5 +237,7 @@ def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
     # fully_shard renames the class of a module to FSDP<class>
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    if model.can_generate():
+    if adapter.adapter_config(model) is not None:
+        adapter.save_adapter_config(model, folder)
+    elif model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -39,6 +39,8 @@ class DeepspeedStrategy:
         device: str = "auto",
         dist_backend: str = "auto",
         deterministic: bool = True,
+        lora: bool = False,
+        load_in_4bit: bool = False,
     ):
         self.zero_stage = 2 if zero_stage is None else zero_stage
         if self.zero_stage not in (0, 1, 2, 3):
@@ -56,6 +58,12 @@ class DeepspeedStrategy:
             raise UserError(
                 "--sequence_parallel", "with --backend deepspeed, whose AutoTP has no such mode", "--backend fsdp2"
             )
+        if lora and tensor_parallel_size > 1:
+            found = f"with --backend deepspeed and --tensor_parallel_size {tensor_parallel_size}"
+            raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
+        if load_in_4bit and self.zero_stage == 3:
+            raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
+        self.load_in_4bit = load_in_4bit
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.adam_offload = adam_offload
@@ -165,11 +173,27 @@ class DeepspeedStrategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
                 weights_only=True,
+                **self._quantization(),
             )
+            model.new_tensors = {}
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.pretrained_folder = folder
         return model
+
+    def _quantization(self) -> dict:
+        """What from_pretrained needs for QLoRA (Dettmers et al. 2023): 4-bit NormalFloat, its scales quantized as well."""
+        if not self.load_in_4bit:
+            return {}
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.param_dtype,
+        )
+        return {"quantization_config": config, "device_map": {"": self.device}}
 
     def _load_partitioned(self, folder: str, config, auto_class, attn_implementation: str, trust_remote_code: bool):
         """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from
@@ -189,6 +213,7 @@ class DeepspeedStrategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
+        model.new_tensors = {}
         model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
         names = list(checkpoint.stored_tensors(model))
         weights = checkpoint.open_weights(model, folder, names)
@@ -210,7 +235,8 @@ class DeepspeedStrategy:
         """AdamW; `prepare` makes it work on fp32 masters."""
 
         def num_dims(parameter) -> int:  # a ZeRO-3 parameter is empty here; ds_shape is its real shape
-            return len(parameter.ds_shape) if self.zero_stage == 3 else parameter.ndim
+            # but not that of an adapter, which the engine partitions later
+            return len(getattr(parameter, "ds_shape", parameter.shape))
 
         groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
         fused = self.device.type == "cuda" and not self.adam_offload

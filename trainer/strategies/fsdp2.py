@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import checkpoint, gradients, mesh, run_state, tensor_parallel
+from trainer.strategies import adapter, checkpoint, gradients, mesh, run_state, tensor_parallel
 from trainer.strategies.checkpoint_pieces import Piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
@@ -41,7 +41,13 @@ class FSDP2Strategy:
         device: str = "auto",
         dist_backend: str = "auto",
         deterministic: bool = True,
+        lora: bool = False,
+        load_in_4bit: bool = False,
     ):
+        if load_in_4bit:
+            raise UserError("--load_in_4bit", "with --backend fsdp2", "--backend deepspeed with --zero_stage 0, 1, 2")
+        if lora and sequence_parallel:
+            raise UserError("--lora_rank", "with --sequence_parallel", "one of them")
         if zero_stage not in (None, 2, 3):
             raise UserError(
                 "--zero_stage", f"{zero_stage} with --backend fsdp2", "3 (the default), 2 (keep weights gathered)"
@@ -99,7 +105,7 @@ class FSDP2Strategy:
             )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.pretrained_folder = folder
+        model.pretrained_folder, model.new_tensors = folder, {}
         return model
 
     def _shard(self, model: torch.nn.Module) -> None:
@@ -110,7 +116,10 @@ class FSDP2Strategy:
         if model.pretrained_folder is None:
             return
         if self.sizes.tp > 1:
-            plan = tensor_parallel.resolve_tp_plan(model, **self.tp_options)
+            with torch.device("meta"):  # without an adapter, of which a plan does not know
+                skeleton = type(model)(model.config)
+            plan = tensor_parallel.resolve_tp_plan(skeleton, **self.tp_options)
+            plan = adapter.plan_with_adapter(plan, model, tensor_parallel.FLAG)
             if self.print_tp_plan:
                 self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
             tensor_parallel.apply_tp_plan(model, plan, self.meshes.params["tp"])
@@ -135,13 +144,13 @@ class FSDP2Strategy:
         offloaded = self.adam_offload and self.device.type != "cpu"
         model.to_empty(device="cpu" if offloaded else self.device)
         model.tie_weights(recompute_mapping=False)
-        stored = checkpoint.stored_tensors(model)  # tied aliases are not among them: they were tied again above
-        weights = checkpoint.open_weights(model, model.pretrained_folder, list(stored))
+        tensors = checkpoint.all_tensors(model)  # tied aliases are not among them: they were tied again above
+        weights = checkpoint.open_weights(model, model.pretrained_folder, list(tensors))
         with torch.no_grad():
-            for name, tensor in stored.items():
+            for name, tensor in tensors.items():
                 gradients.to_local_if_dtensor(tensor).copy_(weights.read(name, _local_region(tensor)))
         checkpoint.restore_computed_buffers(model, self.device)
-        model.pretrained_folder = None
+        model.pretrained_folder, model.new_tensors = None, {}
 
     def create_optimizer(
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
@@ -222,7 +231,7 @@ class FSDP2Strategy:
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         tensors = (
             (name, gradients.to_local_if_dtensor(tensor), _replicated_axes(tensor, groups))
-            for name, tensor in checkpoint.stored_tensors(model).items()
+            for name, tensor in checkpoint.all_tensors(model).items()
         )
         replicas.check_replicas(tensors, groups)
 

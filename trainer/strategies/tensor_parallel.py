@@ -29,6 +29,8 @@ class ReplicatedParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def as_replica(module, inputs, mesh):
+            if isinstance(inputs[0], DTensor):  # already, where it is the input of a block
+                return inputs[0]
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
         return distribute_module(module, device_mesh, None, as_replica, lambda module, output, mesh: output.to_local())

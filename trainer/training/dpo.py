@@ -59,14 +59,22 @@ def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options:
 def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Callable:
     """The loss function of one choice of options; its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model; None if the loss needs none.
+    `reference` is a prepared frozen model; None if the loss needs none, or for the base of a model with an adapter.
     """
+
+    def reference_log_probs(model, micro_batch: dict) -> AnswerLogProbs:
+        if reference is not None:
+            return answer_log_probs(reference, micro_batch, sp_group)
+        from trainer.models.lora import adapter_off
+
+        with adapter_off(model):
+            return answer_log_probs(model, micro_batch, sp_group)
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
         if options.needs_reference():
             with torch.no_grad():
-                fixed = answer_log_probs(reference, micro_batch, sp_group)
+                fixed = reference_log_probs(model, micro_batch)
             chosen_rewards = options.beta * (policy.chosen - fixed.chosen)
             rejected_rewards = options.beta * (policy.rejected - fixed.rejected)
             margin = (policy.chosen - fixed.chosen) - (policy.rejected - fixed.rejected)

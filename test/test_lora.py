@@ -1,0 +1,293 @@
+"""LoRA: on every layout the plain loop of peft; the adapter alone is trained, saved and resumed; merged, it is the model.
+
+The plain loops are reference.py and preference_reference.py with peft's own model. Two launches hold all runs.
+"""
+
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import ROOT, read_steps, run_process, train_many
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_parity import assert_same_steps, assert_same_tensors
+from test_parity_preference import assert_equals_the_plain_loop
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trainer.cli.adapter import validate_adapter_flags
+from trainer.errors import UserError
+
+BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
+    "fsdp2": ["--backend", "fsdp2"]
+}
+LAYOUTS = {
+    "dp2": [],
+    "tp2": ["--tensor_parallel_size", "2"],
+    "sp2": ["--ring_attn_size", "2"],
+    "recompute": ["--gradient_checkpointing"],
+    "packed": ["--packing_samples"],
+}
+STEPS = 8
+SFT = [
+    "fsdp2-dp2", "fsdp2-tp2", "fsdp2-sp2", "fsdp2-recompute", "z0-dp2", "z1-dp2", "z2-packed", "z3-dp2", "z3-sp2",
+]  # fmt: skip
+BF16 = ["fsdp2-dp2", "z2-dp2", "z3-dp2"]
+PREFERENCE = [
+    "train_dpo-fsdp2-dp2", "train_dpo-fsdp2-sp2", "train_dpo-z1-dp2", "train_dpo-z3-dp2",
+    "train_rm-fsdp2-tp2", "train_rm-z2-dp2", "train_rm-z3-dp2",
+]  # fmt: skip
+RESUMED = ["fsdp2-dp2", "fsdp2-tp2", "z1-dp2", "z2-dp2", "z3-dp2"]
+NUM_TRAINED = 5 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 172))  # layers, rank, inputs and outputs of each
+
+
+def flags_of(name: str, data) -> list[str]:
+    """All flags but the folders of a run named <backend>-<layout>, or "reference"."""
+    flags = ["--pretrain", f"{data}/models/stories260K-hf", "--lora_rank", "8", "--weight_decay", "0.1", "--max_len"]
+    flags += ["128", "--train_batch_size", "8", "--micro_train_batch_size", "2", "--learning_rate", "1e-3"]
+    flags += ["--lr_scheduler", "constant_with_warmup", "--param_dtype", "fp32"]
+    if name == "reference":
+        return flags
+    backend, layout = name.split("-")
+    return [*flags, *BACKENDS[backend], *LAYOUTS[layout]]
+
+
+def sft_line(name: str, folder, data, *more: str, run: str = "") -> list[str]:
+    gsm8k = ["--dataset", f"{data}/gsm8k/train.jsonl", "--input_key", "question", "--output_key", "answer"]
+    where = ["--output_dir", f"{folder}/{run or name}", "--parity_dump", f"{folder}/{run or name}/parity"]
+    steps = ["--max_samples", "80", "--max_steps", str(STEPS)]
+    return [*flags_of(name, data), *gsm8k, *steps, *where, *more]
+
+
+def pair_line(command: str, name: str, folder, data, *more: str, run: str = "") -> list[str]:
+    run = run or f"{command}-{name}"
+    where = ["--output_dir", f"{folder}/{run}", "--parity_dump", f"{folder}/{run}/parity"]
+    pairs = ["--dataset", f"{data}/gsm8k/pairs.jsonl", "--max_samples", "60", "--max_steps", "4", "--max_len", "192"]
+    return [command, *flags_of(name, data), *pairs, *where, *more]
+
+
+def run_reference(script: str, line: list[str]) -> None:
+    code, output = run_process([sys.executable, str(ROOT / "test" / script), *line])
+    assert code == 0, output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_data):
+    """The folder with all finished runs; those that save a model, into <run>/model."""
+    folder = tmp_path_factory.mktemp("lora")
+    run_reference("reference.py", sft_line("reference", folder, shared_data))
+    for command in ("train_dpo", "train_rm"):
+        run_reference("preference_reference.py", pair_line(command, "reference", folder, shared_data))
+    lines = [sft_line(name, folder, shared_data, "--check_replicas_every", "4") for name in SFT]
+    lines += [sft_line(name, folder, shared_data, "--param_dtype", "bf16", run=f"{name}-bf16") for name in BF16]
+    for line in PREFERENCE:
+        command, name = line.split("-", 1)
+        lines.append(pair_line(command, name, folder, shared_data))
+    for backend in ("fsdp2", "z3"):
+        reference = ["--ref_model", f"{shared_data}/models/stories260K-hf", "--no_save"]
+        lines.append(pair_line("train_dpo", f"{backend}-dp2", folder, shared_data, *reference, run=f"{backend}-copy"))
+    train_many(2, lines, folder, timeout=1200)
+    return folder
+
+
+# --- what is trained and saved
+
+
+@pytest.mark.parametrize("name", ["fsdp2-tp2", "z0-dp2", "z3-dp2"])
+def test_only_the_adapter_is_trained_and_saved(runs, name):
+    saved = load_file(runs / name / "model" / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in saved.values()) == NUM_TRAINED
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    for dump in ("grads_step1", "weights_final"):
+        tensors = load_file(runs / name / "parity" / f"{dump}.safetensors")
+        assert sum(tensor.numel() for tensor in tensors.values()) == NUM_TRAINED
+    assert not (runs / name / "model" / "model.safetensors").exists()
+
+
+def peft_model(folder, data):
+    base = AutoModelForCausalLM.from_pretrained(f"{data}/models/stories260K-hf", dtype=torch.float32)
+    return PeftModel.from_pretrained(base, folder)
+
+
+@pytest.mark.parametrize("name", ["fsdp2-tp2", "z3-dp2"])
+def test_peft_loads_the_saved_adapter_and_finds_what_was_trained(runs, shared_data, name):
+    model = peft_model(runs / name / "model", shared_data)
+    final = load_file(runs / name / "parity" / "weights_final.safetensors")
+    loaded = {key.removeprefix("base_model.model."): value for key, value in model.named_parameters()}
+    for key, tensor in final.items():
+        assert torch.equal(loaded[key], tensor), key
+
+
+# --- one loss curve
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_fp32_run_equals_the_plain_loop_of_peft(runs, name):
+    assert len(read_steps(runs / name)) == STEPS
+    assert_same_steps(runs / name, runs / "reference", 1e-5, 1e-4)
+    assert_same_tensors(runs / name, runs / "reference", "grads_step1", 1e-4)
+    assert_same_tensors(runs / name, runs / "reference", "weights_final", 1e-4)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_run_stays_within_1e_2_of_the_plain_fp32_loop(runs, name):
+    assert_same_steps(runs / f"{name}-bf16", runs / "reference", 1e-2, None)
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_preference_runs_equal_the_plain_loop_of_peft(runs, name):
+    assert_equals_the_plain_loop(runs / name, runs / f"{name.split('-')[0]}-reference")
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "z3"])
+def test_the_adapter_switched_off_is_the_reference(runs, backend):
+    """DPO without a second model, against DPO with an explicit copy of the base: bitwise, at every step."""
+    off, copy = read_steps(runs / f"train_dpo-{backend}-dp2"), read_steps(runs / f"{backend}-copy")
+    keys = ("loss", "grad_norm", "reward_margin", "chosen_rewards", "chosen_logps")
+    assert [[row[key] for key in keys] for row in off] == [[row[key] for key in keys] for row in copy]
+    assert off[0]["reward_margin"] == 0 and off[-1]["reward_margin"] != 0
+
+
+# --- merging
+
+
+def merge(base, adapter, out) -> str:
+    code, output = run_process([sys.executable, "-m", "trainer.cli.merge_lora", str(base), str(adapter), str(out)])
+    assert code == 0, output[-3000:]
+    return output
+
+
+def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
+    base = f"{shared_data}/models/stories260K-hf"
+    merge(base, runs / "fsdp2-dp2" / "model", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Lily went to the park.", return_tensors="pt")["input_ids"]
+    adapted = peft_model(runs / "fsdp2-dp2" / "model", shared_data)
+    with torch.no_grad():
+        expected, logits = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
+        with adapted.disable_adapter():
+            plain = adapted(input_ids=ids).logits
+    assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    assert (plain - expected).norm() > 1e-2 * expected.norm()  # the adapter does something
+
+
+def test_a_reward_model_is_merged_with_its_head(runs, shared_data, tmp_path):
+    folder = runs / "train_rm-z3-dp2"
+    merge(f"{shared_data}/models/stories260K-hf", folder / "model", tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    head = load_file(folder / "parity" / "weights_final.safetensors")["score.weight"]
+    initial = load_file(folder / "initial" / "score.safetensors")["score.weight"]
+    assert torch.equal(merged.score.weight, head) and (head - initial).norm() > 1e-3 * initial.norm()
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "initial", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, folder / "model")
+    ids = torch.arange(3, 40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
+# --- checkpoints
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, shared_data):
+    """(folder, output) of runs that prove their own resume, with dropout where the layout allows it."""
+    folder = tmp_path_factory.mktemp("lora_resume")
+    lines = []
+    for name in RESUMED:
+        dropout = [] if "tp" in name else ["--lora_dropout", "0.1"]
+        lines.append(sft_line(name, folder, shared_data, "--verify_resume", "2", *dropout))
+    return folder, train_many(2, lines, folder, timeout=600)
+
+
+def test_a_checkpoint_loses_nothing(resumed):
+    _, output = resumed
+    proofs = [line for line in output.splitlines() if line.startswith("verify_resume: 2 steps from ")]
+    assert [line.split("/checkpoints/")[0].rpartition("/")[2] for line in proofs] == RESUMED
+    assert all(line.endswith("replayed, bitwise the same") for line in proofs)
+
+
+@pytest.mark.parametrize("name", ["fsdp2-dp2", "z3-dp2"])
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_only(resumed, name, tmp_path):
+    folder = resumed[0] / name / "checkpoints" / "step_2"
+    counts: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                kind = key.split("/")[0]
+                counts[kind] = counts.get(kind, 0) + file.get_tensor(key).numel()
+    assert (counts["weight"], counts["exp_avg"], counts["exp_avg_sq"]) == (NUM_TRAINED,) * 3
+    command = [sys.executable, "-m", "trainer.cli.export_model", str(folder), str(tmp_path / "out")]
+    code, output = run_process(command)
+    assert code == 0, output[-3000:]
+    exported = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in exported.values()) == NUM_TRAINED
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8
+
+
+# --- 4 bits
+
+
+def test_qlora_equals_the_plain_loop_of_peft_or_names_the_extra(tmp_path, shared_data):
+    z2 = ["--backend", "deepspeed", "--zero_stage", "2", "--device", "cpu"]
+    more = [*z2, "--load_in_4bit", "--max_steps", "3"]
+    command = [sys.executable, "-m", "trainer.cli.train_sft"]
+    code, output = run_process([*command, *sft_line("reference", tmp_path, shared_data, *more, run="four_bits")])
+    if importlib.util.find_spec("bitsandbytes") is None:
+        assert code == 2 and "error: --load_in_4bit: bitsandbytes is not installed (allowed: pip install" in output
+        return
+    assert code == 0, output[-4000:]
+    run_reference("reference.py", sft_line("reference", tmp_path, shared_data, *more))
+    assert_same_steps(tmp_path / "four_bits", tmp_path / "reference", 1e-5, 1e-4)
+    assert_same_tensors(tmp_path / "four_bits", tmp_path / "reference", "weights_final", 1e-4)
+
+
+# --- what is refused
+
+
+def flags(**given):
+    defaults = {"lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0, "target_modules": None}
+    return SimpleNamespace(
+        **{**defaults, "load_in_4bit": False, "tensor_parallel_size": 1, "ring_attn_size": 1, **given}
+    )
+
+
+@pytest.mark.parametrize(
+    "given, where",
+    [
+        ({"lora_dropout": 0.1}, "--lora_dropout: 0.1 without --lora_rank"),
+        ({"target_modules": "q_proj"}, "--target_modules: q_proj without --lora_rank"),
+        ({"lora_rank": 8, "lora_dropout": 0.1, "tensor_parallel_size": 2}, "--lora_dropout: 0.1 with --tensor_par"),
+        ({"lora_rank": 8, "lora_dropout": 0.1, "ring_attn_size": 2}, "--lora_dropout: 0.1 with --ring_attn_size 2"),
+        ({"lora_rank": 8, "lora_dropout": 1.0}, "--lora_dropout: 1"),
+        ({"lora_rank": 8, "target_modules": " , "}, "--target_modules"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(given, where):
+    with pytest.raises(UserError, match=where):
+        validate_adapter_flags(flags(**given))
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (["--backend", "deepspeed", "--tensor_parallel_size", "2"], "error: --lora_rank: with --backend deepspeed and"),
+        (
+            ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--sequence_parallel"],
+            "error: --lora_rank: with --seq",
+        ),
+        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit: "),
+        (["--backend", "fsdp2", "--target_modules", "w_proj"], "error: --target_modules: "),
+        (
+            ["--backend", "fsdp2", "--target_modules", "embed_tokens"],
+            "error: --target_modules: model.embed_tokens is no",
+        ),
+    ],
+)
+def test_a_command_refuses_in_one_line(tmp_path, shared_data, more, expected):
+    line = [*sft_line("reference", tmp_path, shared_data, "--device", "cpu"), *more]
+    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
+    assert code == 2 and "Traceback" not in output
+    assert next(row for row in output.splitlines() if row.startswith("error: ")).startswith(expected), output[-2000:]

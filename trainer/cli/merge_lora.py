@@ -1,0 +1,75 @@
+"""`merge_lora BASE ADAPTER OUT`: a model folder with an adapter's update added to the base model's weights.
+
+One process. The sum is made in fp32 and written in the dtype of BASE; host memory holds the model in fp32.
+"""
+
+import os
+import shutil
+
+from trainer.cli.entry import quiet_libraries, run_command
+from trainer.errors import UserError
+
+USAGE = "python -m trainer.cli.merge_lora BASE ADAPTER OUT"
+
+
+def check_arguments(argv: list[str]) -> tuple[str, str, str]:
+    """(base folder or hub name, adapter folder, folder that does not exist yet); UserError if they are not."""
+    if len(argv) != 3:
+        raise UserError("arguments", " ".join(argv) or "none", USAGE)
+    base, source, target = argv[0], os.path.abspath(argv[1]), os.path.abspath(argv[2])
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not os.path.exists(os.path.join(source, name)):
+            raise UserError("ADAPTER", f"{source} holds no {name}", "the save_path of a run with --lora_rank")
+    if os.path.exists(target):
+        raise UserError("OUT", f"{target} exists", "a folder that does not")
+    return base, source, target
+
+
+def merged_model(base: str, source: str):
+    """The model of `base` with the adapter of `source` added, in the dtype of `base`."""
+    import torch
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    is_classifier = PeftConfig.from_pretrained(source).task_type == "SEQ_CLS"
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    # the configuration beside the adapter knows of the head that a reward model adds to its base
+    has_config = os.path.exists(os.path.join(source, "config.json"))
+    config = AutoConfig.from_pretrained(source if has_config else base)
+    try:
+        model = auto_class.from_pretrained(base, config=config, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError) as error:
+        raise UserError("ADAPTER", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None
+    return model.to(AutoConfig.from_pretrained(base).dtype or torch.float32)
+
+
+def run(argv: list[str]) -> None:
+    base, source, target = check_arguments(argv)
+    quiet_libraries()
+
+    from trainer.models.actor import load_tokenizer, resolve_model_folder
+    from trainer.strategies.checkpoint import commit_folder, fresh_folder
+
+    base = resolve_model_folder(base)
+    has_tokenizer = os.path.exists(os.path.join(source, "tokenizer_config.json"))
+    tokenizer = load_tokenizer(source if has_tokenizer else base)
+    model = merged_model(base, source)
+    temporary = None
+    try:
+        temporary = fresh_folder(target)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        commit_folder(temporary, target)
+    except OSError as error:
+        shutil.rmtree(temporary or "", ignore_errors=True)
+        raise UserError("OUT", f"{target}: {error.strerror or error}") from None
+    print(f"model written to {target}")
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""LoRA (Hu et al. 2021) by peft: low-rank matrices beside frozen linear layers, the same at the start on every layout."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from trainer.errors import UserError
+
+HEADS = ("score",)  # of a reward model: new, so trained whole and saved with the adapter
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Rank and scale (alpha / rank) of the update, dropout before it, and the layers that get one (None: all linear)."""
+
+    rank: int
+    alpha: int
+    dropout: float = 0.0
+    target_modules: Optional[tuple[str, ...]] = None
+
+
+def add_adapter(model, options: LoraOptions, base: str, seed: int) -> None:
+    """Put LoRA layers into `model`, in place, and freeze all the rest but a reward head. `base` is noted in the adapter.
+
+    To be called before a strategy shards the model, which may be without memory for its weights (on the meta device).
+    Raises UserError for target modules that the model lacks or that are no linear layers inside it.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    heads = [name for name, _ in model.named_children() if name in HEADS]
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=list(options.target_modules) if options.target_modules else "all-linear",
+        exclude_modules=heads or None,
+        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise UserError("--target_modules", str(error).splitlines()[0], _linear_names(model)) from None
+    _validate_targets(model)
+    # not given to peft above: the head is trained where it stands, instead of a copy of it
+    config.modules_to_save = heads or None
+    for name in heads:
+        model.get_submodule(name).requires_grad_(True)
+    model.new_tensors = initial_tensors(model, seed)
+    _fill(model)
+
+
+def initial_tensors(model, seed: int) -> dict[str, torch.Tensor]:
+    """{name: fp32 tensor} of a new adapter: A uniform in +-1 / sqrt(inputs), as peft draws it, from the seed alone; B zero."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:  # (rank, inputs)
+            bound = parameter.shape[1] ** -0.5
+            tensors[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        elif ".lora_B." in name:  # (outputs, rank)
+            tensors[name] = torch.zeros(parameter.shape)
+    return tensors
+
+
+@contextlib.contextmanager
+def adapter_off(model: torch.nn.Module) -> Iterator[None]:
+    """The base model, without dropout, while this lasts.
+
+    peft's own switch would also freeze the adapter's parameters, which sharded models do not survive.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    was_training = model.training
+    model.eval()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(was_training)
+
+
+def _fill(model) -> None:
+    """Give an adapter that is in memory its values; on the meta device the strategy will read them."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in model.new_tensors.items():
+            if not parameters[name].is_meta:
+                parameters[name].copy_(tensor)
+
+
+def _validate_targets(model) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and (module in outer or not isinstance(module.base_layer, torch.nn.Linear)):
+            raise UserError("--target_modules", f"{name} is no linear layer between embedding and head")
+
+
+def _linear_names(model) -> str:
+    outer = (model.get_output_embeddings(), *(model.get_submodule(n) for n, _ in model.named_children() if n in HEADS))
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module not in outer
+    }
+    return ", ".join(sorted(names))
