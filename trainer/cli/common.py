@@ -115,7 +115,10 @@ def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tupl
     return samples, eval_samples, ledger
 
 
-def build_loader(args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1):
+def build_loader(
+    args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1, **options
+):
+    """The strategy's loader of the flags under "Batches"; `options` are further ones of `setup_dataloader`."""
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
     return setup.strategy.setup_dataloader(
         samples,
@@ -125,6 +128,7 @@ def build_loader(args, setup: Setup, samples, collate: Callable, *, shuffle: boo
         max_tokens=args.max_tokens_per_micro_batch,
         packed_capacity=capacity if args.packing_samples else None,
         shuffle=shuffle,
+        **options,
     )
 
 

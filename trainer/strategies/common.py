@@ -33,7 +33,11 @@ def decay_groups(named_parameters, weight_decay: float, num_dims=lambda paramete
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
+    """The tensors of a micro-batch, and of a micro-batch within it, on `device`."""
+
+    def moved(value):
+        if isinstance(value, dict):
+            return to_device(value, device)
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return {key: moved(value) for key, value in batch.items()}

@@ -297,6 +297,7 @@ class DeepspeedStrategy:
         max_tokens: Optional[int] = None,
         packed_capacity: Optional[int] = None,
         shuffle: bool = True,
+        with_previous: bool = False,
     ) -> GlobalBatchLoader:
         """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
         sp_rank = self.meshes.root.get_local_rank("sp")
@@ -311,6 +312,7 @@ class DeepspeedStrategy:
             shuffle=shuffle,
             dp_rank=self.meshes.dp.get_local_rank(),
             dp_size=self.sizes.dp,
+            with_previous=with_previous,
         )
 
     # --- one training step

@@ -29,13 +29,18 @@ class PreferenceOptions:
         return self.loss not in REFERENCE_FREE
 
 
+def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the answers of a micro-batch and the numbers of their tokens, both (n,), fp64; all-reduced over sp."""
+    labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
+    log_probs = token_log_probs(causal_lm_logits(model, micro_batch), labels)
+    sums = sum_by_sequence(log_probs, sequence_ids, num_sequences, sp_group)
+    return sums, sum_by_sequence(labels != IGNORE, sequence_ids, num_sequences, sp_group)
+
+
 def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
     num_pairs = len(micro_batch["margins"])
-    labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
-    log_probs = token_log_probs(causal_lm_logits(model, micro_batch), labels)
-    sums = sum_by_sequence(log_probs, sequence_ids, 2 * num_pairs, sp_group)
-    lengths = sum_by_sequence(labels != IGNORE, sequence_ids, 2 * num_pairs, sp_group)
+    sums, lengths = sequence_log_probs(model, micro_batch, 2 * num_pairs, sp_group)
     return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))
 
 
