@@ -27,7 +27,7 @@ setup(
         "vllm": ["vllm>=0.32"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard"],
+        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard", "trl>=1.16,<2"],
     },
     entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},
 )

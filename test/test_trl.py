@@ -6,6 +6,7 @@ a convention differs, the case says so and accounts for it. TRL runs in its own 
 
 import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -101,7 +102,8 @@ def runs(tmp_path_factory, shared_data):
         theirs.append({"argv": [*argv, "--output_dir", f"{folder}/{name}/trl"], "trl": trainer, "options": options})
     train_many(1, ours, folder, timeout=900)
     (folder / "runs.json").write_text(json.dumps(theirs))
-    code, output = run_process([sys.executable, str(ROOT / "test/trl_runs.py"), str(folder / "runs.json")], timeout=900)
+    script, packages = str(ROOT / "test/trl_runs.py"), os.pathsep.join(filter(None, sys.path))
+    code, output = run_process([sys.executable, script, str(folder / "runs.json")], timeout=900, PYTHONPATH=packages)
     assert code == 0, output[-6000:]
     return folder
 

@@ -177,10 +177,8 @@ def open_run(args, setup: Setup, command: str) -> str:
     return open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
 
 
-def train_and_save(
-    args, setup: Setup, model, loss_fn: Callable, run: Run, before_save: Optional[Callable] = None
-) -> None:
-    """Wrap the model, resume if asked to, train, write it. `before_save(model, evaluation metrics)` may add to its config."""
+def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
+    """Wrap the model, resume if asked to, train, write it. `at_end(model, evaluation metrics)` comes before writing."""
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.models.actor import flops_per_token
     from trainer.training.checkpointing import Checkpoints, Trained
@@ -220,9 +218,9 @@ def train_and_save(
             check_replicas_every=args.check_replicas_every,
             parity_dump=args.parity_dump,
         )
+        if at_end:
+            at_end(model, eval_metrics)
         if not args.no_save:
-            if before_save:
-                before_save(strategy.unwrap(model), eval_metrics)
             save_model(args, setup, model, run, progress)
         if metrics:
             metrics.event("end", steps=total_steps)

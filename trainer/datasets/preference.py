@@ -174,7 +174,8 @@ def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) 
 def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
     """A micro-batch of n pairs for one forward pass: all chosen sides, then all rejected ones; see `collate_sequences`.
 
-    Chosen sides are the sequences 0 to n - 1, rejected ones n to 2 n - 1. Per pair (n,): rows (where in the data) and margins.
+    Chosen sides are the sequences 0 to n - 1, rejected ones n to 2 n - 1. Per pair (n,): rows (where in the data), margins,
+    and ref_chosen and ref_rejected, log-probs of a reference, (0,) where the pairs do not carry them.
     """
     sides = [
         {"input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
@@ -183,6 +184,8 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
     ]
     batch = collate_sequences(sides, pad_token_id, packed)
     batch["rows"] = torch.tensor([sample["row"] for sample in samples], dtype=torch.long)
+    for name in ("ref_chosen", "ref_rejected"):
+        batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
     return batch
 

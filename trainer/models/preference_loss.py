@@ -77,7 +77,7 @@ def kto_loss(
     One loss per answer; their lambda_y is constant and drops out. `kl` is z_0 >= 0, through which no gradient goes.
     """
     sign = 2 * desirable - 1
-    weight = torch.where(desirable > 0, desirable_weight, undesirable_weight)
+    weight = desirable * desirable_weight + (1 - desirable) * undesirable_weight
     return weight * torch.sigmoid(-sign * beta * (log_ratios - kl))  # 1 - sigmoid(x) = sigmoid(-x)
 
 

@@ -32,6 +32,25 @@ def decay_groups(named_parameters, weight_decay: float, num_dims=lambda paramete
     return [group for group in groups if group["params"]]
 
 
+def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Keep a frozen model's parameters in host memory; a forward pass copies them to `device` and drops the copies after.
+
+    Buffers are small and go to `device` for good.
+    """
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    on_host = {parameter: parameter.data.cpu() for parameter in model.parameters()}
+
+    def put(on_device: bool) -> None:
+        for parameter, weight in on_host.items():
+            parameter.data = weight.to(device, non_blocking=True) if on_device else weight
+
+    model.register_forward_pre_hook(lambda *_: put(True))
+    model.register_forward_hook(lambda *_: put(False), always_call=True)
+    put(False)
+    return model
+
+
 def to_device(batch: dict, device: torch.device) -> dict:
     """The tensors of a micro-batch, and of a micro-batch within it, on `device`."""
 

@@ -44,6 +44,15 @@ def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))
 
 
+@torch.no_grad()
+def reference_log_probs(reference, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chosen, rejected) of the reference, each (n,): by a forward pass, or what the pairs carry where it is None."""
+    if reference is None:
+        return micro_batch["ref_chosen"], micro_batch["ref_rejected"]
+    found = answer_log_probs(reference, micro_batch, sp_group)
+    return found.chosen, found.rejected
+
+
 def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
     """The loss of each pair; `margin` is log pi/ref of the chosen answer less that of the rejected one."""
     beta = options.beta
@@ -65,17 +74,16 @@ def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options:
 def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Callable:
     """The loss function of one choice of options; its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model; None if the loss needs none.
+    `reference` is a prepared frozen model; None if the loss needs none or the pairs carry its log-probs.
     """
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
         if options.needs_reference():
-            with torch.no_grad():
-                fixed = answer_log_probs(reference, micro_batch, sp_group)
-            chosen_rewards = options.beta * (policy.chosen - fixed.chosen)
-            rejected_rewards = options.beta * (policy.rejected - fixed.rejected)
-            margin = (policy.chosen - fixed.chosen) - (policy.rejected - fixed.rejected)
+            ref_chosen, ref_rejected = reference_log_probs(reference, micro_batch, sp_group)
+            chosen_ratio, rejected_ratio = policy.chosen - ref_chosen, policy.rejected - ref_rejected
+            chosen_rewards, rejected_rewards = options.beta * chosen_ratio, options.beta * rejected_ratio
+            margin = chosen_ratio - rejected_ratio
         else:  # what these losses compare: mean log-probs of tokens
             chosen_rewards = options.beta * policy.mean_chosen()
             rejected_rewards = options.beta * policy.mean_rejected()
@@ -90,6 +98,10 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Cal
             "chosen_logps": policy.chosen,
             "rejected_logps": policy.rejected,
         }
+        if (
+            options.needs_reference()
+        ):  # log pi/ref of an answer, the mean of both: the KL, were they the policy's samples
+            metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
         return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
 
