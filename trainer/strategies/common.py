@@ -37,17 +37,20 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
     Buffers are small and go to `device` for good.
     """
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-    on_host = {parameter: parameter.data.cpu() for parameter in model.parameters()}
+    model.to("cpu")
+    buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    for module, name in buffers:
+        setattr(module, name, getattr(module, name).to(device))
+    places = [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
+    parameters = {p for _, _, p in places}
 
     def put(on_device: bool) -> None:
-        for parameter, weight in on_host.items():
-            parameter.data = weight.to(device, non_blocking=True) if on_device else weight
+        copies = {p: torch.nn.Parameter(p.to(device), requires_grad=False) if on_device else p for p in parameters}
+        for module, name, parameter in places:  # tied parameters stay one
+            setattr(module, name, copies[parameter])
 
     model.register_forward_pre_hook(lambda *_: put(True))
     model.register_forward_hook(lambda *_: put(False), always_call=True)
-    put(False)
     return model
 
 
