@@ -21,9 +21,10 @@ ONE_BY_ONE = {
 CASES = {
     "dpo": (["--loss", "dpo", "--beta", "0.1"], "DPO", {"loss_type": "sigmoid", "beta": 0.1}, 1, "texts"),
     "hinge": (["--loss", "hinge", "--beta", "0.1"], "DPO", {"loss_type": "hinge", "beta": 0.1}, 1, "texts"),
-    # TRL divides log-ratios by the number of answer tokens, here always n: its loss with beta is 1 / n^2 of ours with beta / n
+    # TRL divides log-ratios by the number of answer tokens, here always n: its loss with beta, and so what Adam compares with its
+    # eps, is 1 / n^2 of ours with beta / n
     "ipo": (
-        ["--loss", "ipo", "--beta", str(0.1 / LENGTH)], "DPO", {"loss_type": "ipo", "beta": 0.1}, LENGTH**2, "even"
+        ["--loss", "ipo", "--beta", str(0.1 / LENGTH)], "DPO", {"loss_type": "ipo", "beta": 0.1, "adam_epsilon": 1e-8 / LENGTH**2}, LENGTH**2, "even"
     ),
     # TRL's `sigmoid` has no label smoothing and its `robust` is another loss; `aot`, which sorts a batch, is cdpo on one pair
     "cdpo": (
