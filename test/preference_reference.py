@@ -1,6 +1,7 @@
 """The plain loop that train_rm and train_dpo are measured against: one process, one answer per forward pass, fp32.
 
     python test/preference_reference.py train_rm|train_dpo <the flags of that command>
+    python test/preference_reference.py --many runs.json      (a list of such command lines, one after the other)
 
 A transformers model, torch AdamW and the formulas of the papers, written here a second time: no strategy, no wrapper, no
 packing, no padding, no collectives, none of the trainer's losses. It shares with the trainer the parsing of flags, the
@@ -152,4 +153,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "--many":
+        with open(sys.argv[2]) as file:
+            for command_line in json.load(file):
+                main(command_line)
+    else:
+        main(sys.argv[1:])

@@ -1,12 +1,13 @@
 """train_rm and train_dpo on every kind of layout against the plain loop, on real pairs with a really trained model.
 
 The tolerances are those of test_parity.py. Each command runs on conversations (oasst100, by a chat template) and on plain
-prompts (gsm8k), packed and padded. A plain pytest run takes 15 of the 60 configurations, so that each command meets each
-backend, layout and form; all of them:
+prompts (gsm8k), packed and padded. A plain pytest run takes 9 of the 60 configurations of --loss dpo and of rewards, in which
+each command meets each backend, each form and each layout of two ranks, and the ten of VARIANTS; all of them:
 
     PREFERENCE_PARITY=full python -m pytest test/test_parity_preference.py
 """
 
+import json
 import os
 import sys
 
@@ -51,7 +52,7 @@ KINDS = {
 FULL_GRID = [
     f"{command}-{backend}-{layout}-{form}" for command, form in KINDS for layout in LAYOUTS for backend in BACKENDS
 ]
-# each layout once with each command, but for the four ranks, which are slow: backends and forms go round
+# each layout with each command, but one layout of four ranks each, which are slow; backends and forms go round
 SAMPLE = [
     "train_rm-fsdp2-dp2-packed", "train_rm-z1-tp2-padded", "train_rm-z3-sp2-packed", "train_rm-fsdp2-tp2-sp2-padded",
     "train_dpo-z1-dp2-padded", "train_dpo-z3-dp2-packed", "train_dpo-fsdp2-tp2-packed", "train_dpo-fsdp2-sp2-padded",
@@ -107,11 +108,12 @@ def runs(tmp_path_factory, shared_data):
     wanted = [(name, None) for name in GRID] + variants
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        for reference, variant in dict.fromkeys((reference_of(name), variant) for name, variant in wanted):
-            script = [sys.executable, str(ROOT / "test/preference_reference.py")]
-            flags = command_line(reference, folder, shared_data, variant)
-            code, output = run_process([*script, *flags], timeout=600)
-            assert code == 0, output[-4000:]
+        references = dict.fromkeys((reference_of(name), variant) for name, variant in wanted)
+        lines = [command_line(reference, folder, shared_data, variant) for reference, variant in references]
+        (folder / "references.json").write_text(json.dumps(lines))
+        script = [sys.executable, str(ROOT / "test/preference_reference.py"), "--many"]
+        code, output = run_process([*script, str(folder / "references.json")], timeout=1500)
+        assert code == 0, output[-4000:]
         for num_ranks in STEPS:
             lines = [
                 command_line(name, folder, shared_data, variant)
