@@ -1,6 +1,7 @@
 """The plain loop that train_rm and train_dpo are measured against: one process, one answer per forward pass, fp32.
 
     python test/preference_reference.py train_rm|train_dpo <the flags of that command>
+    python test/preference_reference.py --many runs.json      (a list of such command lines, one after the other)
 
 A transformers model, torch AdamW and the formulas of the papers, written here a second time: no strategy, no wrapper, no
 packing, no padding, no collectives, none of the trainer's losses. It shares with the trainer the parsing of flags, the
@@ -61,6 +62,31 @@ def dpo_pair_loss(args, model, reference, pair: dict) -> torch.Tensor:
     return loss + args.nll_loss_coef * (-w / w_length)
 
 
+def log_ratio(model, reference, ids: list[int], mask: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        fixed = answer_log_prob(reference, ids, mask)[0]
+    return answer_log_prob(model, ids, mask)[0] - fixed
+
+
+def kto_reference_point(args, model, reference, batch: list[dict]) -> float:
+    """z_0 of Ethayarajh et al. 2024, section 4.1: each prompt with the answer before it in the global batch."""
+    ratios = []
+    for x, y in zip(batch, [batch[-1], *batch[:-1]]):
+        prompt, answer = x["input_ids"][: x["loss_mask"].index(1)], y["input_ids"][y["loss_mask"].index(1) :]
+        mask = [0] * len(prompt) + y["loss_mask"][y["loss_mask"].index(1) :]
+        with torch.no_grad():
+            ratios.append(log_ratio(model, reference, (prompt + answer)[: args.max_len], mask[: args.max_len]))
+    return max(0.0, (sum(ratios) / len(ratios)).item())
+
+
+def kto_loss(args, model, reference, sample: dict, z_0: float) -> torch.Tensor:
+    """lambda_D (1 - v) with v = sigmoid(beta (r - z_0)), or lambda_U (1 - v) with v = sigmoid(beta (z_0 - r))."""
+    r = log_ratio(model, reference, sample["input_ids"], sample["loss_mask"])
+    if sample["label"]:
+        return args.desirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (r - z_0))))
+    return args.undesirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (z_0 - r))))
+
+
 def reward_pair_loss(args, model, pair: dict) -> torch.Tensor:
     """Scores by transformers' own forward of one row without padding."""
     scores = [
@@ -76,22 +102,24 @@ def main(argv: list[str]) -> None:
     args, _ = command.parse(argv[1:])
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
-    load_data = command.load_data if argv[0] == "train_rm" else command.load_pairs
-    pairs, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    pairs, _ = command.load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
     os.makedirs(args.output_dir, exist_ok=True)
     if argv[0] == "train_rm":
         make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)
         model = AutoModelForSequenceClassification.from_pretrained(f"{args.output_dir}/initial", dtype=torch.float32)
         model = add_lora(model, args, "SEQ_CLS") if args.lora_rank else model
 
-        def pair_loss(pair):
-            return reward_pair_loss(args, model, pair)
+        def batch_losses(batch):
+            return (reward_pair_loss(args, model, pair) for pair in batch)
     else:
         model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
         model = add_lora(model, args) if args.lora_rank else model
 
-        def pair_loss(pair):
-            return dpo_pair_loss(args, model, reference, pair)
+        def batch_losses(batch):
+            if args.loss != "kto":
+                return (dpo_pair_loss(args, model, reference, pair) for pair in batch)
+            z_0 = kto_reference_point(args, model, reference, batch)
+            return (kto_loss(args, model, reference, sample, z_0) for sample in batch)
 
     named = trained(model)
     optimizer = torch.optim.AdamW(
@@ -109,8 +137,8 @@ def main(argv: list[str]) -> None:
         for step in range(1, steps + 1):
             batch = [pairs[i] for i in order[(step - 1) * size : step * size]]
             losses = []
-            for pair in batch:
-                loss = pair_loss(pair) / len(batch)
+            for loss in batch_losses(batch):
+                loss = loss / len(batch)
                 loss.backward()
                 losses.append(loss.item())
             if step == 1 and args.parity_dump:
@@ -127,4 +155,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "--many":
+        with open(sys.argv[2]) as file:
+            for command_line in json.load(file):
+                main(command_line)
+    else:
+        main(sys.argv[1:])

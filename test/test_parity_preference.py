@@ -1,9 +1,14 @@
 """train_rm and train_dpo on every kind of layout against the plain loop, on real pairs with a really trained model.
 
 The tolerances are those of test_parity.py. Each command runs on conversations (oasst100, by a chat template) and on plain
-prompts (gsm8k), packed and padded.
+prompts (gsm8k), packed and padded. A plain pytest run takes 9 of the 60 configurations of --loss dpo and of rewards, in which
+each command meets each backend, each form and each layout of two ranks, and the ten of VARIANTS; all of them:
+
+    PREFERENCE_PARITY=full python -m pytest test/test_parity_preference.py
 """
 
+import json
+import os
 import sys
 
 import pytest
@@ -44,18 +49,33 @@ KINDS = {
     ("train_rm", "packed"): "gsm8k", ("train_rm", "padded"): "oasst",
     ("train_dpo", "packed"): "oasst", ("train_dpo", "padded"): "gsm8k",
 }  # fmt: skip
-GRID = [f"{command}-{backend}-{layout}-{form}" for command, form in KINDS for layout in LAYOUTS for backend in BACKENDS]
-# every other loss, each on another layout
-LOSSES = {
-    "cdpo": ("fsdp2-dp2-packed", ["--label_smoothing", "0.2"]),
-    "ipo": ("z3-sp2-padded", ["--nll_loss_coef", "0.3"]),
-    "hinge": ("fsdp2-tp2-padded", []),
-    "simpo": ("z1-tp2-packed", ["--beta", "2.0"]),
-    "orpo": ("fsdp2-sp2-packed", []),
+FULL_GRID = [
+    f"{command}-{backend}-{layout}-{form}" for command, form in KINDS for layout in LAYOUTS for backend in BACKENDS
+]
+# each layout with each command, but one layout of four ranks each, which are slow; backends and forms go round
+SAMPLE = [
+    "train_rm-fsdp2-dp2-packed", "train_rm-z1-tp2-padded", "train_rm-z3-sp2-packed", "train_rm-fsdp2-tp2-sp2-padded",
+    "train_dpo-z1-dp2-padded", "train_dpo-z3-dp2-packed", "train_dpo-fsdp2-tp2-packed", "train_dpo-fsdp2-sp2-padded",
+    "train_dpo-z1-dp2-tp2-packed",
+]  # fmt: skip
+GRID = FULL_GRID if os.environ.get("PREFERENCE_PARITY") == "full" else SAMPLE
+# every other loss, each on another layout, and the reference's log-probs computed on one layout and read again on another
+KTO = ["--loss", "kto", "--desirable_weight", "1.2", "--undesirable_weight", "0.7"]
+VARIANTS = {
+    "cdpo": ("fsdp2-dp2-packed", ["--loss", "cdpo", "--label_smoothing", "0.2"]),
+    "ipo": ("z3-sp2-padded", ["--loss", "ipo", "--nll_loss_coef", "0.3"]),
+    "hinge": ("fsdp2-tp2-padded", ["--loss", "hinge"]),
+    "simpo": ("z1-tp2-packed", ["--loss", "simpo", "--beta", "2.0"]),
+    "orpo": ("fsdp2-sp2-packed", ["--loss", "orpo"]),
+    "kto": ("fsdp2-dp2-packed", KTO),
+    "kto_tp": ("fsdp2-tp2-padded", KTO),
+    "kto_z1": ("z1-dp2-padded", KTO),
+    "precomputed": ("fsdp2-dp2-padded", ["--precompute_ref_logps"]),
+    "read_again": ("z1-sp2-padded", ["--precompute_ref_logps"]),
 }
 
 
-def command_line(name: str, folder, data, loss: str | None = None) -> list[str]:
+def command_line(name: str, folder, data, variant: str | None = None) -> list[str]:
     """The command and flags of a configuration named as in GRID; "train_dpo-reference5-packed" is the plain loop's."""
     command, *parts = name.split("-")
     form = parts[-1]
@@ -69,9 +89,9 @@ def command_line(name: str, folder, data, loss: str | None = None) -> list[str]:
     else:
         num_ranks, layout = LAYOUTS["-".join(parts[1:-1])]
         flags += [*BACKENDS[parts[0]], *layout, "--max_steps", str(STEPS[num_ranks]), "--check_replicas_every", "2"]
-    if loss:
-        flags += ["--loss", loss, *LOSSES[loss][1]]
-        name = f"{name}-{loss}"
+    if variant:
+        flags += VARIANTS[variant][1]
+        name = f"{name}-{variant}"
     return [command, *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
 
@@ -84,19 +104,23 @@ def reference_of(name: str) -> str:
 def runs(tmp_path_factory, shared_data):
     """The folder with all finished runs, and the plain loop's."""
     folder = tmp_path_factory.mktemp("parity_preference")
-    losses = [(f"train_dpo-{layout}", loss) for loss, (layout, _) in LOSSES.items()]
-    wanted = [(name, None) for name in GRID] + losses
-    for reference, loss in dict.fromkeys((reference_of(name), loss) for name, loss in wanted):
-        script = [sys.executable, str(ROOT / "test/preference_reference.py")]
-        code, output = run_process([*script, *command_line(reference, folder, shared_data, loss)])
+    variants = [(f"train_dpo-{layout}", variant) for variant, (layout, _) in VARIANTS.items()]
+    wanted = [(name, None) for name in GRID] + variants
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        references = dict.fromkeys((reference_of(name), variant) for name, variant in wanted)
+        lines = [command_line(reference, folder, shared_data, variant) for reference, variant in references]
+        (folder / "references.json").write_text(json.dumps(lines))
+        script = [sys.executable, str(ROOT / "test/preference_reference.py"), "--many"]
+        code, output = run_process([*script, str(folder / "references.json")], timeout=1500)
         assert code == 0, output[-4000:]
-    for num_ranks in STEPS:
-        lines = [
-            command_line(name, folder, shared_data, loss)
-            for name, loss in wanted
-            if LAYOUTS["-".join(name.split("-")[2:-1])][0] == num_ranks
-        ]
-        train_many(num_ranks, lines, folder, timeout=1500)
+        for num_ranks in STEPS:
+            lines = [
+                command_line(name, folder, shared_data, variant)
+                for name, variant in wanted
+                if LAYOUTS["-".join(name.split("-")[2:-1])][0] == num_ranks
+            ]
+            train_many(num_ranks, lines, folder, timeout=1500)
     return folder
 
 
@@ -119,16 +143,17 @@ def test_fp32_run_equals_the_plain_loop(runs, name):
     assert_equals_the_plain_loop(runs / name, runs / reference_of(name))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_equals_its_paper(runs, loss):
-    name = f"train_dpo-{LOSSES[loss][0]}"
-    assert_equals_the_plain_loop(runs / f"{name}-{loss}", runs / f"{reference_of(name)}-{loss}")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_loss_equals_its_paper(runs, variant):
+    name = f"train_dpo-{VARIANTS[variant][0]}"
+    assert_equals_the_plain_loop(runs / f"{name}-{variant}", runs / f"{reference_of(name)}-{variant}")
 
 
 @pytest.mark.parametrize("command", ["train_rm", "train_dpo"])
 def test_metrics_of_pairs_are_the_same_on_every_layout(runs, command):
-    names = [name for name in GRID if name.startswith(command) and name.endswith("packed") and "dp2-tp2" not in name]
-    names = [name for name in names if "tp2-sp2" not in name]
+    names = [name for name in GRID if name.startswith(command) and name.endswith("packed")]
+    names = [name for name in names if STEPS[LAYOUTS["-".join(name.split("-")[2:-1])][0]] == 5]
+    assert len(names) >= 2
     own = {"train_rm": "accuracy margin chosen_reward rejected_reward_std", "train_dpo": "reward_margin chosen_logps"}
     first = read_steps(runs / names[0])[-1]
     for name in names:
@@ -138,6 +163,11 @@ def test_metrics_of_pairs_are_the_same_on_every_layout(runs, command):
 
 
 def test_dpo_starts_where_policy_and_reference_agree(runs):
-    first = read_steps(runs / "train_dpo-fsdp2-sp2-packed")[0]
+    first = read_steps(runs / "train_dpo-fsdp2-sp2-padded")[0]
     assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-9) and first["reward_margin"] == 0
-    assert read_rows(runs / "train_dpo-fsdp2-sp2-packed")[0]["mesh"]["sp"] == 2
+    assert first["kl"] == 0 and read_steps(runs / "train_dpo-fsdp2-sp2-padded")[-1]["kl"] != 0
+    assert read_rows(runs / "train_dpo-fsdp2-sp2-padded")[0]["mesh"]["sp"] == 2
+
+
+def test_the_reference_is_computed_once(runs):
+    assert len(list((runs / "cache/trainer_reference").iterdir())) == 1

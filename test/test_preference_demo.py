@@ -18,7 +18,7 @@ def runs(tmp_path_factory):
         for backend in ("fsdp2", "deepspeed"):
             out = folder / f"{command}-{backend}"
             flags = ["--param_dtype", "fp32", "--output_dir", str(out), "--logging_steps", "50"]
-            code, output = run_process(["bash", str(ROOT / f"scripts/{command}_{backend}.sh"), *flags], timeout=180)
+            code, output = run_process(["bash", str(ROOT / f"scripts/{command}_{backend}.sh"), *flags], timeout=900)
             assert code == 0, output[-4000:]
     return folder
 
@@ -64,6 +64,12 @@ def test_a_saved_reward_model_scores_alike_in_transformers_alone(runs):
     both = torch.cat(list(scores.values()))
     assert config["reward_mean"] == pytest.approx(both.mean().item(), rel=1e-5)
     assert config["reward_std"] == pytest.approx(both.std(correction=0).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+def test_the_scores_are_drawn(runs, backend):
+    picture = (runs / f"train_rm-{backend}" / "reward_histogram.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
 def test_a_saved_policy_loads(runs):

@@ -124,8 +124,8 @@ def test_wrong_rows_are_named(tokenizer):
 
 
 PAIRS = [
-    {"chosen_ids": [5, 6, 7], "chosen_mask": [0, 0, 1], "rejected_ids": [5, 8], "rejected_mask": [0, 1], "margin": 0.5},
-    {"chosen_ids": [9, 1], "chosen_mask": [0, 1], "rejected_ids": [9, 2, 3, 4], "rejected_mask": [0, 1, 1, 1], "margin": 0},
+    {"chosen_ids": [5, 6, 7], "chosen_mask": [0, 0, 1], "rejected_ids": [5, 8], "rejected_mask": [0, 1], "margin": 0.5, "row": 0},
+    {"chosen_ids": [9, 1], "chosen_mask": [0, 1], "rejected_ids": [9, 2, 3, 4], "rejected_mask": [0, 1, 1, 1], "margin": 0, "row": 1},
 ]  # fmt: skip
 
 

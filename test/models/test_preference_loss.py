@@ -56,6 +56,25 @@ def test_values_and_gradients_are_the_papers(loss, nll):
     assert found == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("z_0", [0.0, 0.4])
+@pytest.mark.parametrize("desirable", [True, False])
+def test_kto_is_the_papers_value_function(desirable, z_0):
+    """L = lambda_y - v(x, y): Ethayarajh et al. 2024, equation 8."""
+    beta, weights, r = 0.3, {True: 1.2, False: 0.7}, 1.7
+
+    def plain(x: float) -> float:
+        v = weights[desirable] * (sigmoid(beta * (x - z_0)) if desirable else sigmoid(beta * (z_0 - x)))
+        return weights[desirable] - v
+
+    ratio = torch.tensor([r], dtype=torch.float64, requires_grad=True)
+    label = torch.tensor([float(desirable)], dtype=torch.float64)
+    value = preference_loss.kto_loss(ratio, label, z_0, beta, weights[True], weights[False])
+    assert value.item() == pytest.approx(plain(r), rel=1e-12)
+    value.sum().backward()
+    numeric = (plain(r + 1e-5) - plain(r - 1e-5)) / 2e-5
+    assert ratio.grad.item() == pytest.approx(numeric, rel=1e-6) and numeric * (1 if desirable else -1) < 0
+
+
 def test_reward_losses():
     chosen, rejected, margins = (torch.tensor(x, dtype=torch.float64) for x in ([1.5, -2.0], [0.5, 1.0], [0.25, 0.0]))
     expected = [-math.log(sigmoid(1.0 - 0.25)), -math.log(sigmoid(-3.0))]

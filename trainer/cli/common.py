@@ -119,7 +119,10 @@ def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tupl
     return samples, eval_samples, ledger
 
 
-def build_loader(args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1):
+def build_loader(
+    args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1, **options
+):
+    """The strategy's loader of the flags under "Batches"; `options` are further ones of `setup_dataloader`."""
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
     return setup.strategy.setup_dataloader(
         samples,
@@ -129,6 +132,7 @@ def build_loader(args, setup: Setup, samples, collate: Callable, *, shuffle: boo
         max_tokens=args.max_tokens_per_micro_batch,
         packed_capacity=capacity if args.packing_samples else None,
         shuffle=shuffle,
+        **options,
     )
 
 
@@ -177,10 +181,8 @@ def open_run(args, setup: Setup, command: str) -> str:
     return open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
 
 
-def train_and_save(
-    args, setup: Setup, model, loss_fn: Callable, run: Run, before_save: Optional[Callable] = None
-) -> None:
-    """Wrap the model, resume if asked to, train, write it. `before_save(model, evaluation metrics)` may add to its config."""
+def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
+    """Wrap the model, resume if asked to, train, write it. `at_end(model, evaluation metrics)` comes before writing."""
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.models.actor import flops_per_token
     from trainer.training.checkpointing import Checkpoints, Trained
@@ -225,9 +227,9 @@ def train_and_save(
             check_replicas_every=args.check_replicas_every,
             parity_dump=args.parity_dump,
         )
+        if at_end:
+            at_end(model, eval_metrics)
         if not args.no_save:
-            if before_save:
-                before_save(strategy.unwrap(model), eval_metrics)
             save_model(args, setup, model, run, progress)
         if metrics:
             metrics.event("end", steps=total_steps)

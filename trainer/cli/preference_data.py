@@ -32,6 +32,34 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     )
 
 
+def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
+    """(tokenized answers, ledger) of rows with single answers, or of pairs taken apart."""
+    from trainer.datasets.unpaired import tokenize_unpaired, unpair
+
+    rows = common.load_flag_rows(args, names, split, flag)
+    keys = {args.chosen_key, args.rejected_key}
+    if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
+        rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
+    return tokenize_unpaired(
+        rows,
+        tokenizer,
+        flag=flag,
+        prompt_key=args.prompt_key,
+        completion_key=args.completion_key,
+        label_key=args.label_key,
+        input_template=args.input_template,
+        apply_chat_template=args.apply_chat_template,
+        max_len=args.max_len,
+    )
+
+
+def build_unpaired_loader(args, setup: common.Setup, samples, *, shuffle: bool):
+    from trainer.datasets.unpaired import collate_unpaired
+
+    collate = functools.partial(collate_unpaired, packed=args.packing_samples, max_len=args.max_len)
+    return common.build_loader(args, setup, samples, collate, shuffle=shuffle, with_previous=True)
+
+
 def build_pair_loader(args, setup: common.Setup, pairs, *, shuffle: bool):
     from trainer.datasets.preference import collate_pairs
 

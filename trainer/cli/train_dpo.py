@@ -3,10 +3,18 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
 """
 
+import functools
+
 from trainer.arguments import DPOArguments
 from trainer.cli import common
 from trainer.cli.entry import close_process_group, quiet_libraries, run_command
-from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_pairs
+from trainer.cli.preference_data import (
+    build_pair_loader,
+    build_unpaired_loader,
+    load_pairs,
+    load_unpaired,
+    validate_pairs,
+)
 from trainer.errors import UserError
 
 COMMAND = "train_dpo"
@@ -31,23 +39,67 @@ def validate(args: DPOArguments) -> None:
     if (args.label_smoothing > 0) != (args.loss == "cdpo") or args.label_smoothing >= 0.5:
         found = f"{args.label_smoothing} with --loss {args.loss}"
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
-    if args.ref_model and args.loss in REFERENCE_FREE:
-        raise UserError("--ref_model", f"with --loss {args.loss}, which has no reference", "leave it out")
-    if args.ref_model and args.load_in_4bit:
-        raise UserError("--ref_model", "with --load_in_4bit, whose reference is the model without its adapter")
+    reference_flags = {
+        "--ref_model": args.ref_model,
+        "--ref_offload": args.ref_offload,
+        "--precompute_ref_logps": args.precompute_ref_logps,
+    }
+    for flag, value in reference_flags.items():
+        if value and args.loss in REFERENCE_FREE:
+            raise UserError(flag, f"with --loss {args.loss}, which has no reference", "leave it out")
+        if value and args.load_in_4bit:
+            raise UserError(
+                flag, "with --load_in_4bit, whose reference is the model without its adapter", "leave it out"
+            )
+    if args.ref_offload and args.lora_rank and not args.ref_model:
+        raise UserError("--ref_offload", "with --lora_rank, whose reference is the model itself", "leave it out")
+    if args.precompute_ref_logps and args.loss == "kto":
+        found = "with --loss kto, which pairs prompts and answers anew in every epoch"
+        raise UserError("--precompute_ref_logps", found, "leave it out, or --ref_offload")
+    if args.precompute_ref_logps and args.ref_offload:
+        raise UserError("--ref_offload", "with --precompute_ref_logps, which frees the reference", "one of them")
+    if args.loss == "kto" and args.train_batch_size == 1:
+        raise UserError(
+            "--train_batch_size", "1 with --loss kto, whose KL estimate pairs prompts and answers", "2 or more"
+        )
+    if args.loss == "kto" and args.nll_loss_coef:
+        raise UserError("--nll_loss_coef", "with --loss kto, which has no chosen answers", "leave it out")
+    if args.loss != "kto" and (args.desirable_weight, args.undesirable_weight) != (1, 1):
+        found = f"{args.desirable_weight}, {args.undesirable_weight} with --loss {args.loss}"
+        raise UserError("--desirable_weight, --undesirable_weight", found, "--loss kto")
+
+
+def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
+    load = load_unpaired if args.loss == "kto" else load_pairs
+    return load(args, tokenizer, names, split, flag)
+
+
+def make_loss(args: DPOArguments, reference, sp_group):
+    from trainer.training.dpo import PreferenceOptions, make_preference_loss
+    from trainer.training.kto import make_kto_loss
+
+    if args.loss == "kto":
+        return make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group)
+    options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
+    return make_preference_loss(options, reference, sp_group, args.precompute_ref_logps)
+
+
+def reference_folder(args: DPOArguments, setup: common.Setup) -> str:
+    from trainer.models.actor import resolve_model_folder
+
+    if not args.ref_model:
+        return setup.folder
+    return setup.strategy.rank_0_first(lambda: resolve_model_folder(args.ref_model))
 
 
 def load_reference(args: DPOArguments, setup: common.Setup):
     """The reference model, frozen and sharded like the policy."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.models.actor import resolve_model_folder
-
-    folder = setup.folder
-    if args.ref_model:
-        folder = setup.strategy.rank_0_first(lambda: resolve_model_folder(args.ref_model))
-    reference = common.load_model(args, setup, folder, AutoModelForCausalLM)
-    return setup.strategy.prepare(reference.eval().requires_grad_(False))
+    if args.ref_offload and setup.strategy.device.type == "cpu":
+        setup.strategy.print("--ref_offload: the device is the CPU, so the reference is in host memory as it is")
+    reference = common.load_model(args, setup, reference_folder(args, setup), AutoModelForCausalLM)
+    return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)
 
 
 def run(argv: list[str]) -> None:
@@ -56,21 +108,28 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
+    from trainer.cli.precompute import with_reference
     from trainer.datasets.preference import render_pair
-    from trainer.training.dpo import PreferenceOptions, make_preference_loss
+    from trainer.datasets.unpaired import render_answer
+    from trainer.training.dpo import REFERENCE_FREE
 
     validate(args)
     setup = common.set_up(args, is_demo)
-    pairs, eval_pairs, ledger = common.load_sets(args, setup, load_pairs, render_pair)
-    loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
-    eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
+    is_kto = args.loss == "kto"
+    render, build_loader = (render_answer, build_unpaired_loader) if is_kto else (render_pair, build_pair_loader)
+    samples, eval_samples, ledger = common.load_sets(args, setup, load_data, render)
+    if args.precompute_ref_logps:
+        folder, load = reference_folder(args, setup), functools.partial(load_reference, args, setup)
+        samples, eval_samples = with_reference(args, setup, folder, load, [samples, eval_samples])
+    loader = build_loader(args, setup, samples, shuffle=not args.no_shuffle)
+    eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False)
     output_dir = common.open_run(args, setup, COMMAND)
-    options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     # the base of an adapter is the reference, unless another is named
-    needs_model = options.needs_reference() and (args.ref_model or not args.lora_rank)
+    has_reference = args.loss not in REFERENCE_FREE and not args.precompute_ref_logps
+    needs_model = has_reference and (args.ref_model or not args.lora_rank)
     reference = load_reference(args, setup) if needs_model else None
-    loss_fn = make_preference_loss(options, reference, setup.sp_group)
+    loss_fn = make_loss(args, reference, setup.sp_group)
     run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
     common.train_and_save(args, setup, model, loss_fn, run_facts)
 

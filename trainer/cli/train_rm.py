@@ -44,9 +44,10 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForSequenceClassification
 
+    from trainer.cli.score_plot import plot_scores
     from trainer.datasets.preference import render_pair
     from trainer.models.reward import make_initial_reward_model, return_token_scores
-    from trainer.training.rm import make_reward_loss, reward_statistics
+    from trainer.training.rm import evaluation_scores, make_reward_loss, reward_statistics
 
     validate(args)
     setup = common.set_up(args, is_demo)
@@ -56,17 +57,27 @@ def run(argv: list[str]) -> None:
     eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
     output_dir = common.open_run(args, setup, COMMAND)
     initial = os.path.join(output_dir, "initial")
-    strategy.rank_0_alone(lambda: make_initial_reward_model(setup.folder, initial, args.seed, args.trust_remote_code))
+    strategy.rank_0_alone(
+        lambda: make_initial_reward_model(
+            setup.folder, initial, args.seed, args.trust_remote_code, args.value_head_prefix
+        )
+    )
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
-    return_token_scores(model)
+    return_token_scores(model, args.compute_fp32_loss)
 
-    def add_statistics(module, eval_metrics) -> None:
-        if eval_metrics:
-            module.config.reward_mean, module.config.reward_std = reward_statistics(eval_metrics)
+    def at_end(model, eval_metrics) -> None:
+        """Statistics of the scores into the config, their picture into the run folder."""
+        if not eval_metrics:
+            return
+        config = strategy.unwrap(model).config
+        config.reward_mean, config.reward_std = reward_statistics(eval_metrics)
+        scores = evaluation_scores(strategy, model, eval_loader, eval_pairs, setup.sp_group)
+        if strategy.is_rank_0():
+            plot_scores(*scores.unbind(1), os.path.join(output_dir, "reward_histogram.png"))
 
     loss_fn = make_reward_loss(args.loss, setup.sp_group)
     run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    common.train_and_save(args, setup, model, loss_fn, run_facts, add_statistics)
+    common.train_and_save(args, setup, model, loss_fn, run_facts, at_end)
 
 
 def main() -> None:

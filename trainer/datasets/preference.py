@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainer.datasets.packing import collate_packed, collate_padded
-from trainer.datasets.rows import (
-    digest_of,
-    map_cached,
-    messages_of,
-    text_of,
-    tokenizer_state,
-    with_eos,
-    with_special_tokens,
+from trainer.datasets.answers import (
+    AnswerOptions,
+    answer_options,
+    as_messages,
+    check_keys,
+    collate_sequences,
+    tokenize_answer,
 )
+from trainer.datasets.rows import digest_of, map_cached, tokenizer_state
 from trainer.datasets.sft import render_sample
-from trainer.datasets.templates import chat_template, render_chat
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,22 +52,6 @@ class PreferenceLedger:
         )
 
 
-@dataclass(frozen=True)
-class _Options:
-    """All that decides, with the tokenizer, what a row becomes."""
-
-    chat: bool
-    prompt_key: str | None
-    chosen_key: str
-    rejected_key: str
-    margin_key: str | None
-    input_template: str | None
-    max_len: int
-
-    def key(self, side: str) -> str:
-        return self.chosen_key if side == "chosen" else self.rejected_key
-
-
 def tokenize_preference(
     rows: "Dataset",
     tokenizer: Any,
@@ -95,26 +77,23 @@ def tokenize_preference(
     both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
     Raises UserError for keys that are absent and values of another kind (with the row, counted from 1).
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("--pretrain", "the tokenizer has no eos token, so no answer could end")
-    prompt_key = _find_prompt_key(prompt_key, rows.column_names)
-    _check_keys(rows.column_names, flag, prompt_key, chosen_key, rejected_key, margin_key)
-    is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, chosen_key, rejected_key) if key)
-    options = _Options(
-        apply_chat_template or is_list, prompt_key, chosen_key, rejected_key, margin_key, input_template, max_len
+    keys = {"chosen": chosen_key, "rejected": rejected_key}
+    flags = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
+    check_keys(rows.column_names, flag, {**flags, "--margin_key": margin_key})
+    options = answer_options(
+        rows, tokenizer, prompt_key, (chosen_key, rejected_key), input_template, apply_chat_template, max_len
     )
-    if options.chat:
-        chat_template(tokenizer)  # raises where there is none
-    _check_template(options)
     pairs = map_cached(
         rows,
         _tokenize_row,
         folder="trainer_preference",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), keys, margin_key],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
+        keys=keys,
+        margin_key=margin_key,
         flag=flag,
     )
     return _keep(pairs, flag, max_len)
@@ -139,31 +118,6 @@ def _keep(pairs: "Dataset", flag: str, max_len: int) -> tuple["Dataset", Prefere
     return (pairs if len(kept) == len(pairs) else pairs.select(kept)), ledger
 
 
-def _find_prompt_key(prompt_key: str | None, columns: list[str]) -> str | None:
-    return "prompt" if prompt_key is None and "prompt" in columns else prompt_key
-
-
-def _check_keys(columns: list[str], flag: str, prompt_key, chosen_key, rejected_key, margin_key) -> None:
-    keys = {
-        "--prompt_key": prompt_key,
-        "--chosen_key": chosen_key,
-        "--rejected_key": rejected_key,
-        "--margin_key": margin_key,
-    }
-    for key_flag, key in keys.items():
-        if key is not None and key not in columns:
-            raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
-
-
-def _check_template(options: _Options) -> None:
-    if options.input_template is None:
-        return
-    if options.chat or options.prompt_key is None:
-        raise UserError("--input_template", "does not go with a chat template or without a prompt", "leave it out")
-    if options.input_template.count("{}") != 1:
-        raise UserError("--input_template", f"{options.input_template.count('{}')} times {{}}", "exactly one {}")
-
-
 def _features() -> "Features":
     from datasets import Features, List, Value
 
@@ -174,10 +128,13 @@ def _features() -> "Features":
     return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool")})
 
 
-def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
+def _tokenize_row(
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, keys: dict, margin_key: str | None, flag: str
+) -> dict[str, Any]:
     try:
-        sides = {side: _tokenize_side(row, side, tokenizer, options) for side in SIDES}
-        margin = _margin(row, options.margin_key)
+        _check_shared_turns(row, options, keys)
+        sides = {side: tokenize_answer(row, f"--{side}_key", keys[side], tokenizer, options) for side in SIDES}
+        margin = _margin(row, margin_key)
     except UserError as error:
         raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
     whole = {side: list(ids) for side, (ids, _) in sides.items()}
@@ -204,72 +161,31 @@ def _margin(row: Any, key: str | None) -> float:
     return float(row[key])
 
 
-def _tokenize_side(row: Any, side: str, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask) of one side, uncut; the first token is never a target, since nothing predicts it."""
-    input_ids, mask = (_chat_side if options.chat else _text_side)(row, side, tokenizer, options)
-    return input_ids, [0, *mask[1:]]
-
-
-def _text_side(row: Any, side: str, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    answer = text_of(row, f"--{side}_key", options.key(side))
-    if options.prompt_key is None:  # whole texts on both sides; what they share cancels in every preference
-        input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, answer))
-        return input_ids, [1 if answer.strip() else 0] * len(input_ids)
-    prompt = text_of(row, "--prompt_key", options.prompt_key)
-    if options.input_template is not None:
-        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    prompt_ids = with_special_tokens(tokenizer, prompt)
-    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1 if answer.strip() else 0] * len(answer_ids)
-
-
-def _chat_side(row: Any, side: str, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    answer = _as_messages(row, f"--{side}_key", options.key(side), "assistant")
-    if options.prompt_key is None:
-        other = "rejected" if side == "chosen" else "chosen"
-        if answer[:-1] != _as_messages(row, f"--{other}_key", options.key(other), "assistant")[:-1]:
-            where = f"--{side}_key {options.key(side)}"
-            raise UserError(where, "the conversations differ before their last message", "a shared prompt")
-        prompt = []
-    else:
-        prompt = _as_messages(row, "--prompt_key", options.prompt_key, "user")
-    messages = prompt + answer
-    if not messages or messages[-1]["role"] != "assistant":
-        raise UserError(f"--{side}_key {options.key(side)}", "does not end with an assistant message", "an answer")
-    if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
-        # an empty answer has no loss token: an earlier turn must not take its place
-        return render_chat(tokenizer, messages[:-1], multiturn=False)[0], []
-    return render_chat(tokenizer, messages, multiturn=False)
-
-
-def _as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
-    if isinstance(row[key], str):
-        return [{"role": role, "content": row[key]}]
-    return messages_of(row[key], f"{key_flag} {key}")
+def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) -> None:
+    """Whole conversations on both sides share all but their last message."""
+    if not options.chat or options.prompt_key is not None:
+        return
+    sides = [as_messages(row, f"--{side}_key", keys[side], "assistant") for side in SIDES]
+    if sides[0][:-1] != sides[1][:-1]:
+        where = f"--chosen_key {keys['chosen']}"
+        raise UserError(where, "the conversations differ before their last message", "a shared prompt")
 
 
 def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
-    """A micro-batch of pairs for one forward pass: all chosen sides, then all rejected ones, padded or packed.
+    """A micro-batch of n pairs for one forward pass: all chosen sides, then all rejected ones; see `collate_sequences`.
 
-    Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
-    the token belongs to (n pairs: chosen 0 to n - 1, rejected n to 2 n - 1), and is_last, 1 at a sequence's last token.
-    Per pair (n,): margins. All survive a split over sequence-parallel ranks, so that sums per sequence do. No
-    sample gives one token without target, is_last 0 and no pair.
+    Chosen sides are the sequences 0 to n - 1, rejected ones n to 2 n - 1. Per pair (n,): rows (where in the data), margins,
+    and ref_chosen and ref_rejected, log-probs of a reference, (0,) where the pairs do not carry them.
     """
     sides = [
         {"input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
         for side in SIDES
         for sample in samples
     ]
-    batch = (collate_packed if packed else collate_padded)(sides, pad_token_id=pad_token_id)
-    batch["sequence_ids"] = torch.zeros_like(batch["input_ids"])
-    batch["is_last"] = torch.zeros_like(batch["input_ids"])
-    start = 0
-    for number, side in enumerate(sides):
-        row, first = (0, start) if packed else (number, 0)
-        start += len(side["input_ids"])
-        batch["sequence_ids"][row, first : first + len(side["input_ids"])] = number
-        batch["is_last"][row, first + len(side["input_ids"]) - 1] = 1
+    batch = collate_sequences(sides, pad_token_id, packed)
+    batch["rows"] = torch.tensor([sample["row"] for sample in samples], dtype=torch.long)
+    for name in ("ref_chosen", "ref_rejected"):
+        batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
     return batch
 

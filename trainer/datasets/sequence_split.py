@@ -16,7 +16,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
 
     Every tensor that begins with the (rows, tokens) of `input_ids` is padded at its end to a multiple of 2 * sp_size
     tokens (labels with IGNORE, positions counted from 0, anything else with 0) and cut to (rows, tokens / sp_size);
-    what is not per token passes unchanged. `cu_seqlens` stays that of the whole row, which every rank needs; padding
+    what is not per token passes unchanged; a micro-batch within the micro-batch is split by itself. `cu_seqlens` stays that of the whole row, which every rank needs; padding
     becomes a last document of it. `attention_mask` is dropped: under causal attention a real token never sees the
     padding on its right.
 
@@ -37,7 +37,9 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
     if "cu_seqlens" in batch and padding:
         split["cu_seqlens"] = F.pad(batch["cu_seqlens"], (0, 1), value=num_tokens + padding)
     for name, tensor in split.items():
-        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
+        if isinstance(tensor, dict):
+            split[name] = split_micro_batch(tensor, sp_rank, sp_size, pad_token_id)
+        elif isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
             split[name] = zigzag_shard(_padded(name, tensor, padding, pad_token_id), sp_rank, sp_size)
     return split
 

@@ -64,6 +64,23 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
+def kto_loss(
+    log_ratios: torch.Tensor,
+    desirable: torch.Tensor,
+    kl: float,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> torch.Tensor:
+    """weight * (1 - sigmoid(+-beta * (log pi/ref(y) - z_0))), + where `desirable` is 1 (Ethayarajh et al. 2024, equation 8).
+
+    One loss per answer; their lambda_y is constant and drops out. `kl` is z_0 >= 0, through which no gradient goes.
+    """
+    sign = 2 * desirable - 1
+    weight = desirable * desirable_weight + (1 - desirable) * undesirable_weight
+    return weight * torch.sigmoid(-sign * beta * (log_ratios - kl))  # 1 - sigmoid(x) = sigmoid(-x)
+
+
 def reward_sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:
     """-log sigmoid(r(w) - r(l) - margin) (Touvron et al. 2023, Llama 2, equations 1 and 2)."""
     return -F.logsigmoid(chosen - rejected - margins)

@@ -17,15 +17,23 @@ from trainer.models.actor import model_inputs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HEAD = "score.weight"
+HEAD = "score.weight"  # what transformers calls it; a checkpoint to start from may call it otherwise
 HEAD_FILE = "score.safetensors"
 
 
-def return_token_scores(model) -> None:
+def return_token_scores(model, fp32: bool = False) -> None:
     """Make `model(**inputs)` return the score of every token (rows, tokens, 1) instead of one score per row.
 
-    To be called before a strategy wraps the model: its hooks go around this forward.
+    With `fp32` the head multiplies and sums in fp32, whatever the compute dtype: bf16 scores near 1 are 0.008 apart. To be
+    called before a strategy wraps the model: its hooks go around this forward.
     """
+    if fp32:
+        head = model.score
+
+        def head_forward(hidden: torch.Tensor) -> torch.Tensor:  # no matmul, which autocast would lower again
+            return (hidden.float() * head.weight.float()).sum(-1, keepdim=True)
+
+        head.forward = head_forward
     base = getattr(model, model.base_model_prefix)
 
     def forward(**inputs) -> torch.Tensor:
@@ -39,10 +47,12 @@ def token_scores(model, batch: dict) -> torch.Tensor:
     return model(**model_inputs(batch)).squeeze(-1).float()
 
 
-def make_initial_reward_model(source: str, folder: str, seed: int, trust_remote_code: bool = False) -> None:
+def make_initial_reward_model(
+    source: str, folder: str, seed: int, trust_remote_code: bool = False, head_prefix: str = "score"
+) -> None:
     """A model folder `folder` with the weights of `source`, by links, and a reward head; as `source` has it, or new.
 
-    A new head is drawn from the seed alone, with the standard deviation 1 / sqrt(hidden_size + 1) (Stiennon et al. 2020,
+    `source` has it as `head_prefix`.weight; the folder as score.weight, (1, hidden_size). A new head is drawn from the seed alone, with the standard deviation 1 / sqrt(hidden_size + 1) (Stiennon et al. 2020,
     appendix B.1), so that it is the same on every layout. Raises UserError where transformers has no sequence classifier
     for the model, or `source` no safetensors.
     """
@@ -55,6 +65,7 @@ def make_initial_reward_model(source: str, folder: str, seed: int, trust_remote_
             "--pretrain", f"transformers has no sequence classifier for {config.model_type}", "another model"
         )
     weight_map = _weight_map(source)
+    named = None if f"{head_prefix}.weight" == HEAD else _named_head(source, weight_map, head_prefix, config)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     for name in os.listdir(source):
@@ -66,11 +77,30 @@ def make_initial_reward_model(source: str, folder: str, seed: int, trust_remote_
     if HEAD not in weight_map:
         hidden_size = config.get_text_config().hidden_size
         head = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * (hidden_size + 1) ** -0.5
+        head = head if named is None else named
         save_file({HEAD: head}, os.path.join(folder, HEAD_FILE), metadata={"format": "pt"})
         weight_map[HEAD] = HEAD_FILE
     with open(os.path.join(folder, INDEX), "w") as file:
         json.dump({"metadata": {}, "weight_map": weight_map}, file)
     _save_config(config, source, folder)
+
+
+def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) -> torch.Tensor:
+    """(1, hidden_size) fp32, the head that `source` has under another name. Raises UserError if that is no such weight."""
+    name, shape = f"{prefix}.weight", [1, config.get_text_config().hidden_size]
+    if name not in weight_map or HEAD in weight_map:
+        known = ", ".join(key.removesuffix(".weight") for key in weight_map if not key.startswith("model."))
+        found = f"{HEAD} beside it" if name in weight_map else f"no {name} in {source}"
+        raise UserError(
+            "--value_head_prefix",
+            found,
+            f"score (the default; made anew where it is missing){', ' * bool(known)}{known}",
+        )
+    with safe_open(os.path.join(source, weight_map[name]), framework="pt") as weights:
+        head = weights.get_tensor(name).float()
+    if list(head.shape) != shape:
+        raise UserError("--value_head_prefix", f"{name} of shape {list(head.shape)}", f"{shape}")
+    return head
 
 
 def _save_config(config, source: str, folder: str) -> None:

@@ -32,8 +32,34 @@ def decay_groups(named_parameters, weight_decay: float, num_dims=lambda paramete
     return [group for group in groups if group["params"]]
 
 
+def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Keep a frozen model's parameters in host memory; a forward pass copies them to `device` and drops the copies after.
+
+    Buffers are small and go to `device` for good.
+    """
+    model.to("cpu")
+    buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    for module, name in buffers:
+        setattr(module, name, getattr(module, name).to(device))
+    places = [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
+    parameters = {p for _, _, p in places}
+
+    def put(on_device: bool) -> None:
+        copies = {p: torch.nn.Parameter(p.to(device), requires_grad=False) if on_device else p for p in parameters}
+        for module, name, parameter in places:  # tied parameters stay one
+            setattr(module, name, copies[parameter])
+
+    model.register_forward_pre_hook(lambda *_: put(True))
+    model.register_forward_hook(lambda *_: put(False), always_call=True)
+    return model
+
+
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
+    """The tensors of a micro-batch, and of a micro-batch within it, on `device`."""
+
+    def moved(value):
+        if isinstance(value, dict):
+            return to_device(value, device)
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return {key: moved(value) for key, value in batch.items()}

@@ -72,7 +72,8 @@ class GlobalBatchLoader:
     """Yields the `GlobalBatch`es of this rank, epoch after epoch, from a position that can be saved and restored.
 
     `dataset` has the columns num_tokens, num_loss_tokens and digest beside what `collate` reads. `collate(samples)` makes a
-    micro-batch of a list of samples; of an empty list, one that has no target and adds nothing to the loss.
+    micro-batch of a list of samples; of an empty list, one that has no target and adds nothing to the loss. With
+    `with_previous`, each sample holds, as `previous`, the sample before it in the global batch, and the first the last.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class GlobalBatchLoader:
         shuffle: bool = False,
         dp_rank: int = 0,
         dp_size: int = 1,
+        with_previous: bool = False,
     ):
         self.dataset, self.collate = dataset, collate
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size, self.with_previous = dp_rank, dp_size, with_previous
         self._cut_sizes = {
             "micro_batch_size": micro_batch_size, "max_tokens": max_tokens, "packed_capacity": packed_capacity,
         }  # fmt: skip
@@ -131,8 +133,14 @@ class GlobalBatchLoader:
         most = max(map(len, plan))
         return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in plan]
 
+    def _samples(self, ids: list[int], previous: dict[int, int]) -> list[dict]:
+        if not self.with_previous:
+            return [self.dataset[i] for i in ids]
+        return [{**self.dataset[i], "previous": self.dataset[previous[i]]} for i in ids]
+
     def _global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
         mine = self.plan(sample_ids)[self.dp_rank]
+        previous = dict(zip(sample_ids, sample_ids[-1:] + sample_ids[:-1]))
         digest = hashlib.blake2b("".join(self._digests[i] for i in sample_ids).encode(), digest_size=8).hexdigest()
         return GlobalBatch(
             epoch=self.epoch,
@@ -141,5 +149,5 @@ class GlobalBatchLoader:
             num_tokens=int(self._num_tokens[sample_ids].sum()),
             num_targets=int(self._num_targets[sample_ids].sum()),
             batch_hash=digest,
-            micro_batches=[self.collate([self.dataset[i] for i in ids]) for ids in mine],
+            micro_batches=[self.collate(self._samples(ids, previous)) for ids in mine],
         )

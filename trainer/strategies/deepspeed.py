@@ -17,7 +17,7 @@ from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import autotp, checkpoint, gradients, mesh, run_state, tensor_parallel
 from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
-from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
+from trainer.strategies.common import DTYPES, decay_groups, keep_on_host, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
 
 
@@ -242,10 +242,13 @@ class DeepspeedStrategy:
         fused = self.device.type == "cuda" and not self.adam_offload
         return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
 
-    def prepare(self, *models_or_triples, is_rlhf: bool = False):
-        """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list."""
+    def prepare(self, *models_or_triples, is_rlhf: bool = False, offload: bool = False):
+        """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list.
+
+        `offload` keeps frozen weights in host memory: under ZeRO 3 a layer's, else all are on the device during a forward.
+        """
         prepared = [
-            self._prepare_trained(*item) if isinstance(item, tuple) else self._prepare_frozen(item)
+            self._prepare_trained(*item) if isinstance(item, tuple) else self._prepare_frozen(item, offload)
             for item in models_or_triples
         ]
         return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
@@ -276,17 +279,23 @@ class DeepspeedStrategy:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
         return plan
 
-    def _prepare_frozen(self, model):
+    def _prepare_frozen(self, model, offload: bool = False):
         import deepspeed
 
+        offload = offload and self.device.type != "cpu"
         if self.zero_stage < 3 and self.sizes.tp == 1:
-            return model.to(device=self.device, dtype=self.param_dtype).eval()
+            model = model.to(dtype=self.param_dtype).eval()
+            return keep_on_host(model, self.device) if offload else model.to(device=self.device)
         # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
         config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
         config["zero_optimization"]["stage"] = 3 if self.zero_stage == 3 else 0
+        if offload and self.zero_stage == 3:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
         engine.eval()  # which an engine does without returning itself
+        if offload and self.zero_stage < 3:
+            keep_on_host(model, self.device)
         return engine
 
     def _restore_masters(self, model) -> None:
@@ -323,6 +332,7 @@ class DeepspeedStrategy:
         max_tokens: Optional[int] = None,
         packed_capacity: Optional[int] = None,
         shuffle: bool = True,
+        with_previous: bool = False,
     ) -> GlobalBatchLoader:
         """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
         sp_rank = self.meshes.root.get_local_rank("sp")
@@ -337,6 +347,7 @@ class DeepspeedStrategy:
             shuffle=shuffle,
             dp_rank=self.meshes.dp.get_local_rank(),
             dp_size=self.sizes.dp,
+            with_previous=with_previous,
         )
 
     # --- one training step

@@ -108,7 +108,7 @@ class FSDP2Strategy:
         model.pretrained_folder, model.new_tensors = folder, {}
         return model
 
-    def _shard(self, model: torch.nn.Module) -> None:
+    def _shard(self, model: torch.nn.Module, offload: bool = False) -> None:
         """Cut the model over tp, then each decoder layer and the rest over fsdp; read this rank's part of every weight.
 
         Masters are fp32. tp comes first: fsdp shards what a tp rank holds.
@@ -131,17 +131,17 @@ class FSDP2Strategy:
             "reshard_after_forward": self.reshard_after_forward,
             "shard_placement_fn": tensor_parallel.fsdp_placement,
         }
-        if self.adam_offload and self.device.type != "cpu":
+        offload = (offload or self.adam_offload) and self.device.type != "cpu"
+        if offload:
             options["offload_policy"] = CPUOffloadPolicy()
         layers = set(model._no_split_modules or [])
         for module in list(model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, **options)
         fully_shard(model, **options)
-        self._load_shards(model)
+        self._load_shards(model, offload)
 
-    def _load_shards(self, model: torch.nn.Module) -> None:
-        offloaded = self.adam_offload and self.device.type != "cpu"
+    def _load_shards(self, model: torch.nn.Module, offloaded: bool) -> None:
         model.to_empty(device="cpu" if offloaded else self.device)
         model.tie_weights(recompute_mapping=False)
         tensors = checkpoint.all_tensors(model)  # tied aliases are not among them: they were tied again above
@@ -161,11 +161,17 @@ class FSDP2Strategy:
         fused = self.device.type == "cuda" and not self.adam_offload
         return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
 
-    def prepare(self, *models_or_triples, is_rlhf: bool = False):
-        """Sharded (model, optimizer, scheduler) triples, or sharded frozen models. One in, one out; several, a list."""
+    def prepare(self, *models_or_triples, is_rlhf: bool = False, offload: bool = False):
+        """Sharded (model, optimizer, scheduler) triples, or sharded frozen models. One in, one out; several, a list.
+
+        `offload` keeps frozen weights in host memory; a layer's are on the device while it computes.
+        """
         prepared = []
         for item in models_or_triples:
-            self._shard(item[0] if isinstance(item, tuple) else item)
+            if isinstance(item, tuple):
+                self._shard(item[0])
+            else:
+                self._shard(item, offload)
             prepared.append(item)
         return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
 
@@ -181,6 +187,7 @@ class FSDP2Strategy:
         max_tokens: Optional[int] = None,
         packed_capacity: Optional[int] = None,
         shuffle: bool = True,
+        with_previous: bool = False,
     ) -> GlobalBatchLoader:
         """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
         sp_rank = self.meshes.root.get_local_rank("sp")
@@ -195,6 +202,7 @@ class FSDP2Strategy:
             shuffle=shuffle,
             dp_rank=self.meshes.dp.get_local_rank(),
             dp_size=self.sizes.dp,
+            with_previous=with_previous,
         )
 
     # --- one training step

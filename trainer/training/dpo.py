@@ -1,6 +1,7 @@
 """Preference optimization: the mean loss over the pairs of the global batch, from log-probs of whole answers."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
@@ -28,14 +29,39 @@ class PreferenceOptions:
         return self.loss not in REFERENCE_FREE
 
 
+def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the answers of a micro-batch and the numbers of their tokens, both (n,), fp64; all-reduced over sp."""
+    labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
+    log_probs = label_log_probs(model, micro_batch)
+    sums = sum_by_sequence(log_probs, sequence_ids, num_sequences, sp_group)
+    return sums, sum_by_sequence(labels != IGNORE, sequence_ids, num_sequences, sp_group)
+
+
 def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
     num_pairs = len(micro_batch["margins"])
-    labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
-    log_probs = label_log_probs(model, micro_batch)
-    sums = sum_by_sequence(log_probs, sequence_ids, 2 * num_pairs, sp_group)
-    lengths = sum_by_sequence(labels != IGNORE, sequence_ids, 2 * num_pairs, sp_group)
+    sums, lengths = sequence_log_probs(model, micro_batch, 2 * num_pairs, sp_group)
     return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))
+
+
+@contextlib.contextmanager
+def fixed_model(policy, reference) -> Iterator:
+    """The model of the reference's log-probs, without gradients: where `reference` is None, the policy's adapter is off."""
+    with torch.no_grad():
+        if reference is not None:
+            yield reference
+        else:
+            from trainer.models.lora import adapter_off
+
+            with adapter_off(policy):
+                yield policy
+
+
+def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chosen, rejected) of the reference, each (n,), by a forward pass."""
+    with fixed_model(policy, reference) as model:
+        found = answer_log_probs(model, micro_batch, sp_group)
+    return found.chosen, found.rejected
 
 
 def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
@@ -56,28 +82,23 @@ def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options:
     return result
 
 
-def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Callable:
+def make_preference_loss(options: PreferenceOptions, reference, sp_group, precomputed: bool = False) -> Callable:
     """The loss function of one choice of options; its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model; None if the loss needs none, or for the base of a model with an adapter.
+    `reference` is a prepared frozen model; None if the loss needs none, the pairs carry its log-probs (`precomputed`), or
+    it is the base of a model with an adapter.
     """
-
-    def reference_log_probs(model, micro_batch: dict) -> AnswerLogProbs:
-        if reference is not None:
-            return answer_log_probs(reference, micro_batch, sp_group)
-        from trainer.models.lora import adapter_off
-
-        with adapter_off(model):
-            return answer_log_probs(model, micro_batch, sp_group)
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
         if options.needs_reference():
-            with torch.no_grad():
-                fixed = reference_log_probs(model, micro_batch)
-            chosen_rewards = options.beta * (policy.chosen - fixed.chosen)
-            rejected_rewards = options.beta * (policy.rejected - fixed.rejected)
-            margin = (policy.chosen - fixed.chosen) - (policy.rejected - fixed.rejected)
+            if precomputed:
+                ref_chosen, ref_rejected = micro_batch["ref_chosen"], micro_batch["ref_rejected"]
+            else:
+                ref_chosen, ref_rejected = reference_log_probs(model, reference, micro_batch, sp_group)
+            chosen_ratio, rejected_ratio = policy.chosen - ref_chosen, policy.rejected - ref_rejected
+            chosen_rewards, rejected_rewards = options.beta * chosen_ratio, options.beta * rejected_ratio
+            margin = chosen_ratio - rejected_ratio
         else:  # what these losses compare: mean log-probs of tokens
             chosen_rewards = options.beta * policy.mean_chosen()
             rejected_rewards = options.beta * policy.mean_rejected()
@@ -92,6 +113,8 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group) -> Cal
             "chosen_logps": policy.chosen,
             "rejected_logps": policy.rejected,
         }
+        if options.needs_reference():  # log pi/ref, mean of both answers: the KL, were they the policy's samples
+            metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
         return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
 

@@ -2,7 +2,7 @@
 
 A method brings its loss function, a strategy brings the distribution. `loss_fn(model, micro_batch)` gives (sum, count), or
 (sum, count, metrics) with sums by name over the same targets, of which the mean over the global batch is logged. A sum
-named x_square beside x is logged as the standard deviation x_std.
+named x_square beside x is logged as the standard deviation x_std; a sum named x_count is the denominator of x alone.
 """
 
 import functools
@@ -10,7 +10,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Optional
+from dataclasses import dataclass
+from typing import Optional, Union
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +22,19 @@ from trainer.metrics import MetricsLog, host_peak_memory_bytes, step_line
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.signals import StopRequest
 
-LossFunction = Callable[[torch.nn.Module, dict], tuple]
+
+@dataclass(frozen=True)
+class TwoPassLoss:
+    """A loss of which every sample's value needs a mean over the whole global batch, through which no gradient goes.
+
+    `first_pass(model, micro_batch)` gives (sum, count) of that mean; `loss(model, micro_batch, mean=...)` the loss.
+    """
+
+    first_pass: Callable[[torch.nn.Module, dict], tuple]
+    loss: Callable[..., tuple]
+
+
+LossFunction = Union[Callable[[torch.nn.Module, dict], tuple], TwoPassLoss]
 
 # dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -31,8 +44,10 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=No
     """Run every micro-batch of this rank's part of a global batch; backward too where there is an `optimizer`.
 
     Returns the sums of losses ("loss") and of the method's metrics, and the count, over the global batch (one all-reduce
-    over dp x sp). The mean, and every gradient, has the global count as its only denominator.
+    over dp x sp, one more for a TwoPassLoss). The mean, and every gradient, has the global count as its only denominator.
     """
+    if isinstance(loss_fn, TwoPassLoss):
+        loss_fn = functools.partial(loss_fn.loss, mean=first_pass_mean(strategy, model, batch, loss_fn.first_pass))
     names, totals = ["loss"], 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         with torch.set_grad_enabled(optimizer is not None):
@@ -49,9 +64,18 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=No
     return dict(zip(names, values)), batch.num_targets
 
 
+@torch.no_grad()
+def first_pass_mean(strategy, model, batch, first_pass: Callable) -> float:
+    """The mean over the global batch of what `first_pass` sums up (one all-reduce over dp x sp)."""
+    parts = [torch.stack(first_pass(model, micro_batch)).double() for micro_batch in batch.micro_batches]
+    total, count = strategy.all_reduce(torch.stack(parts).sum(0)).tolist()
+    return total / count
+
+
 def mean_metrics(sums: dict[str, float], count: int) -> dict[str, float]:
-    """Means of sums over `count` targets; of x and x_square, x and its standard deviation x_std."""
-    means = {name: value / count for name, value in sums.items()}
+    """Means of sums over `count` targets, or of x over x_count, unless that is 0; of x and x_square, x and x_std."""
+    own = {name: sums.get(f"{name}_count", count) for name in sums if not name.endswith("_count")}
+    means = {name: sums[name] / denominator for name, denominator in own.items() if denominator}
     for name in [name for name in means if f"{name}_square" in means]:
         means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}_square") - means[name] ** 2, 0.0))
     return means

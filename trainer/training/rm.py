@@ -7,6 +7,7 @@ import torch
 from trainer.models.log_probs import counts_here, sum_by_sequence
 from trainer.models.preference_loss import reward_logexp_loss, reward_sigmoid_loss
 from trainer.models.reward import token_scores
+from trainer.training.per_sample import values_by_row
 
 
 def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,6 +39,20 @@ def make_reward_loss(loss: str, sp_group) -> Callable:
         return weight * losses.sum(), losses.new_tensor(weight * losses.numel()), sums
 
     return reward_loss
+
+
+def evaluation_scores(strategy, model, loader, pairs, sp_group) -> torch.Tensor:
+    """(pairs, 2) scores of the chosen and the rejected side, on the host, on every rank (one all-reduce over dp x sp)."""
+    rows = torch.as_tensor(pairs["row"])
+    model.eval()
+    scores = values_by_row(
+        strategy,
+        loader,
+        lambda micro_batch: counts_here(sp_group) * torch.stack(pair_scores(model, micro_batch, sp_group), dim=1),
+        int(rows.max()) + 1,
+    )
+    model.train()
+    return scores.cpu()[rows]
 
 
 def reward_statistics(means: dict[str, float], prefix: str = "eval_") -> tuple[float, float]:

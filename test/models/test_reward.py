@@ -1,0 +1,70 @@
+"""The reward head: where it comes from, in which precision it scores, and the picture of its scores."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForSequenceClassification
+
+from trainer.cli.score_plot import plot_scores
+from trainer.errors import UserError
+from trainer.models.reward import make_initial_reward_model, return_token_scores
+
+
+def save_with_head(folder, name: str, head: torch.Tensor) -> str:
+    make_model("qwen3").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, name: head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("prefix", ["score", "value_head"])
+def test_a_head_that_the_checkpoint_has_is_kept(tmp_path, prefix):
+    head = torch.randn(1, 32)
+    source = save_with_head(tmp_path / "source", f"{prefix}.weight", head)
+    make_initial_reward_model(source, str(tmp_path / "initial"), seed=1, head_prefix=prefix)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "initial", dtype=torch.float32)
+    assert torch.equal(model.score.weight, head)
+    assert json.loads((tmp_path / "initial/config.json").read_text())["architectures"] == [
+        "Qwen3ForSequenceClassification"
+    ]
+
+
+def test_a_new_head_depends_on_the_seed_alone(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path / "source")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_initial_reward_model(str(tmp_path / "source"), str(tmp_path / name), seed)
+    a, b, c = (load_file(tmp_path / name / "score.safetensors")["score.weight"] for name in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert a.std().item() == pytest.approx(33**-0.5, rel=0.3)
+
+
+def test_a_head_that_is_not_there_or_of_another_shape_is_refused(tmp_path):
+    source = save_with_head(tmp_path / "source", "value_head.weight", torch.randn(2, 32))
+    with pytest.raises(UserError, match=r"--value_head_prefix: no v_head.weight.*value_head"):
+        make_initial_reward_model(source, str(tmp_path / "initial"), 1, head_prefix="v_head")
+    with pytest.raises(UserError, match=r"value_head.weight of shape \[2, 32\]"):
+        make_initial_reward_model(source, str(tmp_path / "initial"), 1, head_prefix="value_head")
+
+
+def test_an_fp32_head_scores_without_rounding(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path / "source")
+    make_initial_reward_model(str(tmp_path / "source"), str(tmp_path / "initial"), 1)
+    scores = {}
+    for fp32 in (False, True):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "initial", dtype=torch.bfloat16)
+        return_token_scores(model, fp32)
+        hidden = model.model(torch.arange(1, 9)[None]).last_hidden_state
+        scores[fp32] = model(input_ids=torch.arange(1, 9)[None])
+        exact = (hidden.double() @ model.score.weight.double().T).detach()
+    assert (scores[False].dtype, scores[True].dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(scores[True].double(), exact, rtol=1e-5, atol=1e-6)
+    assert (scores[False].double() - exact).abs().max() > 1e-4
+
+
+def test_scores_are_drawn_even_where_they_are_all_alike(tmp_path):
+    for name, scores in {"spread": torch.randn(50).double(), "alike": torch.zeros(3).double()}.items():
+        plot_scores(scores, scores, str(tmp_path / f"{name}.png"))
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

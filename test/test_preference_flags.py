@@ -1,0 +1,32 @@
+"""Flags of train_dpo and train_rm that contradict each other are refused before anything is loaded."""
+
+import pytest
+
+from trainer.cli import train_dpo
+from trainer.errors import UserError
+
+REFUSED = {
+    "--precompute_ref_logps --loss kto": "--precompute_ref_logps: with --loss kto",
+    "--precompute_ref_logps --ref_offload": "--ref_offload: with --precompute_ref_logps",
+    "--precompute_ref_logps --loss simpo": "--precompute_ref_logps: with --loss simpo",
+    "--ref_offload --loss orpo": "--ref_offload: with --loss orpo",
+    "--ref_model m --loss orpo": "--ref_model: with --loss orpo",
+    "--loss kto --train_batch_size 1 --micro_train_batch_size 1": "--train_batch_size: 1 with --loss kto",
+    "--loss kto --nll_loss_coef 0.5": "--nll_loss_coef: with --loss kto",
+    "--desirable_weight 2": "--desirable_weight, --undesirable_weight: 2.0, 1.0 with --loss dpo",
+    "--label_smoothing 0.1": "--label_smoothing: 0.1 with --loss dpo",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_contradictions_are_named(flags):
+    args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
+    with pytest.raises(UserError) as error:
+        train_dpo.validate(args)
+    assert str(error.value).startswith(REFUSED[flags])
+
+
+def test_what_is_not_contradictory_is_accepted():
+    for flags in ("", "--loss kto --desirable_weight 2 --ref_offload", "--precompute_ref_logps", "--loss simpo"):
+        args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
+        train_dpo.validate(args)

@@ -1,0 +1,122 @@
+"""The losses of train_dpo and train_rm against TRL's trainers: same weights, token ids and order, fp32, one process.
+
+Five steps of every variant that TRL 1.16 has: the losses within 1e-5, the weights afterwards within 1e-4 of their norm. Where
+a convention differs, the case says so and accounts for it. TRL runs in its own process, so that only this file pays for it.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+from launch import ROOT, read_steps, run_process, train_many
+from safetensors.torch import load_file
+
+STEPS, LENGTH = 5, 20
+# name: (the trainer's flags, TRL's trainer, its options, the trainer's loss over TRL's, data)
+ONE_BY_ONE = {
+    "per_device_train_batch_size": 1
+}  # a mean per batch is then one pair's, and accumulation means over pairs
+CASES = {
+    "dpo": (["--loss", "dpo", "--beta", "0.1"], "DPO", {"loss_type": "sigmoid", "beta": 0.1}, 1, "texts"),
+    "hinge": (["--loss", "hinge", "--beta", "0.1"], "DPO", {"loss_type": "hinge", "beta": 0.1}, 1, "texts"),
+    # TRL divides log-ratios by the number of answer tokens, here always n: its loss with beta, and so what Adam compares with its
+    # eps, is 1 / n^2 of ours with beta / n
+    "ipo": (
+        ["--loss", "ipo", "--beta", str(0.1 / LENGTH)], "DPO", {"loss_type": "ipo", "beta": 0.1, "adam_epsilon": 1e-8 / LENGTH**2}, LENGTH**2, "even"
+    ),
+    # TRL's `sigmoid` has no label smoothing and its `robust` is another loss; `aot`, which sorts a batch, is cdpo on one pair
+    "cdpo": (
+        ["--loss", "cdpo", "--beta", "0.1", "--label_smoothing", "0.2"],
+        "DPO", {"loss_type": "aot", "beta": 0.1, "label_smoothing": 0.2, **ONE_BY_ONE}, 1, "texts",
+    ),
+    # TRL's `sft` is a mean over the tokens of a batch, ours a mean over pairs of means over tokens
+    "nll": (
+        ["--loss", "dpo", "--beta", "0.1", "--nll_loss_coef", "0.5"],
+        "DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.1, **ONE_BY_ONE}, 1, "texts",
+    ),
+    # TRL's CPOTrainer subtracts gamma / beta before the factor beta
+    "simpo": (
+        ["--loss", "simpo", "--beta", "2.0", "--simpo_gamma", "0.5"],
+        "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.5}, 1, "texts",
+    ),
+    # TRL's likelihood term covers prompt and answer and is a mean over the tokens of a batch: no prompt, one pair at a time
+    "orpo": (["--loss", "orpo", "--beta", "0.2"], "ORPO", {"beta": 0.2, **ONE_BY_ONE}, 1, "whole"),
+    # TRL pairs prompts and answers for the KL within a micro-batch, we within the global batch: here they are the same
+    "kto": (
+        ["--loss", "kto", "--beta", "0.1", "--desirable_weight", "1.2", "--undesirable_weight", "0.7"],
+        "KTO", {"beta": 0.1, "desirable_weight": 1.2, "undesirable_weight": 0.7}, 1, "unpaired",
+    ),
+    # TRL scores the last token that is not padding, which is ours as long as the pad token is not the eos token
+    "reward": (["--loss", "sigmoid"], "Reward", {}, 1, "texts"),
+    "reward-margin": (["--loss", "sigmoid", "--margin_key", "margin"], "Reward", {}, 1, "texts"),
+}  # fmt: skip
+
+
+def write_data(folder, shared_data) -> None:
+    """{texts, even, whole, unpaired}.jsonl of real rows."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "models/stories260K-hf")
+    lines = (shared_data / "gsm8k/pairs.jsonl").read_text().splitlines()
+    rows = [{**json.loads(line), "margin": number % 3 / 2} for number, line in enumerate(lines[:80])]
+    rows = [  # of unequal lengths, and short, since every case trains on them
+        {**row, "prompt": row["prompt"][:40], "chosen": " " + row["chosen"][: 60 + number % 9], "rejected": " " + row["rejected"][:50]}
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+
+    def cut(text: str) -> str | None:
+        """The beginning of a text that is LENGTH - 1 tokens, without its eos."""
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: LENGTH - 1]
+        short = tokenizer.decode(ids)
+        return short if tokenizer(short, add_special_tokens=False)["input_ids"] == ids else None
+
+    even = [{**row, "chosen": cut(row["chosen"]), "rejected": cut(row["rejected"])} for row in rows]
+    even = [row for row in even if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]]
+    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
+    unpaired = [
+        {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": bool(number % 3)}
+        for number, row in enumerate(rows)
+    ]
+    for name, table in {"texts": rows, "even": even, "whole": whole, "unpaired": unpaired}.items():
+        assert len(table) >= 4 * STEPS, name
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_data):
+    """The folder with <case>/ours and <case>/trl."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed: pip install -e '.[dev]'")
+    folder = tmp_path_factory.mktemp("trl")
+    write_data(folder, shared_data)
+    ours, theirs = [], []
+    for name, (flags, trainer, options, _, data) in CASES.items():
+        command = "train_rm" if trainer == "Reward" else "train_dpo"
+        argv = [command, "--pretrain", str(shared_data / "models/stories260K-hf"), *flags]
+        argv += ["--dataset", str(folder / f"{data}.jsonl"), "--max_len", "128", "--no_shuffle", "--no_save"]
+        argv += ["--train_batch_size", "4", "--max_steps", str(STEPS), "--param_dtype", "fp32", "--max_norm", "0"]
+        argv += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_ratio", "0"]
+        ours.append([*argv, "--micro_train_batch_size", "4", "--output_dir", f"{folder}/{name}/ours"])
+        ours[-1] += ["--parity_dump", f"{folder}/{name}/ours"]
+        theirs.append({"argv": [*argv, "--output_dir", f"{folder}/{name}/trl"], "trl": trainer, "options": options})
+    train_many(1, ours, folder, timeout=900)
+    (folder / "runs.json").write_text(json.dumps(theirs))
+    script, packages = str(ROOT / "test/trl_runs.py"), os.pathsep.join(filter(None, sys.path))
+    code, output = run_process([sys.executable, script, str(folder / "runs.json")], timeout=900, PYTHONPATH=packages)
+    assert code == 0, output[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_those_of_trl(runs, name):
+    factor = CASES[name][3]
+    found = [row["loss"] for row in read_steps(runs / name / "ours")]
+    expected = [factor * loss for loss in json.loads((runs / name / "trl/losses.json").read_text())]
+    assert len(found) == len(expected) == STEPS
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] != pytest.approx(expected[0], rel=1e-3), "a run that learns nothing compares nothing"
+    ours = load_file(runs / name / "ours/weights_final.safetensors")
+    for key, weight in load_file(runs / name / "trl/weights.safetensors").items():
+        assert (ours[key] - weight).norm() <= 1e-4 * weight.norm(), key

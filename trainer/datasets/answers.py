@@ -1,0 +1,119 @@
+"""One answer to one prompt as tokens, and micro-batches of such sequences: what paired and unpaired preferences share."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.datasets.packing import collate_packed, collate_padded
+from trainer.datasets.rows import messages_of, text_of, with_eos, with_special_tokens
+from trainer.datasets.templates import chat_template, render_chat
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """All that decides, with the tokenizer and the answer's key, what an answer becomes."""
+
+    chat: bool
+    prompt_key: str | None
+    input_template: str | None
+    max_len: int
+
+
+def check_keys(columns: list[str], flag: str, keys: dict[str, str | None]) -> None:
+    """Raises UserError for a key, by its flag, that the rows of the dataset `flag` do not have."""
+    for key_flag, key in keys.items():
+        if key is not None and key not in columns:
+            raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
+
+
+def answer_options(
+    rows: "Dataset",
+    tokenizer: Any,
+    prompt_key: str | None,
+    answer_keys: tuple[str, ...],
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+) -> AnswerOptions:
+    """Options of rows whose keys are there. Without a prompt_key, `prompt` where there is one. Raises UserError."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no answer could end")
+    if prompt_key is None and "prompt" in rows.column_names:
+        prompt_key = "prompt"
+    is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, *answer_keys) if key)
+    options = AnswerOptions(apply_chat_template or is_list, prompt_key, input_template, max_len)
+    if options.chat:
+        chat_template(tokenizer)  # raises where there is none
+    if input_template is not None:
+        if options.chat or prompt_key is None:
+            raise UserError("--input_template", "does not go with a chat template or without a prompt", "leave it out")
+        if input_template.count("{}") != 1:
+            raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")
+    return options
+
+
+def tokenize_answer(
+    row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions
+) -> tuple[list[int], list[int]]:
+    """(input_ids, loss_mask) of the prompt and the answer under `key`, uncut; an empty answer has no loss token.
+
+    The first token is never a target, since nothing predicts it.
+    """
+    input_ids, mask = (_chat_answer if options.chat else _text_answer)(row, key_flag, key, tokenizer, options)
+    return input_ids, [0, *mask[1:]]
+
+
+def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
+    answer = text_of(row, key_flag, key)
+    if options.prompt_key is None:  # whole texts on both sides; what they share cancels in every preference
+        input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, answer))
+        return input_ids, [1 if answer.strip() else 0] * len(input_ids)
+    prompt = text_of(row, "--prompt_key", options.prompt_key)
+    if options.input_template is not None:
+        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
+    prompt_ids = with_special_tokens(tokenizer, prompt)
+    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1 if answer.strip() else 0] * len(answer_ids)
+
+
+def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
+    prompt = [] if options.prompt_key is None else as_messages(row, "--prompt_key", options.prompt_key, "user")
+    messages = prompt + as_messages(row, key_flag, key, "assistant")
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UserError(f"{key_flag} {key}", "does not end with an assistant message", "an answer")
+    if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
+        # an empty answer has no loss token: an earlier turn must not take its place
+        return render_chat(tokenizer, messages[:-1], multiturn=False)[0], []
+    return render_chat(tokenizer, messages, multiturn=False)
+
+
+def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
+    """The messages under `key`; a text is one message of `role`."""
+    if isinstance(row[key], str):
+        return [{"role": role, "content": row[key]}]
+    return messages_of(row[key], f"{key_flag} {key}")
+
+
+def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
+    """A micro-batch of sequences (input_ids, loss_mask) for one forward pass, padded or packed.
+
+    Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
+    the token belongs to, and is_last, 1 at a sequence's last token. Both survive a split over sequence-parallel ranks, so
+    that sums per sequence do. No sequence gives one token without target and is_last 0.
+    """
+    batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
+    batch["sequence_ids"] = torch.zeros_like(batch["input_ids"])
+    batch["is_last"] = torch.zeros_like(batch["input_ids"])
+    start = 0
+    for number, sequence in enumerate(sequences):
+        length = len(sequence["input_ids"])
+        row, first = (0, start) if packed else (number, 0)
+        start += length
+        batch["sequence_ids"][row, first : first + length] = number
+        batch["is_last"][row, first + length - 1] = 1
+    return batch

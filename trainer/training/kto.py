@@ -1,0 +1,51 @@
+"""KTO: the mean loss over the single answers of the global batch, some desirable, some not (Ethayarajh et al. 2024).
+
+Its reference point z_0, an estimate of KL(policy || reference), is one number of the whole global batch, so that the loss
+does not depend on how the batch is cut. It takes a first pass over the batch, without gradients.
+"""
+
+import torch
+
+from trainer.models.log_probs import counts_here
+from trainer.models.preference_loss import kto_loss
+from trainer.training.dpo import fixed_model, sequence_log_probs
+from trainer.training.loop import TwoPassLoss
+
+
+def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: float, reference, sp_group) -> TwoPassLoss:
+    """Loss and metrics of a micro-batch of `collate_unpaired`; `reference`: see `fixed_model`."""
+
+    def log_ratios(model, micro_batch: dict, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log pi(y) - log ref(y), log pi(y)) of every sequence, (n,)."""
+        policy, _ = sequence_log_probs(model, micro_batch, num_sequences, sp_group)
+        with fixed_model(model, reference) as base:
+            fixed, _ = sequence_log_probs(base, micro_batch, num_sequences, sp_group)
+        return policy - fixed, policy
+
+    def mismatched_ratios(model, micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum and number of the log-ratios of answers to other prompts, whose mean estimates the KL."""
+        batch = micro_batch["mismatched"]
+        ratios, _ = log_ratios(model, batch, batch["num_sequences"])
+        weight = counts_here(sp_group)
+        return weight * ratios.sum(), ratios.new_tensor(weight * ratios.numel())
+
+    def loss(model, micro_batch: dict, mean: float):
+        kl = max(mean, 0.0)
+        desirable = micro_batch["desirable"].double()
+        ratios, policy = log_ratios(model, micro_batch, len(desirable))
+        values = kto_loss(ratios, desirable, kl, beta, desirable_weight, undesirable_weight)
+        weight = counts_here(sp_group)
+        rewards, undesirable = beta * ratios, 1 - desirable
+        right = torch.where(desirable > 0, ratios > kl, ratios < kl).double()
+        metrics = {
+            "kl": torch.full_like(ratios, kl),
+            "reward_accuracy": right,
+            "chosen_rewards": rewards * desirable, "chosen_rewards_count": desirable,
+            "rejected_rewards": rewards * undesirable, "rejected_rewards_count": undesirable,
+            "chosen_logps": policy * desirable, "chosen_logps_count": desirable,
+            "rejected_logps": policy * undesirable, "rejected_logps_count": undesirable,
+        }  # fmt: skip
+        sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
+        return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
+
+    return TwoPassLoss(mismatched_ratios, loss)

@@ -1,0 +1,74 @@
+"""Log-probs of a frozen reference, computed once and kept on disk under a key of model, data and template."""
+
+import glob
+import hashlib
+import os
+from typing import Optional
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.models.log_probs import counts_here
+from trainer.training.dpo import answer_log_probs
+from trainer.training.per_sample import values_by_row
+
+# Raise it whenever the same model and pairs would give other log-probs, so that no older file is taken for them.
+VERSION = 1
+COLUMNS = ("ref_chosen", "ref_rejected")  # of pairs that carry them
+
+
+def model_hash(folder: str) -> str:
+    """A hash of config and weights, by content."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted([os.path.join(folder, "config.json"), *glob.glob(os.path.join(folder, "*.safetensors"))]):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def cache_file(model: str, pairs, param_dtype: str) -> str:
+    """Where the log-probs of `pairs` under the model with the hash `model` are kept.
+
+    The key holds the token ids and masks of both sides, so also what template, --max_len and tokenizer made of the rows.
+    """
+    import datasets
+
+    digest = hashlib.blake2b(f"{VERSION}/{model}/{param_dtype}".encode(), digest_size=16)
+    for column in ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"):
+        for values in pairs.with_format("numpy")[column]:
+            digest.update(len(values).to_bytes(8, "little") + np.asarray(values, dtype="<i4").tobytes())
+    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_reference")
+    return os.path.join(folder, f"{digest.hexdigest()}.safetensors")
+
+
+def read(path: str) -> Optional[torch.Tensor]:
+    """(pairs, 2) fp64 log-probs of the chosen and the rejected answers; None if they are not there."""
+    return load_file(path)["log_probs"] if os.path.exists(path) else None
+
+
+def write(path: str, log_probs: torch.Tensor) -> None:
+    """Written beside and renamed, so that a killed run leaves no half of it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    save_file({"log_probs": log_probs.contiguous()}, temporary)
+    os.replace(temporary, path)
+
+
+def compute(strategy, reference, loader, pairs, sp_group) -> torch.Tensor:
+    """(pairs, 2) fp64 on the host, on every rank; `loader` goes over `pairs` (one all-reduce over dp x sp)."""
+
+    def both_sides(micro_batch: dict) -> torch.Tensor:
+        found = answer_log_probs(reference, micro_batch, sp_group)
+        return counts_here(sp_group) * torch.stack([found.chosen, found.rejected], dim=1)
+
+    rows = torch.as_tensor(np.asarray(pairs["row"]))
+    return values_by_row(strategy, loader, both_sides, int(rows.max()) + 1).cpu()[rows]
+
+
+def with_log_probs(pairs, log_probs: torch.Tensor):
+    """`pairs` with the two columns that `collate_pairs` hands to the loss."""
+    for number, name in enumerate(COLUMNS):
+        pairs = pairs.add_column(name, log_probs[:, number].tolist())
+    return pairs
