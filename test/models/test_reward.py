@@ -9,8 +9,11 @@ from tiny_models import make_model
 from transformers import AutoModelForSequenceClassification
 
 from trainer.cli.score_plot import plot_scores
+from trainer.datasets.answers import collate_sequences
 from trainer.errors import UserError
-from trainer.models.reward import make_initial_reward_model, return_token_scores
+from trainer.models.actor import resolve_attention
+from trainer.models.log_probs import sum_by_sequence
+from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
 
 
 def save_with_head(folder, name: str, head: torch.Tensor) -> str:
@@ -68,3 +71,22 @@ def test_scores_are_drawn_even_where_they_are_all_alike(tmp_path):
     for name, scores in {"spread": torch.randn(50).double(), "alike": torch.zeros(3).double()}.items():
         plot_scores(scores, scores, str(tmp_path / f"{name}.png"))
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pad_token_id", [0, 2])
+def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token_id, packed):
+    """Also where the pad token is the eos token, 2, which ends the sequences: then it is no last token for transformers."""
+    source = save_with_head(tmp_path / "source", "score.weight", torch.randn(1, 32))
+    make_initial_reward_model(source, str(tmp_path / "initial"), seed=1)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "initial", dtype=torch.float32)
+    classifier.config.pad_token_id = pad_token_id
+    sequences = [[5, 6, 7, 8, 2], [9, 10, 2]]
+    expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0] for ids in sequences]
+    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in sequences]
+    batch = collate_sequences(samples, pad_token_id, packed)
+    classifier.set_attn_implementation(resolve_attention("sdpa", packed))
+    return_token_scores(classifier)
+    scores = token_scores(classifier, batch) * batch["is_last"]
+    found = sum_by_sequence(scores, batch["sequence_ids"], 2, None)
+    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=1e-6)

@@ -103,7 +103,8 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
     """A micro-batch of sequences (input_ids, loss_mask) for one forward pass, padded or packed.
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
-    the token belongs to, and is_last, 1 at a sequence's last token. Both survive a split over sequence-parallel ranks, so
+    the token belongs to, and is_last, 1 where a sequence is scored: at its last token that is not the pad token, which is
+    where transformers' classifiers score it (where eos pads, that is the token before it). Both survive a split over sequence-parallel ranks, so
     that sums per sequence do. No sequence gives one token without target and is_last 0.
     """
     batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
@@ -111,9 +112,11 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
     batch["is_last"] = torch.zeros_like(batch["input_ids"])
     start = 0
     for number, sequence in enumerate(sequences):
-        length = len(sequence["input_ids"])
+        input_ids = sequence["input_ids"]
+        length = len(input_ids)
         row, first = (0, start) if packed else (number, 0)
         start += length
+        last = max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=length - 1)
         batch["sequence_ids"][row, first : first + length] = number
-        batch["is_last"][row, first + length - 1] = 1
+        batch["is_last"][row, first + last] = 1
     return batch
