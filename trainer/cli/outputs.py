@@ -105,7 +105,8 @@ CARD_FLAGS = (
 
 def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
     """README.md of a saved model: what it was made of and how."""
-    facts = {"command": command, **{name: getattr(args, name) for name in CARD_FLAGS.split()}}
+    flags = dataclasses.asdict(args)  # of which a command may lack some
+    facts = {"command": command, **{name: flags[name] for name in CARD_FLAGS.split() if name in flags}}
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
