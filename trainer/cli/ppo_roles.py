@@ -1,5 +1,6 @@
 """What `train_ppo` builds of its flags: the models of its roles, the reward, the loader of a rollout's samples."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -130,14 +131,8 @@ def _critic(args: PPOArguments, setup: common.Setup, output_dir: str, total_step
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
     disable_dropout(model)
     return_token_scores(model)
-    flags = _with_rate(args, args.critic_learning_rate)
+    flags = dataclasses.replace(args, learning_rate=args.critic_learning_rate)
     return tuple(common.prepare_training(flags, strategy, model, total_steps))
-
-
-def _with_rate(args: PPOArguments, learning_rate: float) -> PPOArguments:
-    import dataclasses
-
-    return dataclasses.replace(args, learning_rate=learning_rate)
 
 
 # --- rewards
@@ -163,6 +158,7 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
     """The weighted sum of the scores of frozen reward models, which read the tokens that the policy wrote."""
     from transformers import AutoModelForSequenceClassification
 
+    from trainer.datasets.prompts import as_conversation, chat_ends
     from trainer.models.actor import load_tokenizer, resolve_model_folder
     from trainer.models.reward import return_token_scores
     from trainer.training.ppo_roles import reward_scores
@@ -182,8 +178,14 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
         models.append(setup.strategy.prepare(model.eval().requires_grad_(False)))
     weights = args.reward_weights or [1.0] * len(models)
 
+    ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
+
     def score(samples: list) -> None:
-        batches, _ = make_batches(samples, 0)
+        read = [
+            dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
+            for s in samples
+        ]
+        batches, _ = make_batches(read, 0)
         parts = [reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group) for model in models]
         for number, sample in enumerate(samples):
             sample.score = sum(weight * part[number].item() for weight, part in zip(weights, parts))

@@ -147,3 +147,34 @@ def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
     """A prompt as the model sees it, and its label."""
     return f"{tokenizer.decode(prompt['prompt_ids'])!r}, label {prompt['label']!r}"
+
+
+def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(ids with which a prompt for the assistant ends, ids that the template puts behind an answer's end token); both
+    empty where there is no chat template that tells."""
+    if not tokenizer.chat_template:
+        return [], []
+    question = [{"role": "user", "content": "x"}]
+    try:
+        asked = render_prompt(tokenizer, question)
+        whole = list(
+            tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "y"}], return_dict=True)[
+                "input_ids"
+            ]
+        )
+        bare = list(tokenizer.apply_chat_template(question, return_dict=True)["input_ids"])
+    except Exception:  # a template may refuse this conversation in any way
+        return [], []
+    if tokenizer.eos_token_id not in whole or asked[: len(bare)] != bare or len(asked) == len(bare):
+        return [], []
+    last = len(whole) - 1 - whole[::-1].index(tokenizer.eos_token_id)
+    return asked[len(bare) :], whole[last + 1 :]
+
+
+def as_conversation(
+    prompt_ids: list[int], response_ids: list[int], ends: tuple[list[int], list[int]], eos: int
+) -> list[int]:
+    """The response as a reward model has seen answers in training: in a chat, with what the template puts behind them."""
+    opening, closing = ends
+    is_chat = bool(opening) and prompt_ids[-len(opening) :] == opening
+    return response_ids + closing if is_chat and response_ids[-1:] == [eos] else response_ids
