@@ -111,6 +111,62 @@ def test_samples_can_be_read_and_trained_on_again(chosen, folder):
         ]
 
 
+# --- reward models
+
+
+@pytest.fixture(scope="module")
+def reward_model(folder):
+    from trainer.models.reward import make_initial_reward_model
+
+    make_initial_reward_model(str(folder / "demo/model"), str(folder / "rm"), seed=3)
+    return folder / "rm"
+
+
+def plain_score(model, input_ids: list[int]) -> float:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([input_ids])).logits[0, 0].item()
+
+
+def load_scorer(path):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_reward_models_read_the_tokens_of_the_policy(folder, reward_model):
+    """The weighted sum of two (here the same one), at the last token of each sample."""
+    line = flags(folder, "models", "--advantage_estimator", "dr_grpo", "--max_steps", "1", "--packing_samples")
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--reward_pretrain", f"{reward_model},{reward_model}", "--reward_weights", "1", "0.5"]
+    code, output = train_alone(line)
+    assert code == 0, output[-3000:]
+    model = load_scorer(reward_model)
+    for text in (folder / "models/rollouts.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        expected = 1.5 * plain_score(model, row["prompt_ids"] + row["response_ids"])
+        assert row["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_reward_server_scores_conversations_as_train_rm_saw_them(folder, reward_model):
+    from transformers import AutoTokenizer
+
+    from trainer.cli.serve_rm import RewardServer, ServeArguments
+
+    server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", batch_size=2))
+    tokenizer, model = AutoTokenizer.from_pretrained(reward_model), load_scorer(reward_model)
+    prompts, responses, expected = [], [], []
+    for row in [json.loads(line) for line in (folder / "demo/pairs_eval.jsonl").read_text().splitlines()[:5]]:
+        prompts.append(tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True))
+        responses.append(row["chosen"][0]["content"])
+        whole = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], return_dict=True)["input_ids"]
+        assert server.input_ids(prompts[-1], responses[-1]) == whole
+        expected.append(plain_score(model, whole))
+    assert server.score(prompts, responses) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 # --- going on
 
 RESUMED = [

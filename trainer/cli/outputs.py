@@ -28,7 +28,7 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
         if not overwrite:
             allowed = "another folder, --load_checkpoint to go on with it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
-        for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints"):
+        for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints", "rollouts.jsonl"):
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     try:

@@ -35,6 +35,20 @@ def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
     return args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
 
 
+def frozen_rollouts(args: PPOArguments) -> Optional[list]:
+    """The rollouts of --rollouts_from. Raises UserError where they cannot be those of this run."""
+    from trainer.rollout.store import read_rollouts
+
+    if not args.rollouts_from:
+        return None
+    frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
+    odd = next((len(samples) for samples in frozen if len(samples) % size), None)
+    if odd is not None:
+        found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
+        raise UserError("--n_samples_per_prompt", found, "the number that the rollouts were made with")
+    return frozen
+
+
 def make_batches_of(args: PPOArguments, setup: common.Setup) -> Callable:
     """`make_batches(samples, episode)`: this rank's global batches of a rollout, and its number of response tokens."""
     from trainer.rollout.experience import SampleSet, collate_samples
@@ -44,9 +58,6 @@ def make_batches_of(args: PPOArguments, setup: common.Setup) -> Callable:
     collate = functools.partial(collate_samples, pad_token_id=setup.tokenizer.pad_token_id, packed=args.packing_samples)
 
     def make_batches(samples: list, episode: int) -> tuple[list, int]:
-        if len(samples) % args.n_samples_per_prompt:
-            found = f"{args.n_samples_per_prompt} with a rollout of {len(samples)} samples"
-            raise UserError("--n_samples_per_prompt", found, "the number that the rollouts were made with")
         dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
         loader = setup.strategy.setup_dataloader(
             dataset,

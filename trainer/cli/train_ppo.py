@@ -44,7 +44,7 @@ def run(argv: list[str]) -> None:
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.datasets.prompts import render_prompt_text
     from trainer.rollout.prompt_order import PromptOrder
-    from trainer.rollout.store import RolloutsLog, read_rollouts
+    from trainer.rollout.store import RolloutsLog
     from trainer.training.checkpointing import Checkpoints, Trained
     from trainer.training.ppo import RLState, train_ppo
 
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> None:
     setup = common.set_up(args, is_demo)
     strategy, tokenizer = setup.strategy, setup.tokenizer
     prompts, eval_prompts, ledger = common.load_sets(args, setup, load_data, render_prompt_text)
-    frozen = read_rollouts(args.rollouts_from) if args.rollouts_from else None
+    frozen = build.frozen_rollouts(args)
     output_dir = common.open_run(args, setup, COMMAND)
     order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
     total_steps = args.max_steps or build.count_steps(args, order, frozen)

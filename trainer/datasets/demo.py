@@ -50,13 +50,14 @@ PPO_DEFAULTS: dict = {
     "n_samples_per_prompt": 8,
     "micro_rollout_batch_size": 64,
     "train_batch_size": 128,
-    "micro_train_batch_size": 32,
+    "micro_train_batch_size": 64,
     "prompt_max_len": 96,
     "generate_max_len": 32,
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-4,
+    "critic_learning_rate": 1e-3,
     "lr_scheduler": "constant",
-    "max_steps": 60,
-    "eval_steps": 20,
+    "max_steps": 40,
+    "eval_steps": 10,
 }
 
 NUM_ROWS = {

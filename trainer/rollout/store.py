@@ -43,6 +43,8 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                 try:
                     row = json.loads(line)
                     sample = Sample(**{name: row[name] for name in names})
+                    if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
+                        raise ValueError("a response without tokens, or without a log-prob for each")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
                 except (ValueError, KeyError, TypeError) as error:
                     if line.strip() and line.endswith("\n"):
