@@ -5,7 +5,6 @@ from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
 EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
-COMPARING = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 
 
 def demo_defaults() -> dict:
@@ -60,7 +59,9 @@ def _validate_rewards(args: PPOArguments) -> None:
 
 
 def _validate_algorithm(args: PPOArguments) -> None:
-    if args.advantage_estimator in COMPARING and args.n_samples_per_prompt < 2:
+    from trainer.training.advantages import GROUP_ESTIMATORS
+
+    if args.advantage_estimator in GROUP_ESTIMATORS and args.n_samples_per_prompt < 2:
         found = f"1 with --advantage_estimator {args.advantage_estimator}, which compares responses to one prompt"
         raise UserError("--n_samples_per_prompt", found, "2 or more")
     if args.dynamic_filtering and args.n_samples_per_prompt < 2:

@@ -343,7 +343,7 @@ def train_ppo(
                     inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], parity_dump)
                 frozen = progress.step < options.freezing_actor_steps
                 row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
-                row = {**row, **critic_row, **facts}
+                row = {**row, "mfu": None, **critic_row, **facts}
                 _log(strategy, row, total_steps, metrics, bar, logging_steps)
                 _stop_if_never_finite(row, progress, batch, max_skipped_steps)
                 if check_replicas_every and progress.step % check_replicas_every == 0:
