@@ -23,7 +23,7 @@ ALGORITHMS = {
     ],
     "ppo": [
         "--advantage_estimator", "gae", "--loss_agg", "sequence", "--kl_estimator", "k1", "--init_kl_coef", "0.1",
-        "--gamma", "0.99", "--lambd", "0.9", "--value_clip", "0.05", "--critic_learning_rate", "1e-3",
+        "--gamma", "0.99", "--lambd", "0.9", "--value_clip", "0.05", "--critic_learning_rate", "5e-4",
     ],
 }  # fmt: skip
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
@@ -74,7 +74,7 @@ def command_line(name: str, folder, data) -> list[str]:
     flags += ["--input_key", "question", "--label_key", "answer", "--prompt_max_len", "256", "--generate_max_len", "24"]
     flags += ["--rollouts_from", f"{folder}/frozen.jsonl", "--rollout_batch_size", str(PROMPTS)]
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
-    flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "5e-4"]
+    flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
     flags += ["--lr_scheduler", "constant", "--param_dtype", "fp32", *ALGORITHMS[algorithm]]
     if parts != ["reference"]:
         _, layout = LAYOUTS["-".join(parts[1:])]

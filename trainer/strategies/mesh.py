@@ -1,5 +1,6 @@
 """The device mesh `(dp_replicate, dp_shard, sp, tp)`: its validation, its process groups and this rank's device."""
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -108,11 +109,16 @@ class Meshes:
 
 
 def build_meshes(sizes: MeshSizes, device: torch.device) -> Meshes:
-    """Make the process groups of every mesh axis; collective over all ranks."""
+    """The process groups of every mesh axis; collective over all ranks where this layout is new to the process."""
+    return _build_meshes(sizes, device.type, dist.group.WORLD)
+
+
+@functools.cache  # a gloo group polls in a thread of its own for ever: many runs in one process have to share their groups
+def _build_meshes(sizes: MeshSizes, device_type: str, world: dist.ProcessGroup) -> Meshes:
     shape = (sizes.dp_replicate, sizes.dp_shard, sizes.sp, sizes.tp)
-    root = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     params = init_device_mesh(
-        device.type,
+        device_type,
         (sizes.dp_replicate, sizes.dp_shard * sizes.sp, sizes.tp),
         mesh_dim_names=("dp_replicate", "fsdp", "tp"),
     )
