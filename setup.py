@@ -2,7 +2,17 @@
 
 from setuptools import find_packages, setup
 
-COMMANDS = ["train_sft", "train_rm", "train_dpo", "make_demo", "convert_ckpt", "export_model", "merge_lora"]
+COMMANDS = [
+    "train_sft",
+    "train_rm",
+    "train_dpo",
+    "train_ppo",
+    "serve_rm",
+    "make_demo",
+    "convert_ckpt",
+    "export_model",
+    "merge_lora",
+]
 
 setup(
     name="trainer",

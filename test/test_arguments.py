@@ -8,6 +8,7 @@ import yaml
 
 from trainer.arguments import DPOArguments, RMArguments, SFTArguments, parse_arguments
 from trainer.errors import UserError
+from trainer.ppo_arguments import PPOArguments
 
 FIELDS = dataclasses.fields(SFTArguments)
 HINTS = typing.get_type_hints(SFTArguments)
@@ -17,13 +18,15 @@ def parse(*argv: str) -> SFTArguments:
     return parse_arguments(SFTArguments, "train_sft", list(argv))
 
 
-def other_value(field):
+def other_value(field, hints=HINTS):
     """A value of the field's type that is not its default, as given on the command line and as seen by the command."""
-    default = getattr(parse(), field.name)
-    hint = str(HINTS[field.name])
+    default = field.default
+    hint = str(hints[field.name])
     if "Literal" in hint:
-        choice = next(value for value in typing.get_args(HINTS[field.name]) if value != default)
+        choice = next(value for value in typing.get_args(hints[field.name]) if value != default)
         return [choice], choice
+    if "list[str]" in hint:
+        return ["one", "two words"], ["one", "two words"]
     if "list" in hint:
         return ["0.5", "0.75"], [0.5, 0.75]
     if "int" in hint:
@@ -70,6 +73,25 @@ def test_flags_of_the_preference_commands_reach_them(command):
         argv += [f"--{name}", str(expected[name])]
     args = parse_arguments(command, "command", argv)
     assert {name: getattr(args, name) for name in own} == expected
+
+
+PPO_HINTS = typing.get_type_hints(PPOArguments)
+# of its one choice there is no other value
+PPO_FIELDS = [f for f in dataclasses.fields(PPOArguments) if f.name not in HINTS and f.name != "rollout_engine"]
+
+
+def test_flags_of_train_ppo_reach_it(tmp_path):
+    """All that train_sft lacks, set together; each keeps its own value, from the command line and from a file."""
+    argv, expected = [], {}
+    for field in PPO_FIELDS:
+        given, expected[field.name] = ([], True) if PPO_HINTS[field.name] is bool else other_value(field, PPO_HINTS)
+        argv += [f"--{field.name}", *given]
+    args, default = (parse_arguments(PPOArguments, "train_ppo", flags) for flags in (argv, []))
+    for name, value in expected.items():
+        assert getattr(args, name) == value != getattr(default, name), name
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(expected))
+    assert parse_arguments(PPOArguments, "train_ppo", ["--config", str(config)]) == args
 
 
 @pytest.mark.parametrize(

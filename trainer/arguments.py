@@ -105,7 +105,7 @@ class BatchArguments:
     packing_samples: bool = arg(
         False, "no padding: best-fit packing, up to micro_train_batch_size * max_len tokens a micro-batch"
     )
-    max_epochs: int = arg(1, "passes over the data", type="PositiveInt")
+    max_epochs: int = arg(1, "passes over the data; train_ppo: over each rollout", type="PositiveInt")
     max_steps: Optional[int] = arg(None, "exactly this many optimizer steps, whatever --max_epochs", type="PositiveInt")
     seed: int = arg(42, "seed of the sample order and of every random generator", type="NonNegativeInt")
     no_shuffle: bool = arg(False, "keep the order of the data")

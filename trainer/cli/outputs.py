@@ -28,7 +28,7 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
         if not overwrite:
             allowed = "another folder, --load_checkpoint to go on with it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
-        for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints"):
+        for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints", "rollouts.jsonl"):
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     try:
@@ -105,7 +105,8 @@ CARD_FLAGS = (
 
 def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
     """README.md of a saved model: what it was made of and how."""
-    facts = {"command": command, **{name: getattr(args, name) for name in CARD_FLAGS.split()}}
+    flags = dataclasses.asdict(args)  # of which a command may lack some
+    facts = {"command": command, **{name: flags[name] for name in CARD_FLAGS.split() if name in flags}}
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())

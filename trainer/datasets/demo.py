@@ -41,6 +41,25 @@ RM_DEFAULTS: dict = {
 }
 DPO_DEFAULTS: dict = {**RM_DEFAULTS, "learning_rate": 1e-3, "beta": 0.1}
 
+# Of train_ppo, which wants a model that train_sft has taught to answer now and then: --pretrain runs/.../model.
+PPO_DEFAULTS: dict = {
+    "advantage_estimator": "group_norm",
+    "reward_func": "exact_match",
+    "label_key": "label",
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 8,
+    "micro_rollout_batch_size": 64,
+    "train_batch_size": 128,
+    "micro_train_batch_size": 64,
+    "prompt_max_len": 96,
+    "generate_max_len": 32,
+    "learning_rate": 2e-4,
+    "critic_learning_rate": 1e-3,
+    "lr_scheduler": "constant",
+    "max_steps": 40,
+    "eval_steps": 10,
+}
+
 NUM_ROWS = {
     "sft": 4000,
     "sft_eval": 200,

@@ -86,6 +86,12 @@ def render_chat(tokenizer: Any, messages: list[dict], *, multiturn: bool) -> tup
     return input_ids, loss_mask
 
 
+def render_prompt(tokenizer: Any, messages: list[dict]) -> list[int]:
+    """input_ids of a conversation that the assistant is to answer. Raises UserError where the template refuses it."""
+    chat_template(tokenizer)
+    return _render(tokenizer, messages, add_generation_prompt=True)
+
+
 def _has_answer(message: dict) -> bool:
     return bool((message.get("content") or "").strip() or message.get("tool_calls"))
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.datasets.packing import IGNORE
 from trainer.models.actor import model_inputs
 from trainer.models.linear_loss import token_nll
-from trainer.models.vocab_parallel import vocab_parallel_nll
+from trainer.models.vocab_parallel import vocab_parallel_entropy, vocab_parallel_nll
 
 CHUNK_TOKENS = 1024  # fp32 logits exist for this many tokens at a time
 
@@ -40,12 +40,14 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     return -values if are_losses else token_log_probs(values, micro_batch["labels"])
 
 
-def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS) -> torch.Tensor:
+def token_log_probs(
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, temperature: float = 1.0
+) -> torch.Tensor:
     """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
 
     logits (rows, tokens, vocab) of any float dtype, or a DTensor of them sharded over the vocabulary (all-reduces over
-    tp). They are upcast `chunk_tokens` at a time, and again in the backward pass, so that fp32 logits of a whole batch
-    never exist.
+    tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, and again in the backward pass, so that
+    fp32 logits of a whole batch never exist.
     """
     nll = _whole_nll
     if isinstance(logits, DTensor):
@@ -56,20 +58,45 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: in
         def nll(kept_logits, targets):
             return vocab_parallel_nll(kept_logits, targets, offset[-1], group)
 
+    return _by_chunks(lambda kept, targets: -nll(kept / temperature, targets), logits, labels, chunk_tokens)
+
+
+def token_entropies(
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, temperature: float = 1.0
+) -> torch.Tensor:
+    """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
+    entropy = _whole_entropy
+    if isinstance(logits, DTensor):
+        group = logits.device_mesh.get_group()
+        logits = logits.to_local()
+
+        def entropy(kept_logits):
+            return vocab_parallel_entropy(kept_logits, group)
+
+    return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
+
+
+def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+    """`function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
     # split, not slices: its backward writes one gradient of the logits instead of one per chunk
     chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
-    parts = [checkpoint(_chunk_log_probs, *chunk, nll, use_reentrant=False) for chunk in chunks]
+    parts = [checkpoint(_of_chunk, *chunk, function, use_reentrant=False) for chunk in chunks]
     return torch.cat(parts).view(labels.shape)
 
 
-def _chunk_log_probs(logits: torch.Tensor, labels: torch.Tensor, nll) -> torch.Tensor:
+def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, function) -> torch.Tensor:
     keep = (labels != IGNORE).nonzero().squeeze(1)
-    log_probs = -nll(logits[keep].float(), labels[keep])
-    return log_probs.new_zeros(labels.shape).index_put((keep,), log_probs)
+    values = function(logits[keep].float(), labels[keep])
+    return values.new_zeros(labels.shape).index_put((keep,), values)
 
 
 def _whole_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
+
+
+def _whole_entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
 def sum_by_sequence(

@@ -38,6 +38,33 @@ class _VocabParallelNLL(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
+class _VocabParallelEntropy(torch.autograd.Function):
+    """Entropy of each row. Forward: all-reduces over `group` (max, then two sums); backward is local."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, group) -> torch.Tensor:
+        num_local = logits.shape[1]
+        maximum = logits.amax(1) if num_local else logits.new_full((logits.shape[0],), float("-inf"))
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum[:, None]  # (rows, local vocab)
+        exponentials = shifted.exp()
+        sums = torch.stack([exponentials.sum(1), (exponentials * shifted).sum(1)])  # (2, rows)
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        entropies = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted - sums[0].log()[:, None], entropies)
+        return entropies
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        log_probabilities, entropies = ctx.saved_tensors
+        return -log_probabilities.exp() * (log_probabilities + entropies[:, None]) * grad[:, None], None
+
+
+def vocab_parallel_entropy(logits: torch.Tensor, group) -> torch.Tensor:
+    """-sum p log p of each row of fp32 logits (rows, local vocab), whose other columns the ranks of `group` hold."""
+    return _VocabParallelEntropy.apply(logits, group)
+
+
 def vocab_parallel_nll(logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
     """-log p(target) of each row of fp32 logits (rows, local vocab), see `vocab_parallel_cross_entropy`."""
     return _VocabParallelNLL.apply(logits, targets, vocab_start, group)

@@ -450,28 +450,46 @@ class DeepspeedStrategy:
         portable: bool = False,
         background: bool = False,
         hf_weights: bool = False,
+        others: Optional[dict[str, tuple]] = None,
     ) -> run_state.PendingSave:
-        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it."""
+        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
+
+        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic.
+        """
 
         def export(target: str) -> None:
             tensors, module = self.iter_full_params(model) if hf_weights else None, self.unwrap(model)
             checkpoint.save_pretrained(tensors, module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self._loss_scale_state(model)}
-        pieces = self._pieces(model, optimizer)
+        own = self._own_state(model, scheduler)
+        own["others"] = {role: self._own_state(other[0], other[2]) for role, other in (others or {}).items()}
+        pieces = self._all_pieces(model, optimizer, others)
         options = {"portable": portable, "background": background, "export": export}
         return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
 
-    def load_ckpt(self, folder: str, model, optimizer, scheduler) -> dict:
+    def load_ckpt(self, folder: str, model, optimizer, scheduler, others: Optional[dict[str, tuple]] = None) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
-        state = run_state.load(folder, self._pieces(model, optimizer), self.device)
+        state = run_state.load(folder, self._all_pieces(model, optimizer, others), self.device)
+        self._restore_own_state(state, model, optimizer, scheduler)
+        for role, other in (others or {}).items():
+            self._restore_own_state(state["others"][role], *other)
+        return state
+
+    def _own_state(self, model, scheduler) -> dict:
+        return {"scheduler_step": scheduler.last_epoch, "loss_scale": self._loss_scale_state(model)}
+
+    def _restore_own_state(self, state: dict, model, optimizer, scheduler) -> None:
         self._masters_to_weights(optimizer)
         run_state.set_scheduler_step(scheduler, state["scheduler_step"])
         if self.param_dtype == torch.float16:  # iterations since the last overflow are all that the scaler goes by
             scaler = model.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter = state["loss_scale"]["scale"], state["loss_scale"]["good_steps"]
             scaler.last_overflow_iter = -1
-        return state
+
+    def _all_pieces(self, model, optimizer, others: Optional[dict[str, tuple]]) -> Iterator[Piece]:
+        yield from self._pieces(model, optimizer)
+        for role, (other, its_optimizer, _) in (others or {}).items():
+            yield from run_state.of_role(role, self._pieces(other, its_optimizer))
 
     def _loss_scale_state(self, model) -> dict:
         if self.param_dtype != torch.float16:

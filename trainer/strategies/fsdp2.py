@@ -280,24 +280,36 @@ class FSDP2Strategy:
         portable: bool = False,
         background: bool = False,
         hf_weights: bool = False,
+        others: Optional[dict[str, tuple]] = None,
     ) -> run_state.PendingSave:
-        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it."""
+        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
+
+        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic.
+        """
 
         def export(target: str) -> None:
             tensors = self.iter_full_params(model) if hf_weights else None
             checkpoint.save_pretrained(tensors, model, tokenizer, target, self.param_dtype, self.is_rank_0())
 
         own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self.loss_scale.state_dict()}
-        pieces = self._pieces(model, optimizer)
+        own["others"] = {role: {"scheduler_step": other[2].last_epoch} for role, other in (others or {}).items()}
+        pieces = self._all_pieces(model, optimizer, others)
         options = {"portable": portable, "background": background, "export": export}
         return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
 
-    def load_ckpt(self, folder: str, model, optimizer, scheduler) -> dict:
+    def load_ckpt(self, folder: str, model, optimizer, scheduler, others: Optional[dict[str, tuple]] = None) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
-        state = run_state.load(folder, self._pieces(model, optimizer), self.device)
+        state = run_state.load(folder, self._all_pieces(model, optimizer, others), self.device)
         run_state.set_scheduler_step(scheduler, state["scheduler_step"])
+        for role, (_, _, its_scheduler) in (others or {}).items():
+            run_state.set_scheduler_step(its_scheduler, state["others"][role]["scheduler_step"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         return state
+
+    def _all_pieces(self, model, optimizer, others: Optional[dict[str, tuple]]) -> Iterator[Piece]:
+        yield from self._pieces(model, optimizer)
+        for role, (other, its_optimizer, _) in (others or {}).items():
+            yield from run_state.of_role(role, self._pieces(other, its_optimizer))
 
     def _pieces(self, model, optimizer) -> Iterator[Piece]:
         """This rank's parts of the weights and of Adam's states, which are made here where no step has made them yet."""

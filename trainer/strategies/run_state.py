@@ -5,12 +5,13 @@ and DeepSpeed's engine.load_checkpoint both unpickle (`weights_only=False`), so 
 """
 
 import base64
+import dataclasses
 import json
 import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
 import numpy as np
@@ -81,6 +82,12 @@ def adam_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> di
         adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
         adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     return {kind: adam[kind] for kind in KINDS[1:]}
+
+
+def of_role(role: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of a further model of a run, such as a critic, under keys of their own: `critic:weight/...`."""
+    for piece in pieces:
+        yield dataclasses.replace(piece, key=f"{role}:{piece.key}")
 
 
 # --- saving
@@ -235,7 +242,7 @@ def load(folder: str, pieces: Iterable[Piece], device: torch.device) -> dict:
     check(folder)
     state, reader = read_state(folder), PieceReader(folder)
     for piece in pieces:
-        if piece.key.startswith("weight/") or piece.key in reader.shapes:
+        if piece.key.rpartition(":")[2].startswith("weight/") or piece.key in reader.shapes:
             piece.tensor.copy_(reader.read(piece))
         else:  # a parameter that has had no gradient yet has no Adam state
             piece.tensor.zero_()

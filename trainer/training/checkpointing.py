@@ -20,6 +20,8 @@ DATA_FLAGS = {
     "seed": "--seed",
     "shuffle": "--no_shuffle",
     "data": "--dataset",
+    "rollout_batch_size": "--rollout_batch_size",
+    "n_samples_per_prompt": "--n_samples_per_prompt",
 }
 
 
@@ -43,8 +45,9 @@ class Trained:
     model: object
     optimizer: object
     scheduler: object
-    loader: object
+    loader: object  # has state_dict, load_state_dict and fingerprint
     tokenizer: object
+    others: Optional[dict[str, tuple]] = None  # further (model, optimizer, scheduler) triples by role
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,14 @@ class Checkpoints:
     def load(self, folder: str) -> Progress:
         """Put the run where it was when it saved `folder`. Raises UserError if it is damaged or of other data."""
         t = self.trained
-        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler)
+        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler, t.others)
         mine = t.loader.fingerprint()
         for key, flag in DATA_FLAGS.items():
-            if state["data"][key] != mine[key]:
+            if key in mine and state["data"].get(key) != mine[key]:
                 raise UserError(
-                    flag, f"{mine[key]} is not what {folder} was trained with", f"{state['data'][key]}, or a new run"
+                    flag,
+                    f"{mine[key]} is not what {folder} was trained with",
+                    f"{state['data'].get(key)}, or a new run",
                 )
         t.loader.load_state_dict(state["position"])
         t.strategy.print(f"resumed from {folder} at step {state['progress']['step']}")
@@ -115,8 +120,11 @@ class Checkpoints:
 
     # --- saving
 
-    def after_step(self, progress: Progress, eval_metrics: Optional[dict], stop_signal: Optional[int]) -> None:
-        """Save where one is due. Raises Interrupted, after a checkpoint, when a rank was sent a signal."""
+    def after_step(
+        self, progress: Progress, eval_metrics: Optional[dict], stop_signal: Optional[int], num_steps: int = 1
+    ) -> None:
+        """Save where one is due after the last `num_steps`. Raises Interrupted, after a checkpoint, when a rank was sent
+        a signal."""
         policy, strategy = self.policy, self.trained.strategy
         due = policy.interval_minutes and time.monotonic() - self._saved_at >= 60 * policy.interval_minutes
         unfinished = self._pending is not None and not self._pending[0].done()
@@ -125,7 +133,7 @@ class Checkpoints:
         if self._pending and not unfinished:
             self.finish()
         is_best = self._is_best(progress, eval_metrics)
-        if stop or due or is_best or (policy.save_steps and progress.step % policy.save_steps == 0):
+        if stop or due or is_best or (policy.save_steps and progress.step % policy.save_steps < num_steps):
             self.save(progress, is_best=is_best, background=policy.background and not stop)
         if stop:
             name = signal.Signals(int(stop)).name
@@ -163,6 +171,7 @@ class Checkpoints:
             portable=policy.portable,
             background=background,
             hf_weights=policy.hf_weights,
+            others=t.others,
         )
         self._pending, self._saved_at = (pending, is_best), time.monotonic()
         if not background:

@@ -117,8 +117,19 @@ def train_step(
     grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
     progress.step += 1
     progress.tokens_seen += batch.num_tokens
-    step_time = time.perf_counter() - started
-    row = {
+    row = step_row(strategy, batch, progress, means, num_targets, grad_norm, lr, time.perf_counter() - started)
+    progress.skipped_in_a_row = 0 if math.isfinite(grad_norm) else progress.skipped_in_a_row + 1
+    if progress.skipped_in_a_row:
+        progress.skipped_steps += 1
+        row["skipped"] = True
+    return row
+
+
+def step_row(
+    strategy, batch, progress: Progress, means: dict, num_targets: int, grad_norm: float, lr: float, step_time: float
+) -> dict:
+    """What metrics.jsonl holds of a step, whatever the method; its own means at the end."""
+    return {
         "step": progress.step,
         "epoch": batch.epoch,
         "loss": means.pop("loss"),
@@ -132,11 +143,6 @@ def train_step(
         "peak_memory_bytes": _peak_memory(strategy.device),
         **means,
     }
-    progress.skipped_in_a_row = 0 if math.isfinite(grad_norm) else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row:
-        progress.skipped_steps += 1
-        row["skipped"] = True
-    return row
 
 
 def train(
@@ -172,7 +178,7 @@ def train(
             batch = next(batches)
             inspect = None
             if progress.step == 0:
-                inspect = functools.partial(_inspect_gradients, strategy, model, parity_dump)
+                inspect = functools.partial(inspect_gradients, strategy, model, parity_dump)
             row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
             row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
             step = progress.step
@@ -196,7 +202,7 @@ def train(
         checkpoints.finish()
     bar.close()
     if parity_dump:
-        _dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
+        dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
     return last_eval_metrics
 
 
@@ -207,11 +213,11 @@ def warn_of_unreached_parameters(strategy, model) -> None:
         strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
 
 
-def _inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
+def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
     """What is looked at once, between the first backward and the first step."""
     warn_of_unreached_parameters(strategy, model)
     if parity_dump:
-        _dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
+        dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
 
 
 def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> dict[str, float]:
@@ -224,7 +230,7 @@ def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, tota
     return values
 
 
-def _dump(strategy, folder: str, name: str, iter_full, model) -> None:
+def dump(strategy, folder: str, name: str, iter_full, model) -> None:
     """Write full tensors for a parity check. Rank 0 holds all of them in host memory: meant for small models."""
     full = {key: tensor.float().cpu().clone() for key, tensor in iter_full(model)}
     if strategy.is_rank_0():

@@ -1,0 +1,33 @@
+"""Draw the reward curves of train_ppo runs: python scripts/plot_rewards.py out.png RUN [RUN ...]"""
+
+import json
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+
+def read(run: str) -> tuple[list[tuple], list[tuple]]:
+    """((step, mean reward of the samples), (step, held-out accuracy)) of a run; where a step stands twice, the later row."""
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    sampled = {row["step"]: row["reward"] for row in rows if "loss" in row}
+    held_out = {row["step"]: row["eval_reward"] for row in rows if "eval_reward" in row}
+    return sorted(sampled.items()), sorted(held_out.items())
+
+
+def main(path: str, runs: list[str]) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        sampled, held_out = read(run)
+        name = Path(run).name
+        axes.plot(*zip(*sampled), color=f"C{number}", alpha=0.35, label=f"{name}: samples of the rollout")
+        axes.plot(*zip(*held_out), color=f"C{number}", marker="o", label=f"{name}: held-out prompts, greedy")
+    axes.set(xlabel="optimizer step", ylabel="mean reward", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

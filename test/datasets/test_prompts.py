@@ -1,0 +1,92 @@
+"""Prompts: what the model is asked, the label beside it, and what is left out and counted."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from trainer.datasets.demo import make_demo
+from trainer.datasets.loading import load_rows
+from trainer.datasets.prompts import tokenize_prompts
+from trainer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts") / "demo"
+    make_demo(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return AutoTokenizer.from_pretrained(demo / "model")
+
+
+def prompts_of(path, tokenizer, **options):
+    rows = load_rows(str(path), flag="--dataset", split="train")
+    defaults = {"input_key": None, "label_key": None, "input_template": None, "apply_chat_template": False}
+    return tokenize_prompts(rows, tokenizer, flag="--dataset", **{**defaults, "max_len": 128, **options})
+
+
+def write(tmp_path, rows: list[dict]):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_messages_are_rendered_up_to_the_answer(demo, tokenizer):
+    prompts, ledger = prompts_of(demo / "prompts.jsonl", tokenizer, label_key="label")
+    row = json.loads((demo / "prompts.jsonl").read_text().splitlines()[0])
+    text = tokenizer.decode(prompts[0]["prompt_ids"])
+    assert text == f"<|im_start|>user\n{row['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts[0]["label"] == row["label"] and ledger.num_samples == ledger.num_rows == 2000
+
+
+def test_plain_texts_templates_and_labels(tmp_path, tokenizer):
+    path = write(tmp_path, [{"q": "one {}", "a": 72}, {"q": "two", "a": 3}])
+    prompts, _ = prompts_of(path, tokenizer, input_key="q", label_key="a", input_template="Q: {} A:")
+    assert [tokenizer.decode(ids) for ids in prompts["prompt_ids"]] == ["Q: one {} A:", "Q: two A:"]
+    assert list(prompts["label"]) == ["72", "3"]
+    chat, _ = prompts_of(path, tokenizer, input_key="q", apply_chat_template=True)
+    assert tokenizer.decode(chat[1]["prompt_ids"]).endswith("two<|im_end|>\n<|im_start|>assistant\n")
+    assert chat[0]["label"] is None
+
+
+def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path, [{"q": "1 2 3"}, {"q": "1 " * 100}, {"q": " "}])
+    prompts, ledger = prompts_of(path, tokenizer, input_key="q", max_len=50)
+    assert list(prompts["row"]) == [0]
+    assert (ledger.num_rows, ledger.num_too_long, ledger.num_empty, ledger.num_samples) == (3, 1, 1, 1)
+    with pytest.raises(UserError, match="no prompt is left"):
+        prompts_of(path, tokenizer, input_key="q", max_len=2)
+
+
+WRONG = {
+    "absent key": ({"input_key": "p"}, "--input_key: no key 'p'"),
+    "no messages": ({}, "--input_key: no key 'messages'"),
+    "absent label": ({"input_key": "q", "label_key": "b"}, "--label_key: no key 'b'"),
+    "template twice": ({"input_key": "q", "input_template": "{}{}"}, "--input_template: 2 times {}"),
+    "template and chat": ({"input_key": "q", "input_template": "{}", "apply_chat_template": True}, "--input_template"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_flags(case, tmp_path, tokenizer):
+    options, expected = WRONG[case]
+    with pytest.raises(UserError) as error:
+        prompts_of(write(tmp_path, [{"q": "1", "a": "2"}]), tokenizer, **options)
+    assert str(error.value).startswith(expected)
+
+
+def test_a_conversation_that_ends_with_the_answer_is_refused(demo, tokenizer):
+    with pytest.raises(UserError, match=r"row 1: --input_key messages: ends with an assistant message"):
+        prompts_of(demo / "sft.jsonl", tokenizer)
+
+
+def test_gsm8k(shared_data, tokenizer):
+    path = shared_data / "gsm8k/test.jsonl"
+    prompts, ledger = prompts_of(path, tokenizer, input_key="question", label_key="answer", max_len=2048)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert ledger.num_samples == len(rows) and prompts[7]["label"] == rows[7]["answer"]
+    assert tokenizer.decode(prompts[7]["prompt_ids"]) == rows[7]["question"]

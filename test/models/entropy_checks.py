@@ -1,0 +1,35 @@
+"""Run by torchrun on 2 ranks: log-probs at a temperature and entropies of logits split over the vocabulary, with gradients."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from trainer.models.log_probs import token_entropies, token_log_probs
+
+mesh = init_device_mesh("cpu", (2,))
+for vocab in (12, 13):  # 13 words: 7 and 6 on the two ranks
+    torch.manual_seed(0)
+    whole = torch.randn(2, 9, vocab)
+    labels = torch.randint(vocab, (2, 9))
+    labels[:, ::4] = -100
+    keep = labels != -100
+    weights = torch.randn(2, 9)
+
+    plain = whole.clone().requires_grad_()
+    distribution = torch.distributions.Categorical(logits=plain / 0.7)
+    expected = distribution.entropy() * keep, distribution.log_prob(labels.clamp(min=0)) * keep
+    (expected[0] * weights + expected[1]).sum().backward()
+
+    split = distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_()
+    alone = whole.clone().requires_grad_()
+    for logits in (split, alone):
+        entropies = token_entropies(logits, labels, chunk_tokens=5, temperature=0.7)
+        log_probs = token_log_probs(logits, labels, chunk_tokens=5, temperature=0.7)
+        (entropies * weights + log_probs).sum().backward()
+        torch.testing.assert_close(entropies, expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(log_probs, expected[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(split.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(alone.grad, plain.grad, rtol=1e-5, atol=1e-6)
+print("entropies agree")
+dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""Policy and value losses against their papers' formulas, one token at a time in plain Python."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.models import policy_loss as losses
+
+numbers = st.floats(-2, 2, allow_nan=False)
+tokens = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20)
+
+
+def columns(rows) -> list[torch.Tensor]:
+    return list(torch.tensor(rows, dtype=torch.float64).T)
+
+
+def ppo_by_cases(ratio: float, advantage: float, low: float, high: float) -> float:
+    """Schulman et al. 2017, figure 1: the gain is flat above 1 + eps for A > 0 and below 1 - eps for A < 0."""
+    if advantage >= 0:
+        return -advantage * min(ratio, 1 + high)
+    return -advantage * max(ratio, 1 - low)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_ppo_clip(rows, low, high):
+    log_ratio, advantages = columns(rows)
+    loss, clipped = losses.ppo_loss(log_ratio, advantages, low, high)
+    for value, was_clipped, (r, a) in zip(loss.tolist(), clipped.tolist(), rows):
+        assert value == pytest.approx(ppo_by_cases(math.exp(r), a, low, high), rel=1e-9, abs=1e-12)
+        outside = math.exp(r) > 1 + high if a > 0 else math.exp(r) < 1 - low
+        assert was_clipped == (outside and abs(a) > 1e-300) or abs(a) < 1e-300
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens)
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone(rows):
+    log_ratio, advantages = columns(rows)
+    free, _ = losses.ppo_loss(log_ratio, advantages, 0.2, 0.2)
+    held, _ = losses.ppo_loss(log_ratio, advantages, 0.2, 0.2, dual_clip=3.0)
+    for a, before, after in zip(advantages.tolist(), free.tolist(), held.tolist()):
+        assert after == pytest.approx(min(before, -3 * a) if a < 0 else before)
+
+
+def test_clipped_tokens_have_no_gradient_and_on_policy_ones_that_of_reinforce():
+    log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    old = torch.tensor([-1.0, -3.0, -0.5])
+    advantages = torch.tensor([0.7, 1.0, -2.0])
+    loss, clipped = losses.ppo_loss(log_probs - old, advantages, 0.2, 0.2)
+    loss.sum().backward()
+    assert clipped.tolist() == [False, True, False]
+    assert log_probs.grad.tolist() == pytest.approx([-0.7, 0.0, 2.0])
+    again = log_probs.detach().clone().requires_grad_(True)
+    losses.reinforce_loss(again, advantages).sum().backward()
+    assert again.grad.tolist() == pytest.approx([-0.7, -1.0, 2.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens)
+def test_cispo_keeps_a_gradient_for_every_token(rows):
+    log_ratio, advantages = columns(rows)
+    log_probs = (log_ratio - 2.5).requires_grad_(True)
+    loss, clipped = losses.cispo_loss(log_probs, log_ratio, advantages, 0.2, 0.3)
+    loss.sum().backward()
+    for i, (r, a) in enumerate(rows):
+        weight = min(max(math.exp(r), 0.8), 1.3)
+        assert loss[i].item() == pytest.approx(-weight * a * (r - 2.5), abs=1e-9)
+        assert log_probs.grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
+        assert clipped[i].item() == (math.exp(r) < 0.8 or math.exp(r) > 1.3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=20), st.floats(0.1, 1))
+def test_the_value_loss_is_the_worse_of_free_and_clipped(rows, clip):
+    values, old, returns = columns(rows)
+    loss, free = losses.value_loss(values, old, returns, clip), losses.value_loss(values, old, returns, None)
+    for i, (v, o, g) in enumerate(rows):
+        held = min(max(v, o - clip), o + clip)
+        assert loss[i].item() == pytest.approx(max((v - g) ** 2, (held - g) ** 2) / 2, abs=1e-9)
+        assert free[i].item() == pytest.approx((v - g) ** 2 / 2, abs=1e-9)
+
+
+@pytest.mark.parametrize("loss_agg", ["token", "sequence", "fixed_length"])
+def test_the_three_means(loss_agg):
+    """Token losses of three samples, averaged as each paper writes it."""
+    samples = [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]]
+    lengths, max_len = [len(sample) for sample in samples], 8
+    weights = losses.token_weights(lengths, loss_agg, max_len)
+    total = sum(weight * sum(sample) for weight, sample in zip(weights, samples))
+    mean = total / sum(losses.num_targets(length, loss_agg) for length in lengths)
+    expected = {"token": 21 / 6, "sequence": (1.5 + 3 + 5) / 3, "fixed_length": (3 / 8 + 3 / 8 + 15 / 8) / 3}
+    assert mean == pytest.approx(expected[loss_agg])

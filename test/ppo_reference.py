@@ -1,0 +1,177 @@
+"""The plain loop of train_ppo: one process, one sample per forward pass, fp32, on rollouts from a file.
+
+    python test/ppo_reference.py <the flags of train_ppo, among them --rollouts_from>
+
+A transformers model, torch AdamW and this file, which writes every formula out for one sample at a time: GRPO
+(group_norm, a KL term in the loss) and PPO (gae with a critic, the KL in the rewards). It shares with the trainer the
+parsing of flags, the new head of the critic, and nothing of the training.
+"""
+
+import json
+import math
+import os
+import statistics
+import sys
+
+import torch
+from reference import dump
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from trainer.cli.train_ppo import parse
+from trainer.models.reward import make_initial_reward_model
+
+
+def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
+    distribution = torch.log_softmax(model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature, -1)
+    picked = distribution[torch.arange(len(sample["response_ids"])), sample["response_ids"]]
+    return picked.double(), -(distribution.exp() * distribution).sum(-1).double()
+
+
+def values_of(critic, sample: dict) -> torch.Tensor:
+    ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
+    return critic.score(critic.model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0].double()
+
+
+def kl_of(estimator: str, log_probs, ref_log_probs):
+    difference = log_probs - ref_log_probs
+    return {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}[estimator]
+
+
+def group_advantages(args, samples: list[dict]) -> None:
+    """Equation 3 of GRPO: the score less the mean of its group, over the deviation, at every token."""
+    size = args.n_samples_per_prompt
+    for start in range(0, len(samples), size):
+        group = samples[start : start + size]
+        scores = [sample["score"] for sample in group]
+        mean, deviation = statistics.fmean(scores), statistics.stdev(scores)
+        for sample in group:
+            advantage = (sample["score"] - mean) / (deviation + 1e-6)
+            sample["advantages"] = [advantage] * len(sample["response_ids"])
+
+
+def gae_advantages(args, samples: list[dict]) -> None:
+    """Equation 16 of Schulman et al. 2016 as a sum over all later tokens; whitened over the rollout."""
+    for sample in samples:
+        length, values = len(sample["response_ids"]), [*sample["old_values"].tolist(), 0.0]
+        kl = kl_of(args.kl_estimator, sample["old"], sample["ref"]).tolist()
+        rewards = [-args.init_kl_coef * k for k in kl]
+        rewards[-1] += sample["score"]
+        deltas = [rewards[t] + args.gamma * values[t + 1] - values[t] for t in range(length)]
+        decay = args.gamma * args.lambd
+        sample["advantages"] = [
+            sum(decay ** (later - t) * deltas[later] for later in range(t, length)) for t in range(length)
+        ]
+        sample["returns"] = [a + v for a, v in zip(sample["advantages"], values)]
+    everything = [a for sample in samples for a in sample["advantages"]]
+    mean, variance = statistics.fmean(everything), statistics.pvariance(everything)
+    for sample in samples:
+        sample["advantages"] = [(a - mean) / math.sqrt(variance + 1e-8) for a in sample["advantages"]]
+
+
+def weight(args, sample: dict, batch: list[dict]) -> float:
+    """What a token of the sample counts in the mean."""
+    if args.loss_agg == "token":
+        return 1 / sum(len(other["response_ids"]) for other in batch)
+    length = len(sample["response_ids"]) if args.loss_agg == "sequence" else args.generate_max_len
+    return 1 / length / len(batch)
+
+
+def policy_loss(args, model, sample: dict) -> torch.Tensor:
+    """The sum over the sample's tokens."""
+    log_probs, entropies = log_probs_and_entropies(args, model, sample)
+    total, high = 0.0, args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    for t, advantage in enumerate(sample["advantages"]):
+        ratio = torch.exp(log_probs[t] - sample["old"][t])
+        bound = 1 + high if advantage > 0 else 1 - args.eps_clip
+        gain = torch.minimum(ratio * advantage, ratio.new_tensor(bound) * advantage)
+        if args.tis_cap:
+            gain = gain * min(math.exp(sample["old"][t] - sample["log_probs"][t]), args.tis_cap)
+        total = total - gain - args.entropy_loss_coef * entropies[t]
+    if args.use_kl_loss:
+        total = total + args.init_kl_coef * kl_of(args.kl_estimator, log_probs, sample["ref"]).sum()
+    return total
+
+
+def value_loss(args, critic, sample: dict) -> torch.Tensor:
+    values, old, returns = values_of(critic, sample), sample["old_values"], torch.tensor(sample["returns"])
+    held = torch.minimum(torch.maximum(values, old - args.value_clip), old + args.value_clip)
+    return torch.maximum((values - returns) ** 2, (held - returns) ** 2).sum() / 2
+
+
+class Trained:
+    """A model with its optimizer and scheduler."""
+
+    def __init__(self, args, model, lr: float):
+        self.model, self.max_norm = model, args.max_norm or math.inf
+        groups = [[p for p in model.parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
+        decays = [{"params": p, "weight_decay": d} for p, d in zip(groups, (args.weight_decay, 0.0)) if p]
+        self.optimizer = torch.optim.AdamW(decays, lr=lr, betas=tuple(args.adam_betas))
+        warmup = math.ceil(args.lr_warmup_ratio * args.max_steps)
+        self.scheduler = get_scheduler(args.lr_scheduler, self.optimizer, warmup, args.max_steps)
+
+    def backward(self, args, batch: list[dict], loss_fn) -> float:
+        total = 0.0
+        for sample in batch:
+            loss = loss_fn(args, self.model, sample) * weight(args, sample, batch)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm).item()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def read(path: str) -> list[list[dict]]:
+    rollouts: dict[int, list[dict]] = {}
+    with open(path) as file:
+        for line in file:
+            row = json.loads(line)
+            rollouts.setdefault(row["rollout"], []).append(row)
+    return [rollouts[number] for number in sorted(rollouts)]
+
+
+def main(argv: list[str]) -> None:
+    args, _ = parse(argv)
+    os.makedirs(args.output_dir, exist_ok=True)
+    model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+    actor, critic = Trained(args, model, args.learning_rate), None
+    if args.advantage_estimator == "gae":
+        make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)
+        kind = AutoModelForSequenceClassification
+        scorer = kind.from_pretrained(f"{args.output_dir}/initial", dtype=torch.float32)
+        critic = Trained(args, scorer, args.critic_learning_rate)
+    rows, step = [], 0
+    for samples in read(args.rollouts_from):
+        with torch.no_grad():
+            for sample in samples:
+                sample["old"] = log_probs_and_entropies(args, actor.model, sample)[0]
+                sample["ref"] = log_probs_and_entropies(args, reference, sample)[0]
+                if critic:
+                    sample["old_values"] = values_of(critic.model, sample)
+        (gae_advantages if critic else group_advantages)(args, samples)
+        for start in [*range(0, len(samples), args.train_batch_size)] * args.max_epochs:
+            if step == args.max_steps:
+                break
+            step, batch = step + 1, samples[start : start + args.train_batch_size]
+            row = {"step": step, "loss": actor.backward(args, batch, policy_loss)}
+            if step == 1 and args.parity_dump:
+                dump({name: p.grad for name, p in actor.model.named_parameters()}, args.parity_dump, "grads_step1")
+            row["grad_norm"] = actor.step()
+            if critic:
+                row["value_loss"] = critic.backward(args, batch, value_loss)
+                row["critic_grad_norm"] = critic.step()
+            rows.append(row)
+    with open(f"{args.output_dir}/metrics.jsonl", "w") as log:
+        log.writelines(json.dumps(row) + "\n" for row in rows)
+    if args.parity_dump:
+        dump(dict(actor.model.named_parameters()), args.parity_dump, "weights_final")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""Rewards: answers compared by value, and every way in which a reward function or server can fail told in one line."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import UserError
+from trainer.rollout.math_reward import as_number, exact_match, final_answer, math_reward
+from trainer.rollout.rewards import function_scorer, remote_scorer
+
+ANSWERS = {
+    "so 3 + 4 = 7\n#### 7": "7",
+    "#### 1,234.50\n": "1,234.50",
+    "first #### 3 then #### 4": "4",
+    r"the answer is $\boxed{\frac{3}{4}}$ of 12": r"\frac{3}{4}",
+    "there are 12 eggs and 5 are left": "5",
+    "no number here": None,
+    "": None,
+}
+SAME = [
+    ("7", "7.0"),
+    ("$1,234", "1234"),
+    (r"\frac{3}{4}", "0.75"),
+    ("50%", "0.5"),
+    ("50%", "50"),
+    ("-3", "-3"),
+    ("x + 1", "x+1"),
+]
+DIFFERENT = [("7", "8"), ("-3", "3"), ("x", "7"), ("0.3333", "1/3")]
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_final_answers(text):
+    assert final_answer(text) == ANSWERS[text]
+
+
+@pytest.mark.parametrize(("found", "wanted"), SAME + DIFFERENT)
+def test_answers_are_compared_by_value(found, wanted):
+    assert math_reward([""], [f"#### {found}"], [wanted]) == [float((found, wanted) in SAME)]
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(1, 4))
+def test_numbers_are_exact(value, digits):
+    assert as_number(f"{value:,}") == value
+    assert as_number(f"{value / 10**digits:.{digits}f}") == Fraction(f"{value / 10**digits:.{digits}f}")
+
+
+def test_every_reference_solution_of_gsm8k_is_right_and_its_neighbour_is_not(shared_data):
+    rows = [json.loads(line) for line in (shared_data / "gsm8k/test.jsonl").read_text().splitlines()[:500]]
+    labels = [row["answer"] for row in rows]
+    assert all(as_number(final_answer(label)) is not None for label in labels)
+    assert math_reward(labels, labels, labels) == [1.0] * len(labels)
+    shifted = labels[1:] + labels[:1]
+    wrong = math_reward(labels, shifted, labels)
+    assert sum(wrong) < 0.1 * len(labels)
+    bare = [label.rsplit("#### ", 1)[1] for label in labels]
+    assert math_reward(labels, [f"The answer is {answer}." for answer in bare], labels) == [1.0] * len(labels)
+
+
+def test_exact_match():
+    assert exact_match(["", ""], [" 1 2 3\n", "1 3 2"], ["1 2 3", "1 2 3"]) == [1.0, 0.0]
+
+
+FUNCTIONS = {
+    "raise": ("    raise ValueError('no such\\nthing')", "raised ValueError: no such thing (line 2)"),
+    "too few": ("    return [1.0]", "1 scores for 2 responses"),
+    "nan": ("    return [1.0, float('nan')]", "score nan for response 2 of 2"),
+    "none": ("    return None", "gave NoneType"),
+    "texts": ("    return ['good', 'bad']", "gave list ['good', 'bad']"),
+    "bad metric": ("    return [1, 2], {'x': [1]}", "metric x: 1 scores for 2 responses"),
+    "hang": ("    import time\n    time.sleep(60)", "no result after 0.5 s"),
+}
+
+
+def write_function(tmp_path, body: str) -> str:
+    path = tmp_path / "reward.py"
+    path.write_text(f"def reward_func(prompts, responses, labels):\n{body}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_a_reward_function_that_fails(case, tmp_path):
+    body, expected = FUNCTIONS[case]
+    score = function_scorer(write_function(tmp_path, body), timeout=0.5)
+    with pytest.raises(UserError) as error:
+        score(["a", "b"], ["c", "d"], [None, None])
+    assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+def test_a_reward_function_gives_scores_and_metrics(tmp_path):
+    body = "    return [len(r) for r in responses], {'label': [float(x) for x in labels], 'one': 1}"
+    score = function_scorer(write_function(tmp_path, body), timeout=5)
+    assert score(["", ""], ["a", "abc"], ["2", "3"]) == ([1.0, 3.0], {"label": [2.0, 3.0], "one": [1.0, 1.0]})
+    assert score([], [], []) == ([], {})
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "mathe"])
+def test_a_reward_function_that_is_not_there(name):
+    with pytest.raises(UserError, match="--reward_func"):
+        function_scorer(name, 1)
+
+
+def test_a_file_without_the_function_or_with_an_error(tmp_path):
+    path = tmp_path / "reward.py"
+    for text, expected in (("x = 1\n", "has no function reward_func"), ("x =\n", "cannot be imported: SyntaxError")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            function_scorer(str(path), 1)
+
+
+@contextlib.contextmanager
+def server(answers: list):
+    """A server that gives one of `answers` to each request, in turn: (status, body) or seconds to be silent."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            answer = answers[min(len(requests), len(answers)) - 1]
+            if isinstance(answer, float):
+                time.sleep(answer)
+                answer = (200, "{}")
+            with contextlib.suppress(OSError):  # the client may have gone
+                self.send_response(answer[0])
+                self.end_headers()
+                self.wfile.write(answer[1].encode())
+
+        def log_message(self, *_):
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}", requests
+    finally:
+        listening.shutdown()
+        listening.server_close()
+
+
+GOOD = (200, '{"rewards": [1, 2.5]}')
+
+
+def test_a_reward_server_is_asked_with_texts():
+    with server([GOOD]) as (url, requests):
+        assert remote_scorer(url, 5, 0)(["p", "q"], ["r", "s"], ["1", None]) == ([1.0, 2.5], {})
+    assert requests == [{"prompts": ["p", "q"], "responses": ["r", "s"], "labels": ["1", None]}]
+
+
+@pytest.mark.parametrize("trouble", [(500, ""), (200, "garbage"), (200, '{"rewards": [1]}'), (200, "[]"), 1.0], ids=str)
+def test_trouble_is_tried_again_and_then_told(trouble):
+    with server([trouble, trouble, GOOD]) as (url, requests):
+        assert remote_scorer(url, 0.3, 2, pause=0.01)(["p", "q"], ["r", "s"], [None, None])[0] == [1.0, 2.5]
+        assert len(requests) == 3
+    with server([trouble]) as (url, requests):
+        with pytest.raises(UserError, match="no usable answer after 2 tries") as error:
+            remote_scorer(url, 0.3, 1, pause=0.01)(["p", "q"], ["r", "s"], [None, None])
+        assert len(requests) == 2 and "\n" not in str(error.value)
+
+
+def test_a_server_that_is_down():
+    with server([GOOD]) as (url, _):
+        pass
+    with pytest.raises(UserError, match=r"--remote_rm_url .* no usable answer after 2 tries: .*refused"):
+        remote_scorer(url, 1, 1, pause=0.01)(["p"], ["r"], [None])

@@ -1,0 +1,152 @@
+"""train_ppo on every kind of layout against the plain loop, on frozen rollouts of a really trained model on real prompts.
+
+Five updates of GRPO and of PPO. The loss of a policy is a mean of terms as large as the advantages that all but cancel,
+so its tolerance of 1e-5 is relative to the mean of |advantage|, which is about 1 (to |loss| where that is more); what
+else is compared has the tolerances of test_parity.py. Each run also evaluates, so that weights go from every layout to the rollout engine, before the first step and after the last.
+"""
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from launch import ROOT, read_rows, read_steps, run_process, train_many
+from safetensors.torch import load_file
+from test_parity import assert_same_tensors
+from test_parity_preference import BACKENDS, LAYOUTS
+
+ALGORITHMS = {
+    "grpo": [
+        "--advantage_estimator", "group_norm", "--loss_agg", "token", "--use_kl_loss", "--kl_estimator", "k3",
+        "--init_kl_coef", "0.1", "--eps_clip_high", "0.28", "--tis_cap", "1.02", "--entropy_loss_coef", "0.01",
+    ],
+    "ppo": [
+        "--advantage_estimator", "gae", "--loss_agg", "sequence", "--kl_estimator", "k1", "--init_kl_coef", "0.1",
+        "--gamma", "0.99", "--lambd", "0.9", "--value_clip", "0.05", "--critic_learning_rate", "5e-4",
+    ],
+}  # fmt: skip
+MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
+GRID = [f"{algorithm}-{backend}-{mesh}" for algorithm in ALGORITHMS for backend in BACKENDS for mesh in MESHES]
+PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
+
+
+def write_rollouts(path, shared_data) -> None:
+    """Rollouts of the untrained policy with scores drawn from a seed. Their log-probs are a little off, so that the
+    importance weights of --tis_cap are not all 1."""
+    from transformers import AutoTokenizer
+
+    from trainer.rollout.hf import HFEngine
+    from trainer.rollout.sampling import Sampling, sample_seed
+    from trainer.strategies.checkpoint import SafetensorsFolder
+
+    folder = str(shared_data / "models/stories260K-hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = HFEngine(folder, tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8)
+    weights = SafetensorsFolder(folder)
+    engine.update_weights((name, weights.read(name)) for name in engine.model.state_dict() if name in weights)
+    questions = [json.loads(line)["question"] for line in (shared_data / "gsm8k/test.jsonl").read_text().splitlines()]
+    prompts = [ids for ids in tokenizer(questions[:60])["input_ids"] if len(ids) < 150]
+    generator, lines = random.Random(0), []
+    for rollout in range(ROLLOUTS):
+        for number in range(PROMPTS * EACH):
+            prompt = prompts[rollout * PROMPTS + number // EACH]
+            limit = 4 + 5 * (number % 4)  # responses of different lengths
+            found = engine.generate([prompt], Sampling(0.9, limit, (2,)), [sample_seed(0, rollout, number)])[0]
+            row = {"rollout": rollout, "number": number, "row": number // EACH, "prompt_ids": prompt}
+            row |= {"response_ids": found.token_ids, "finished": found.finished, "label": None, "metrics": {}}
+            row["log_probs"] = [value + generator.gauss(0, 0.05) for value in found.log_probs]
+            lines.append(json.dumps({**row, "score": generator.gauss(0, 1)}) + "\n")
+    path.write_text("".join(lines))
+
+
+def command_line(name: str, folder, data) -> list[str]:
+    """Flags of a run named as in GRID; "grpo-reference" is the plain loop's."""
+    algorithm, *parts = name.split("-")
+    flags = [
+        "--pretrain",
+        f"{data}/models/stories260K-hf",
+        "--dataset",
+        f"{data}/gsm8k/test.jsonl",
+        "--max_samples",
+        "16",
+    ]
+    flags += ["--input_key", "question", "--label_key", "answer", "--prompt_max_len", "256", "--generate_max_len", "24"]
+    flags += ["--rollouts_from", f"{folder}/frozen.jsonl", "--rollout_batch_size", str(PROMPTS)]
+    flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
+    flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
+    flags += ["--lr_scheduler", "constant", "--param_dtype", "fp32", *ALGORITHMS[algorithm]]
+    if parts != ["reference"]:
+        _, layout = LAYOUTS["-".join(parts[1:])]
+        flags += [*BACKENDS[parts[0]], *layout, "--check_replicas_every", "2", "--reward_func", "math"]
+        flags += ["--eval_dataset", f"{data}/gsm8k/test.jsonl", "--eval_steps", "100"]
+        flags += ["--packing_samples"] if parts[0] != "z1" else []
+    run = f"{folder}/{name}"
+    return ["train_ppo", *flags, "--output_dir", run, "--save_path", f"{run}/model", "--parity_dump", f"{run}/parity"]
+
+
+def num_ranks(name: str) -> int:
+    return LAYOUTS["-".join(name.split("-")[2:])][0]
+
+
+def run_grid(names: list[str], folder, data) -> None:
+    """The plain loops, then all runs of one number of ranks after the other."""
+    write_rollouts(folder / "frozen.jsonl", data)
+    for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
+        line = command_line(f"{algorithm}-reference", folder, data)[1:]
+        code, output = run_process([sys.executable, str(ROOT / "test/ppo_reference.py"), *line])
+        assert code == 0, output[-4000:]
+    for ranks in (2, 4):
+        lines = [command_line(name, folder, data) for name in names if num_ranks(name) == ranks]
+        if lines:
+            train_many(ranks, lines, folder, timeout=1800)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_data):
+    folder = tmp_path_factory.mktemp("parity_ppo")
+    run_grid(GRID, folder, shared_data)
+    return folder
+
+
+def differences(run, reference) -> dict[str, float]:
+    """The largest relative difference of each compared number over all steps; of the loss, see above."""
+    steps, expected_steps = read_steps(run), read_steps(reference)
+    assert len(steps) == len(expected_steps) == STEPS
+    worst: dict[str, float] = {}
+    for row, expected in zip(steps, expected_steps):
+        for key in expected.keys() - {"step"}:
+            scale = max(abs(expected[key]), row["advantage_abs"]) if key == "loss" else abs(expected[key])
+            worst[key] = max(worst.get(key, 0.0), abs(row[key] - expected[key]) / scale)
+    return worst
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_fp32_run_equals_the_plain_loop(runs, name):
+    reference = runs / f"{name.split('-')[0]}-reference"
+    worst = differences(runs / name, reference)
+    assert worst.pop("loss") <= 1e-5 and worst.pop("value_loss", 0.0) <= 1e-5, worst
+    assert max(worst.values()) <= 1e-4, worst
+    assert_same_tensors(runs / name, reference, "grads_step1", 1e-4)
+    assert_same_tensors(runs / name, reference, "weights_final", 1e-4)
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_the_first_update_of_a_rollout_is_on_policy_to_the_bit(runs, name):
+    """Two updates to a rollout: the ratio is 1 on the first, and on the second no longer."""
+    deviations = [row["ratio_deviation"] for row in read_steps(runs / name)]
+    assert deviations[0::2] == [0.0] * 3 and min(deviations[1::2]) > 1e-4, deviations
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_the_engine_holds_the_trained_weights_bit_for_bit(runs, name):
+    """After the sync of the last step, by the checksum of what the run saved; and before the first, the pretrained ones."""
+    from trainer.rollout.checksum import Checksum
+
+    rows = [row for row in read_rows(runs / name) if "eval_reward" in row]
+    saved = Checksum()
+    for key, tensor in load_file(runs / name / "model/model.safetensors").items():
+        saved.add(key, tensor)
+    assert [row["step"] for row in rows] == [0, STEPS]
+    assert rows[-1]["weights_checksum"] == saved.hexdigest() != rows[0]["weights_checksum"]
+    assert rows[-1]["sync_bytes"] == sum(t.nbytes for t in load_file(runs / name / "model/model.safetensors").values())

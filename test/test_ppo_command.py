@@ -1,0 +1,307 @@
+"""train_ppo from the command line: every estimator and loss, exact resume, failing rewards, and one line for what is wrong."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from launch import read_rows, read_steps, run_process, train_many
+
+from trainer.datasets.demo import make_demo
+from trainer.errors import UserError
+
+# a reward with a signal for a model that knows nothing: how many of the response's words are digits of the label
+DENSE = """
+def reward_func(prompts, responses, labels):
+    scores = [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
+    return scores, {"words": [len(response.split()) for response in responses]}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    make_demo(str(folder / "demo"))
+    (folder / "dense.py").write_text(DENSE)
+    return folder
+
+
+def flags(folder, name: str, *more: str) -> list[str]:
+    line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl", "--label_key", "label"]
+    line += ["--reward_func", f"{folder}/dense.py", "--param_dtype", "fp32", "--max_samples", "24", "--no_save"]
+    line += [
+        "--prompt_max_len",
+        "64",
+        "--generate_max_len",
+        "8",
+        "--rollout_batch_size",
+        "4",
+        "--learning_rate",
+        "1e-3",
+    ]
+    line += ["--n_samples_per_prompt", "2", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
+    return [*line, "--output_dir", str(folder / name), *more]
+
+
+def train_alone(line: list[str], timeout: float = 240) -> tuple[int, str]:
+    return run_process([sys.executable, "-m", "trainer.cli.train_ppo", *line], timeout=timeout)
+
+
+# --- what there is to choose
+
+KL = ["--init_kl_coef", "0.05"]
+CHOICES = {
+    "gae": ["--advantage_estimator", "gae", "--freezing_actor_steps", "2", "--normalize_reward", *KL, "--kl_target", "1"],
+    "reinforce": ["--advantage_estimator", "reinforce", "--policy_loss", "reinforce", "--reward_clip_range", "0", "0.1"],
+    "reinforce_baseline": ["--advantage_estimator", "reinforce_baseline", "--loss_agg", "sequence", *KL],
+    "rloo": ["--advantage_estimator", "rloo", "--max_epochs", "2", "--max_tokens_per_micro_batch", "64"],
+    "gspo": ["--advantage_estimator", "group_norm", "--policy_loss", "gspo", "--loss_agg", "sequence"],
+    "cispo": ["--advantage_estimator", "group_norm", "--policy_loss", "cispo", "--eps_clip_high", "0.3", "--packing_samples"],
+    "dr_grpo": ["--advantage_estimator", "dr_grpo", "--loss_agg", "fixed_length", "--overlong_buffer_len", "4"],
+    "dapo": ["--advantage_estimator", "group_norm", "--dynamic_filtering", "--dynamic_filtering_range", "0.0", "0.2"],
+    "stop": ["--advantage_estimator", "dr_grpo", "--stop", "1", "2", "--dual_clip", "3", "--entropy_loss_coef", "0.01"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chosen(folder):
+    """One rank, four steps of each."""
+    lines = [["train_ppo", *flags(folder, name, *more, "--max_steps", "4")] for name, more in CHOICES.items()]
+    train_many(1, lines, folder, timeout=900)
+    return {name: read_steps(folder / name) for name in CHOICES}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_trains(chosen, name):
+    rows = chosen[name]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["rollout"] for row in rows] == ([0] * 4 if name == "rloo" else [0, 0, 1, 1])
+    assert rows[0]["ratio_deviation"] == 0 and rows[0]["rollout_logprob_diff_max"] < 1e-4
+    wanted = "reward reward_std reward_words policy_loss entropy clip_fraction response_length truncated_fraction "
+    wanted += "rollout_logprob_diff rollout_kl time_sync time_generate time_reward time_logprobs weights_checksum"
+    for row in rows:
+        assert not set(wanted.split()) - row.keys()
+        assert all(value == value for value in row.values())  # no NaN
+
+
+def test_what_the_choices_do(chosen):
+    gae = chosen["gae"]
+    assert [row["grad_norm"] > 0 for row in gae] == [False, False, True, True]  # the critic goes first
+    assert gae[0]["weights_checksum"] == gae[2]["weights_checksum"]
+    assert all(row["critic_grad_norm"] > 0 and row["value_loss"] > 0 for row in gae)
+    assert gae[0]["kl_coef"] == 0.05 > gae[2]["kl_coef"]  # far below its target
+    assert gae[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert chosen["rloo"][1]["ratio_deviation"] == 0 < chosen["rloo"][2]["ratio_deviation"]  # at rate 0 nothing moved
+    assert chosen["stop"][0]["response_length"] < chosen["rloo"][0]["response_length"]
+    assert chosen["dapo"][0]["prompts_drawn"] >= 4 and chosen["dapo"][0]["reward"] < 0.2
+    assert chosen["rloo"][0]["weights_checksum"] == chosen["gspo"][0]["weights_checksum"]
+    assert chosen["rloo"][0]["reward"] == chosen["gspo"][0]["reward"]  # the same samples, whatever is learnt from them
+
+
+def test_samples_can_be_read_and_trained_on_again(chosen, folder):
+    lines = [json.loads(line) for line in (folder / "gspo/rollouts.jsonl").read_text().splitlines()]
+    assert [(row["rollout"], row["number"]) for row in lines] == [(r, n) for r in (0, 1) for n in range(8)]
+    assert lines[0]["prompt"].startswith("<|im_start|>user\nSort these digits:") and lines[0]["label"]
+    again = [*CHOICES["gspo"], "--max_steps", "4", "--rollouts_from", str(folder / "gspo/rollouts.jsonl")]
+    code, output = train_alone(flags(folder, "again", *again))
+    assert code == 0, output[-3000:]
+    for row, expected in zip(read_steps(folder / "again"), chosen["gspo"], strict=True):
+        assert [row[key] for key in ("loss", "grad_norm", "reward")] == [
+            expected[key] for key in ("loss", "grad_norm", "reward")
+        ]
+
+
+# --- reward models
+
+
+@pytest.fixture(scope="module")
+def reward_model(folder):
+    from trainer.models.reward import make_initial_reward_model
+
+    make_initial_reward_model(str(folder / "demo/model"), str(folder / "rm"), seed=3)
+    return folder / "rm"
+
+
+def plain_score(model, input_ids: list[int]) -> float:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([input_ids])).logits[0, 0].item()
+
+
+def load_scorer(path):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_reward_models_read_the_tokens_of_the_policy(folder, reward_model):
+    """The weighted sum of two (here the same one), at the last token of each sample."""
+    line = flags(folder, "models", "--advantage_estimator", "dr_grpo", "--max_steps", "1", "--packing_samples")
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--reward_pretrain", f"{reward_model},{reward_model}", "--reward_weights", "1", "0.5"]
+    code, output = train_alone(line)
+    assert code == 0, output[-3000:]
+    model = load_scorer(reward_model)
+    for text in (folder / "models/rollouts.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        expected = 1.5 * plain_score(model, row["prompt_ids"] + row["response_ids"])
+        assert row["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_reward_server_scores_conversations_as_train_rm_saw_them(folder, reward_model):
+    from transformers import AutoTokenizer
+
+    from trainer.cli.serve_rm import RewardServer, ServeArguments
+
+    server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", batch_size=2))
+    tokenizer, model = AutoTokenizer.from_pretrained(reward_model), load_scorer(reward_model)
+    prompts, responses, expected = [], [], []
+    for row in [json.loads(line) for line in (folder / "demo/pairs_eval.jsonl").read_text().splitlines()[:5]]:
+        prompts.append(tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True))
+        responses.append(row["chosen"][0]["content"])
+        whole = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], return_dict=True)["input_ids"]
+        assert server.input_ids(prompts[-1], responses[-1]) == whole
+        expected.append(plain_score(model, whole))
+    assert server.score(prompts, responses) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+# --- going on
+
+RESUMED = [
+    *CHOICES["gae"][:2],
+    "--normalize_reward",
+    *KL,
+    "--kl_target",
+    "1",
+    "--lr_scheduler",
+    "linear",
+    "--max_steps",
+    "8",
+]
+BITWISE = [
+    "loss",
+    "grad_norm",
+    "lr",
+    "value_loss",
+    "critic_grad_norm",
+    "critic_lr",
+    "reward",
+    "kl",
+    "kl_coef",
+    "weights_checksum",
+    "batch_hash",
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(folder):
+    """Two ranks: 8 steps with a checkpoint at the 4th, and the second half again from there, on both backends."""
+    lines = []
+    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "1"], ["deepspeed", "--zero_stage", "3"]):
+        name = "-".join(["whole", backend[0], *backend[2:]])
+        more = ["--backend", *backend, *RESUMED]
+        lines.append(["train_ppo", *flags(folder, name, *more, "--save_steps", "4")])
+        lines.append(
+            [
+                "train_ppo",
+                *flags(folder, f"half-{name}", *more, "--load_checkpoint", f"{folder}/{name}/checkpoints/step_4"),
+            ]
+        )
+    train_many(2, lines, folder, timeout=900)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["whole-fsdp2", "whole-deepspeed-1", "whole-deepspeed-3"])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(resumed, name):
+    whole, half = read_steps(resumed / name), read_steps(resumed / f"half-{name}")
+    assert [row["step"] for row in half] == [5, 6, 7, 8] and len({row["weights_checksum"] for row in whole}) == 4
+    for row, expected in zip(half, whole[4:], strict=True):
+        for key in BITWISE:
+            assert row[key] == expected[key], (row["step"], key)
+
+
+def test_backends_agree(resumed):
+    first, *others = (read_steps(resumed / f"whole-{name}") for name in ("fsdp2", "deepspeed-1", "deepspeed-3"))
+    for other in others:
+        for row, expected in zip(other, first, strict=True):
+            assert row["batch_hash"] == expected["batch_hash"], "the same samples on both"
+            assert row["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-5)
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+
+
+def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder):
+    reward, count = folder / "failing.py", folder / "count"
+    body = f"import os\nif os.path.getsize({str(count)!r}) >= 3: raise RuntimeError('gone')\n"
+    body += f"open({str(count)!r}, 'a').write('x')\n"
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    reward.write_text(DENSE.replace("responses, labels):\n", f"responses, labels):\n{indented}", 1))
+    count.write_text("")
+    more = [*CHOICES["dr_grpo"], "--max_steps", "8"]
+    line = flags(folder, "failing", *more, "--load_checkpoint")
+    line[line.index("--reward_func") + 1] = str(reward)
+    code, output = train_alone(line)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and "Traceback" not in output, output[-3000:]
+    assert "--reward_func" in errors[0] and "raised RuntimeError: gone" in errors[0]
+    assert [path.name for path in (folder / "failing/checkpoints").glob("step_*")] == ["step_6"]
+    shutil.copy(folder / "dense.py", reward)
+    assert train_alone(line)[0] == 0
+    assert train_alone(flags(folder, "never-failing", *more))[0] == 0
+    found, expected = read_steps(folder / "failing"), read_steps(folder / "never-failing")
+    for key in ("loss", "grad_norm", "reward", "batch_hash"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+    assert [row["step"] for row in read_rows(folder / "failing") if row.get("event") == "resume"] == [6]
+
+
+# --- one line
+
+WRONG = {
+    "--top_p": ["--top_p", "0.9"],
+    "--top_k": ["--top_k", "40"],
+    "--n_samples_per_prompt": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
+    "--reward_func": ["--reward_func", ""],
+    "--remote_rm_url": ["--remote_rm_url", "http://x"],
+    "--label_key": ["--reward_func", "math", "--label_key", ""],
+    "--reward_weights": ["--reward_weights", "1", "2"],
+    "--reward_clip_range": ["--reward_clip_range", "1", "0"],
+    "--overlong_buffer_len": ["--overlong_buffer_len", "8"],
+    "--dual_clip": ["--dual_clip", "0.5"],
+    "--eps_clip_high": ["--policy_loss", "reinforce", "--eps_clip_high", "0.3"],
+    "--use_kl_loss": ["--use_kl_loss"],
+    "--kl_target": ["--kl_target", "6"],
+    "--ref_model": ["--ref_model", "x"],
+    "--kl_estimator": ["--use_kl_loss", "--init_kl_coef", "0.1"],
+    "--sequence_parallel": ["--sequence_parallel"],
+    "--value_clip": ["--advantage_estimator", "rloo", "--value_clip", "0.2"],
+    "--freezing_actor_steps": ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
+    "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
+    "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
+    "--verify_resume": ["--verify_resume", "1"],
+    "--param_dtype": ["--param_dtype", "fp16"],
+    "--best_metric_key": ["--best_metric_key", "eval_loss"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_flags_that_do_not_go_together(flag, tmp_path):
+    from trainer.cli.ppo_flags import validate
+    from trainer.cli.train_ppo import parse
+
+    args, _ = parse(flags(tmp_path, "wrong", *WRONG[flag]))
+    with pytest.raises(UserError) as error:
+        validate(args)
+    assert error.value.where == flag, str(error.value)
+
+
+def test_rollouts_that_are_none(tmp_path):
+    from trainer.rollout.store import read_rollouts
+
+    path = tmp_path / "rollouts.jsonl"
+    for text, expected in (("{}\n", "line 1: KeyError"), ("nothing\n", "line 1"), (None, "No such file")):
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            read_rollouts(str(path))

@@ -1,0 +1,156 @@
+"""Advantages against their papers' formulas, written here sample by sample and token by token."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.training import advantages as adv
+
+numbers = st.floats(-3, 3, allow_nan=False)
+lengths_lists = st.lists(st.integers(1, 7), min_size=1, max_size=5)
+
+
+def random_rows(lengths: list[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return adv.to_rows(torch.randn(sum(lengths), generator=generator, dtype=torch.float64), lengths)
+
+
+def test_rows_and_flat_vectors_are_inverse():
+    rows = adv.to_rows(torch.tensor([1.0, 2.0, 3.0]), [1, 2])
+    assert rows.tolist() == [[1, 0], [2, 3]]
+    assert rows[adv.rows_mask([1, 2])].tolist() == [1, 2, 3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_lists, st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+def test_gae_is_the_discounted_sum_of_td_errors(lengths, gamma, lambd, seed):
+    """Schulman et al. 2016, equation 16: A_t = sum_l (gamma lambda)^l delta_{t+l}, written out."""
+    rewards, values = random_rows(lengths, seed), random_rows(lengths, seed + 1)
+    advantages, returns = adv.gae(rewards, values, adv.rows_mask(lengths), gamma, lambd)
+    for i, length in enumerate(lengths):
+        v = [*values[i, :length].tolist(), 0.0]
+        deltas = [rewards[i, t].item() + gamma * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            expected = sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, length))
+            assert advantages[i, t].item() == pytest.approx(expected, abs=1e-9)
+            assert returns[i, t].item() == pytest.approx(expected + v[t], abs=1e-9)
+    assert (advantages[~adv.rows_mask(lengths)] == 0).all() and (returns[~adv.rows_mask(lengths)] == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_lists, st.floats(0, 1), st.integers(0, 99))
+def test_gae_with_lambda_1_and_no_critic_is_the_return(lengths, gamma, seed):
+    rewards, mask = random_rows(lengths, seed), adv.rows_mask(lengths)
+    advantages, _ = adv.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    returns = adv.discounted_returns(rewards, mask, gamma)
+    assert torch.allclose(advantages, returns)
+    length = lengths[0]
+    expected = sum(gamma**t * rewards[0, t].item() for t in range(length))
+    assert returns[0, 0].item() == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=4))
+def test_comparisons_within_groups(groups):
+    scores = torch.tensor(groups, dtype=torch.float64).flatten()
+    results = {name: adv.compare_in_groups(scores, name, 3).view(-1, 3) for name in adv.GROUP_ESTIMATORS}
+    for i, group in enumerate(groups):
+        for j, score in enumerate(group):
+            others = group[:j] + group[j + 1 :]
+            assert results["rloo"][i, j].item() == pytest.approx(score - sum(others) / 2, abs=1e-9)
+            assert results["dr_grpo"][i, j].item() == pytest.approx(score - sum(group) / 3, abs=1e-9)
+            assert results["reinforce_baseline"][i, j].item() == results["dr_grpo"][i, j].item()
+            std = statistics.stdev(group)
+            expected = (score - sum(group) / 3) / (std + 1e-6)
+            assert results["group_norm"][i, j].item() == pytest.approx(expected, abs=1e-6)
+    assert adv.compare_in_groups(scores, "gae", 3) is scores
+    assert torch.equal(adv.compare_in_groups(scores, "group_norm", 3, False), results["dr_grpo"].flatten())
+
+
+def test_equal_scores_of_a_group_teach_nothing():
+    scores = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    for name in adv.GROUP_ESTIMATORS:
+        assert adv.compare_in_groups(scores, name, 2).tolist() == [0, 0, 0, 0]
+
+
+def test_kl_estimators_on_average_are_the_kl():
+    """k1 and k3 are unbiased: their mean under the policy is sum p log(p / q), summed here over all words."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 0.3
+    policy, reference = logits.log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum().item()
+    means = {k: (policy.exp() * adv.kl_estimate(policy, reference, k)).sum().item() for k in ("k1", "k2", "k3")}
+    assert means["k1"] == pytest.approx(exact, rel=1e-9) and means["k3"] == pytest.approx(exact, rel=1e-9)
+    assert means["k2"] == pytest.approx(exact, rel=0.3)
+    assert (adv.kl_estimate(policy, reference, "k3") >= 0).all()
+    p, q = policy[0].item(), reference[0].item()
+    k3 = adv.kl_estimate(policy, reference, "k3")[0].item()
+    assert k3 == pytest.approx(math.exp(q - p) - 1 - (q - p), rel=1e-9)
+
+
+def test_the_kl_controller_moves_towards_its_target_and_never_fast():
+    assert adv.adapt_kl_coef(0.1, kl=6.0, target=6.0, num_samples=64, horizon=10000) == 0.1
+    assert adv.adapt_kl_coef(0.1, kl=6.6, target=6.0, num_samples=64, horizon=640) == pytest.approx(0.101)
+    assert adv.adapt_kl_coef(0.1, kl=600, target=6.0, num_samples=64, horizon=640) == pytest.approx(0.1 * 1.02)
+    assert adv.adapt_kl_coef(0.1, kl=0.0, target=6.0, num_samples=64, horizon=640) == pytest.approx(0.1 * 0.98)
+
+
+def test_the_overlong_penalty_is_a_ramp():
+    lengths = torch.tensor([50, 80, 85, 90, 100])
+    assert adv.overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.125, -0.25, -0.5])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(numbers, min_size=1, max_size=6), min_size=1, max_size=5))
+def test_running_moments_are_those_of_everything_seen(batches):
+    moments = adv.RunningMoments()
+    for batch in batches:
+        moments.update(torch.tensor(batch))
+    everything = [value for batch in batches for value in batch]
+    assert moments.mean == pytest.approx(statistics.fmean(everything), abs=1e-5)
+    std = statistics.pstdev(everything)
+    expected = (everything[0] - statistics.fmean(everything)) / max(std, 1e-6)
+    if std > 1e-2:
+        assert moments.normalize(torch.tensor(everything[:1]))[0].item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens_alone():
+    lengths = [1, 4, 2]
+    mask, rows = adv.rows_mask(lengths), random_rows(lengths, 3)
+    white = adv.whiten(rows, mask)
+    assert white[mask].mean().item() == pytest.approx(0, abs=1e-12)
+    assert white[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert (white[~mask] == 0).all()
+    assert torch.allclose(adv.whiten(rows, mask, False)[mask], rows[mask] - rows[mask].mean())
+
+
+def test_dynamic_filtering_keeps_groups_that_can_teach():
+    scores = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    assert adv.groups_in_range(scores, 2, 0.0, 1.0).tolist() == [False, True, False]
+
+
+def test_reinforce_sums_the_penalty_and_the_score_behind_each_token():
+    mask = adv.rows_mask([2, 3])
+    penalty = torch.tensor([[0.1, 0.2, 9.0], [0.3, 0.4, 0.5]], dtype=torch.float64)
+    scores = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    rewards = adv.token_rewards(scores, mask, penalty)
+    assert torch.allclose(rewards, torch.tensor([[-0.1, 0.8, 0], [-0.3, -0.4, -1.5]], dtype=torch.float64))
+    options = adv.AdvantageOptions("group_norm", group_size=2, gamma=0.5)
+    advantages, _ = adv.estimate_advantages(options, scores, mask, penalty)
+    shaped = 1 / (math.sqrt(2) + 1e-6)
+    assert advantages[0].tolist() == pytest.approx([-0.1 + 0.5 * (shaped - 0.2), shaped - 0.2, 0])
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
+def test_these_are_whitened_over_the_rollout(estimator):
+    lengths = [2, 3, 1, 4]
+    mask, scores = adv.rows_mask(lengths), torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+    options = adv.AdvantageOptions(estimator, group_size=2, lambd=0.9)
+    advantages, returns = adv.estimate_advantages(options, scores, mask, values=random_rows(lengths, 0))
+    assert advantages[mask].mean().item() == pytest.approx(0, abs=1e-12)
+    assert advantages[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert not torch.equal(returns, advantages)

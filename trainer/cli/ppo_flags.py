@@ -1,0 +1,142 @@
+"""The flags of `train_ppo`: what goes together, and the options of the algorithm that they make."""
+
+from trainer.cli import common
+from trainer.errors import UserError
+from trainer.ppo_arguments import PPOArguments
+
+EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
+
+
+def demo_defaults() -> dict:
+    from trainer.datasets.demo import PPO_DEFAULTS
+
+    return {**PPO_DEFAULTS, "dataset": "prompts.jsonl", "eval_dataset": "prompts_eval.jsonl", "pretrain": "model"}
+
+
+def validate(args: PPOArguments) -> None:
+    """Raises UserError for flags that contradict each other or would do nothing."""
+    common.validate_shared(args, EVAL_METRICS)
+    if args.lora_rank or args.load_in_4bit:
+        raise UserError("--lora_rank" if args.lora_rank else "--load_in_4bit", "with train_ppo", "leave it out")
+    if args.verify_resume:
+        raise UserError("--verify_resume", "with train_ppo", "leave it out")
+    if args.top_p != 1 or args.top_k != 0:
+        flag, value, off = ("--top_p", args.top_p, 1) if args.top_p != 1 else ("--top_k", args.top_k, 0)
+        raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
+    if args.param_dtype == "fp16":
+        raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
+    _validate_rewards(args)
+    _validate_algorithm(args)
+    _validate_critic(args)
+
+
+def _validate_rewards(args: PPOArguments) -> None:
+    from trainer.rollout.rewards import needs_labels
+
+    sources = {
+        "--reward_func": args.reward_func,
+        "--reward_pretrain": args.reward_pretrain,
+        "--remote_rm_url": args.remote_rm_url,
+    }
+    given = [flag for flag, value in sources.items() if value]
+    if len(given) > 1:
+        raise UserError(given[1], f"with {given[0]}", "one source of rewards")
+    if not given and (not args.rollouts_from or args.eval_dataset):
+        raise UserError(
+            "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
+        )
+    if needs_labels(args.reward_func) and not args.label_key:
+        raise UserError("--label_key", f"missing with --reward_func {args.reward_func}", "the column of the answers")
+    if args.reward_weights is not None:
+        count = len(args.reward_pretrain.split(",")) if args.reward_pretrain else 0
+        if len(args.reward_weights) != count:
+            raise UserError("--reward_weights", f"{len(args.reward_weights)} for {count} --reward_pretrain", "one each")
+    if args.reward_pretrain and args.sequence_parallel:
+        raise UserError("--sequence_parallel", "with a reward model, whose head scores whole sequences", "leave it out")
+    if args.reward_clip_range and args.reward_clip_range[0] >= args.reward_clip_range[1]:
+        raise UserError("--reward_clip_range", str(args.reward_clip_range), "a lower and a higher bound")
+    if args.overlong_buffer_len >= args.generate_max_len:
+        found = f"{args.overlong_buffer_len} with --generate_max_len {args.generate_max_len}"
+        raise UserError("--overlong_buffer_len", found, "less than that")
+
+
+def _validate_algorithm(args: PPOArguments) -> None:
+    from trainer.training.advantages import GROUP_ESTIMATORS
+
+    if args.advantage_estimator in GROUP_ESTIMATORS and args.n_samples_per_prompt < 2:
+        found = f"1 with --advantage_estimator {args.advantage_estimator}, which compares responses to one prompt"
+        raise UserError("--n_samples_per_prompt", found, "2 or more")
+    if args.dynamic_filtering and args.n_samples_per_prompt < 2:
+        raise UserError("--n_samples_per_prompt", "1 with --dynamic_filtering", "2 or more")
+    if args.dynamic_filtering and args.rollouts_from:
+        raise UserError("--dynamic_filtering", "with --rollouts_from", "one of them")
+    if args.dynamic_filtering_range[0] >= args.dynamic_filtering_range[1]:
+        raise UserError("--dynamic_filtering_range", str(args.dynamic_filtering_range), "a lower and a higher bound")
+    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in ("ppo", "gspo")):
+        raise UserError(
+            "--dual_clip", f"{args.dual_clip} with --policy_loss {args.policy_loss}", "above 1, with ppo, gspo"
+        )
+    if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
+        raise UserError("--eps_clip_high", "with --policy_loss reinforce, which clips nothing", "ppo, gspo, cispo")
+    if not args.init_kl_coef:
+        needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
+        for flag, value in needing.items():
+            if value:
+                raise UserError(flag, "with --init_kl_coef 0, which means no reference", "--init_kl_coef above 0")
+    if args.use_kl_loss and args.kl_estimator == "k1":  # its gradient is 0 in expectation
+        raise UserError("--kl_estimator", "k1 with --use_kl_loss, whose gradient is zero on average", "k2, k3")
+
+
+def _validate_critic(args: PPOArguments) -> None:
+    has_critic = args.advantage_estimator == "gae"
+    if has_critic and args.sequence_parallel:
+        raise UserError("--sequence_parallel", "with a critic, whose head needs whole sequences", "leave it out")
+    needing = {
+        "--critic_pretrain": args.critic_pretrain,
+        "--value_clip": args.value_clip,
+        "--freezing_actor_steps": args.freezing_actor_steps,
+    }
+    for flag, value in needing.items():
+        if value and not has_critic:
+            raise UserError(flag, f"with --advantage_estimator {args.advantage_estimator}", "gae")
+
+
+def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
+    """The options of `trainer.training.ppo`."""
+    from trainer.rollout.sampling import Sampling
+    from trainer.training.advantages import AdvantageOptions
+    from trainer.training.ppo import PPOOptions
+    from trainer.training.ppo_roles import PolicyOptions
+
+    advantages = AdvantageOptions(
+        args.advantage_estimator, args.n_samples_per_prompt, args.gamma, args.lambd, not args.no_advantage_std_norm
+    )
+    policy = PolicyOptions(
+        loss=args.policy_loss,
+        loss_agg=args.loss_agg,
+        temperature=args.temperature,
+        eps_low=args.eps_clip,
+        eps_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        dual_clip=args.dual_clip,
+        entropy_coef=args.entropy_loss_coef,
+        kl_estimator=args.kl_estimator if args.use_kl_loss else None,
+        value_clip=args.value_clip,
+    )
+    return PPOOptions(
+        advantages=advantages,
+        policy=policy,
+        sampling=Sampling(args.temperature, args.generate_max_len, stop_ids, tuple(args.stop or ())),
+        seed=args.seed,
+        num_epochs=args.max_epochs,
+        kl_estimator=args.kl_estimator,
+        kl_in_rewards=bool(args.init_kl_coef) and not args.use_kl_loss,
+        kl_target=args.kl_target,
+        kl_horizon=args.kl_horizon,
+        tis_cap=args.tis_cap,
+        normalize_reward=args.normalize_reward,
+        reward_clip_range=tuple(args.reward_clip_range) if args.reward_clip_range else None,
+        overlong_buffer_len=args.overlong_buffer_len,
+        overlong_penalty_factor=args.overlong_penalty_factor,
+        filtering_range=tuple(args.dynamic_filtering_range) if args.dynamic_filtering else None,
+        freezing_actor_steps=args.freezing_actor_steps,
+    )

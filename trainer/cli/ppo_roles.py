@@ -1,0 +1,204 @@
+"""What `train_ppo` builds of its flags: the models of its roles, the reward, the loader of a rollout's samples."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Optional
+
+from trainer.cli import common
+from trainer.errors import UserError
+from trainer.ppo_arguments import PPOArguments
+
+
+def stop_ids(setup: common.Setup) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's eos and those of the generation config."""
+    from transformers import GenerationConfig
+
+    found = {setup.tokenizer.eos_token_id}
+    if os.path.exists(os.path.join(setup.folder, "generation_config.json")):
+        eos = GenerationConfig.from_pretrained(setup.folder).eos_token_id
+        found |= set(eos) if isinstance(eos, list) else {eos}
+    found.discard(None)
+    if not found:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no response could end")
+    return tuple(sorted(found))
+
+
+def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
+    """Optimizer steps of the whole run: those of every rollout, the last of an episode being perhaps a short one."""
+    size, num = args.rollout_batch_size, len(order.prompts)
+    prompts = [min(size, num - start) for start in range(0, num, size)]
+    sizes = [count * args.n_samples_per_prompt for count in prompts] * args.num_episodes
+    if frozen is not None:
+        sizes = [len(samples) for samples in frozen]
+    return args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
+
+
+def frozen_rollouts(args: PPOArguments) -> Optional[list]:
+    """The rollouts of --rollouts_from. Raises UserError where they cannot be those of this run."""
+    from trainer.rollout.store import read_rollouts
+
+    if not args.rollouts_from:
+        return None
+    frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
+    odd = next((len(samples) for samples in frozen if len(samples) % size), None)
+    if odd is not None:
+        found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
+        raise UserError("--n_samples_per_prompt", found, "the number that the rollouts were made with")
+    return frozen
+
+
+def make_batches_of(args: PPOArguments, setup: common.Setup) -> Callable:
+    """`make_batches(samples, episode)`: this rank's global batches of a rollout, and its number of response tokens."""
+    from trainer.rollout.experience import SampleSet, collate_samples
+
+    max_len = args.prompt_max_len + args.generate_max_len
+    capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
+    collate = functools.partial(collate_samples, pad_token_id=setup.tokenizer.pad_token_id, packed=args.packing_samples)
+
+    def make_batches(samples: list, episode: int) -> tuple[list, int]:
+        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
+        loader = setup.strategy.setup_dataloader(
+            dataset,
+            collate,
+            batch_size=args.train_batch_size,
+            micro_batch_size=args.micro_train_batch_size,
+            max_tokens=args.max_tokens_per_micro_batch,
+            packed_capacity=capacity if args.packing_samples else None,
+            shuffle=False,
+        )
+        loader.load_state_dict({"epoch": episode, "next_index": 0})
+        return list(loader), dataset.num_response_tokens
+
+    return make_batches
+
+
+def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_steps: int, make_batches: Callable):
+    """All models, prepared, each in the order load, shard, load the next: only one is ever whole."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.training.ppo import Roles
+    from trainer.training.ppo_roles import disable_dropout
+
+    model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    _check_length(args, model.config)
+    disable_dropout(model)
+    actor = tuple(common.prepare_training(args, setup.strategy, model, total_steps))
+    return Roles(
+        actor=actor,
+        score=build_reward(args, setup, make_batches),
+        engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
+        critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
+        reference=_reference(args, setup) if args.init_kl_coef else None,
+    )
+
+
+def _check_length(args: PPOArguments, config) -> None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = args.prompt_max_len + args.generate_max_len
+    if limit and longest > limit:
+        found = f"{args.prompt_max_len} + {args.generate_max_len} tokens, more than the model's {limit} positions"
+        raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")
+
+
+def _engine(args: PPOArguments, setup: common.Setup):
+    from trainer.rollout.hf import HFEngine
+
+    return HFEngine(
+        setup.folder,
+        setup.tokenizer,
+        dtype=setup.strategy.param_dtype,
+        device=setup.strategy.device,
+        batch_size=args.micro_rollout_batch_size,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _reference(args: PPOArguments, setup: common.Setup):
+    from transformers import AutoModelForCausalLM
+
+    from trainer.models.actor import resolve_model_folder
+
+    folder = setup.folder
+    if args.ref_model:
+        folder = setup.strategy.rank_0_first(lambda: resolve_model_folder(args.ref_model))
+    reference = common.load_model(args, setup, folder, AutoModelForCausalLM)
+    return setup.strategy.prepare(reference.eval().requires_grad_(False))
+
+
+def _critic(args: PPOArguments, setup: common.Setup, output_dir: str, total_steps: int) -> tuple:
+    """A scorer of tokens that starts from --critic_pretrain: with its head if it has one, else with a new one."""
+    from transformers import AutoModelForSequenceClassification
+
+    from trainer.models.actor import resolve_model_folder
+    from trainer.models.reward import make_initial_reward_model, return_token_scores
+    from trainer.training.ppo_roles import disable_dropout
+
+    strategy, source, initial = setup.strategy, setup.folder, os.path.join(output_dir, "initial_critic")
+    if args.critic_pretrain:
+        source = strategy.rank_0_first(lambda: resolve_model_folder(args.critic_pretrain))
+    strategy.rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code))
+    model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
+    disable_dropout(model)
+    return_token_scores(model)
+    flags = dataclasses.replace(args, learning_rate=args.critic_learning_rate)
+    return tuple(common.prepare_training(flags, strategy, model, total_steps))
+
+
+# --- rewards
+
+
+def build_reward(args: PPOArguments, setup: common.Setup, make_batches: Callable) -> Callable:
+    """`score(samples)`, which sets the score of every sample on every rank (collective)."""
+    from trainer.rollout.experience import score_by_texts
+    from trainer.rollout.rewards import function_scorer, remote_scorer
+
+    if args.reward_pretrain:
+        return _reward_models(args, setup, make_batches)
+    if args.remote_rm_url:
+        scorer = remote_scorer(args.remote_rm_url, args.remote_rm_timeout, args.remote_rm_retries)
+    elif args.reward_func:
+        scorer = function_scorer(args.reward_func, args.reward_timeout)
+    else:  # scores come from --rollouts_from, and nothing is evaluated
+        return lambda samples: None
+    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer)
+
+
+def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callable) -> Callable:
+    """The weighted sum of the scores of frozen reward models, which read the tokens that the policy wrote."""
+    from transformers import AutoModelForSequenceClassification
+
+    from trainer.datasets.prompts import as_conversation, chat_ends
+    from trainer.models.actor import load_tokenizer, resolve_model_folder
+    from trainer.models.reward import return_token_scores
+    from trainer.training.ppo_roles import reward_scores
+
+    models = []
+    for name in args.reward_pretrain.split(","):
+        folder = setup.strategy.rank_0_first(lambda name=name: resolve_model_folder(name.strip()))
+        if load_tokenizer(folder, args.trust_remote_code).get_vocab() != setup.tokenizer.get_vocab():
+            found = f"{name} has another vocabulary than --pretrain, so it cannot read its tokens"
+            raise UserError(
+                "--reward_pretrain", found, "serve it instead: python -m trainer.cli.serve_rm, --remote_rm_url"
+            )
+        model = common.load_model(args, setup, folder, AutoModelForSequenceClassification)
+        if model.config.num_labels != 1:
+            raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
+        return_token_scores(model)
+        models.append(setup.strategy.prepare(model.eval().requires_grad_(False)))
+    weights = args.reward_weights or [1.0] * len(models)
+
+    ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
+
+    def score(samples: list) -> None:
+        read = [
+            dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
+            for s in samples
+        ]
+        batches, _ = make_batches(read, 0)
+        parts = [reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group) for model in models]
+        for number, sample in enumerate(samples):
+            sample.score = sum(weight * part[number].item() for weight, part in zip(weights, parts))
+
+    return score

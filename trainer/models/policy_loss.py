@@ -1,0 +1,78 @@
+"""Losses of policies and critics: pure functions of per-token tensors, one loss per token. No process group inside.
+
+Notation: the ratio of a token is pi(token) / pi_old(token), where pi_old is the policy that the rollout was scored with
+before its first update. The denominator of the mean is known before the first forward pass, see `token_weights`.
+"""
+
+from typing import Optional
+
+import torch
+
+
+def ppo_loss(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: Optional[float] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, whether it is clipped) of each token: -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A).
+
+    Schulman et al. 2017, equation 7; eps_high above eps_low is DAPO's clip-higher (Yu et al. 2025, equation 10).
+    `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). GSPO is this loss with
+    log_ratio the mean over the tokens of a sequence (Zheng et al. 2025, equation 7), the same at each of them.
+    """
+    ratio = log_ratio.exp()
+    free, held = ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    gain = torch.minimum(free, held)
+    clipped = held < free
+    if dual_clip is not None:
+        bound = dual_clip * advantages
+        too_low = (advantages < 0) & (gain < bound)
+        gain, clipped = torch.where(too_low, bound, gain), clipped | too_low
+    return -gain, clipped
+
+
+def reinforce_loss(log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """-A log pi of each token (Williams 1992)."""
+    return -advantages * log_probs
+
+
+def cispo_loss(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, eps_low: float, eps_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, whether the weight is clipped): -sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A log pi.
+
+    sg stops the gradient: every token keeps one (MiniMax-M1, Chen et al. 2025, equations 4 and 5).
+    """
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return -weight * advantages * log_probs, weight != ratio
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: Optional[float]
+) -> torch.Tensor:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token (OpenAI baselines, ppo2; see Engstrom et al.
+    2020, section 3); without `value_clip`, (V - R)^2 / 2."""
+    losses = (values - returns) ** 2
+    if value_clip is not None:
+        held = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        losses = torch.maximum(losses, (held - returns) ** 2)
+    return losses / 2
+
+
+def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float]:
+    """The weight of every token of each sample in the sum of losses; the mean divides by `num_targets` of all samples.
+
+    token: 1, divided by all tokens (DAPO, equation 8). sequence: 1 / length, by all samples (GRPO, equation 3).
+    fixed_length: 1 / max_len, by all samples (Dr. GRPO, Liu et al. 2025, section 3.2).
+    """
+    if loss_agg == "token":
+        return [1.0] * len(lengths)
+    return [1 / (length if loss_agg == "sequence" else max_len) for length in lengths]
+
+
+def num_targets(length: int, loss_agg: str) -> int:
+    """What a sample adds to the denominator of the loss."""
+    return length if loss_agg == "token" else 1

@@ -1,0 +1,198 @@
+"""A rollout: samples that every rank knows, and their tokens as the micro-batches that training runs over.
+
+What is computed per token lives in two places. In a micro-batch, (rows, tokens) beside its input_ids, on the ranks that
+see those tokens. As a flat vector of all response tokens of the rollout, sample after sample, the same on every rank:
+advantages are computed there, by plain code. `collect` and `spread` go from one to the other.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.rows import digest_of
+from trainer.errors import UserError
+from trainer.models.policy_loss import num_targets, token_weights
+from trainer.rollout.rewards import Scorer
+from trainer.rollout.sampling import Completion, Sampling, sample_seed
+from trainer.strategies.data_order import contiguous_slice
+
+
+@dataclass
+class Sample:
+    """A prompt, a response to it, and what the reward made of it."""
+
+    number: int  # within the rollout; samples of one prompt have adjacent numbers
+    row: int  # of the prompt in its dataset
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_probs: list[float]  # of the response's tokens, by the rollout engine
+    finished: bool  # by a stop token or text, not by the limit of tokens
+    label: Optional[str]
+    score: float = float("nan")
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def gather_over_world(values: list) -> list:
+    """The lists of all ranks, joined in rank order (all-gather of objects over the world)."""
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return [value for part in parts for value in part]
+
+
+def my_slice(items: list) -> list:
+    """This rank's share of work that any rank can do."""
+    return contiguous_slice(items, dist.get_rank(), dist.get_world_size())
+
+
+def generate_samples(
+    engine, prompts: list[dict], num_each: int, sampling: Sampling, *, seed: int, rollout: int, first: int = 0
+) -> list[Sample]:
+    """`num_each` samples of each prompt, numbered from `first`; the work is cut over all ranks, which get all samples
+    (all-gather of objects over the world)."""
+    asked = [prompt for prompt in prompts for _ in range(num_each)]
+    mine = my_slice(list(range(len(asked))))
+    seeds = [sample_seed(seed, rollout, first + number) for number in mine]
+    completions: list[Completion] = engine.generate([asked[n]["prompt_ids"] for n in mine], sampling, seeds)
+    return gather_over_world(
+        [
+            Sample(
+                number=first + number,
+                row=asked[number]["row"],
+                prompt_ids=list(asked[number]["prompt_ids"]),
+                response_ids=completion.token_ids,
+                log_probs=completion.log_probs,
+                finished=completion.finished,
+                label=asked[number]["label"],
+            )
+            for number, completion in zip(mine, completions)
+        ]
+    )
+
+
+def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer) -> None:
+    """Set score and metrics of every sample, on every rank, by a function of texts that each rank calls for its share
+    (all-gather of objects over the world). If it fails on one rank, UserError on every rank alike."""
+    mine = my_slice(samples)
+    prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
+    responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+    problem, results = None, []
+    try:
+        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine])
+        results = [
+            (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
+        ]
+    except UserError as error:
+        problem = error
+    for found in gather_over_world([problem]):
+        if found is not None:
+            raise found
+    for sample, (score, metrics, _) in zip(samples, gather_over_world(results)):
+        sample.score, sample.metrics = score, metrics
+
+
+# --- micro-batches
+
+
+def collate_samples(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
+    """A micro-batch of samples, padded or packed; labels are the response tokens.
+
+    Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of its sample in the
+    micro-batch; response_index, the place of the label in the flat vector; is_last, 1 at a sample's last token;
+    loss_weights, see `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five
+    are what a split over sequence-parallel ranks pads with 0, where no label is.
+    """
+    batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
+    extra = {name: torch.zeros_like(batch["input_ids"]) for name in ("sequence_ids", "response_index", "is_last")}
+    weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
+    start = 0
+    for number, sample in enumerate(samples):
+        row, first = (0, start) if packed else (number, 0)
+        length, response = len(sample["input_ids"]), sample["response_length"]
+        start += length
+        extra["sequence_ids"][row, first : first + length] = number
+        extra["is_last"][row, first + length - 1] = 1
+        # labels are shifted: the token at t predicts t + 1
+        predicting = slice(first + length - response - 1, first + length - 1)
+        extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
+        weights[row, predicting] = sample["loss_weight"]
+    lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
+    numbers = torch.tensor([sample["number"] for sample in samples], dtype=torch.int64)
+    return {**batch, **extra, "loss_weights": weights, "response_lengths": lengths, "sample_numbers": numbers}
+
+
+class SampleSet:
+    """The samples of a rollout behind the interface of a dataset that a loader reads."""
+
+    def __init__(self, samples: list[Sample], loss_agg: str, max_len: int):
+        lengths = [len(sample.response_ids) for sample in samples]
+        offset = 0
+        self._rows: list[dict[str, Any]] = []
+        for number, (sample, weight) in enumerate(zip(samples, token_weights(lengths, loss_agg, max_len))):
+            input_ids = sample.prompt_ids + sample.response_ids
+            self._rows.append(
+                {
+                    "input_ids": input_ids,
+                    "loss_mask": [0] * len(sample.prompt_ids) + [1] * lengths[number],
+                    "number": number,
+                    "offset": offset,
+                    "response_length": lengths[number],
+                    "loss_weight": weight,
+                    "num_tokens": len(input_ids),
+                    "num_loss_tokens": num_targets(lengths[number], loss_agg),
+                    "digest": digest_of(input_ids),
+                }
+            )
+            offset += lengths[number]
+        self.num_response_tokens = offset
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key):
+        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
+
+
+def compute(batches: list, name: str, function: Callable[[dict], torch.Tensor]) -> None:
+    """Set `name` of every micro-batch to `function(micro_batch)`, (rows, tokens), without gradients."""
+    with torch.no_grad():
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                micro_batch[name] = function(micro_batch)
+
+
+def collect(strategy, batches: list, name: str, total: int) -> torch.Tensor:
+    """The flat fp64 vector, on the CPU, of what micro-batches hold under `name` (all-reduce over dp x sp, each token being
+    on one of those ranks: an exact sum)."""
+    flat = torch.zeros(total, dtype=torch.float64, device=strategy.device)
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            keep = micro_batch["labels"] != IGNORE
+            flat[micro_batch["response_index"][keep]] = micro_batch[name][keep].double()
+    return strategy.all_reduce(flat).cpu()
+
+
+def spread(batches: list, name: str, flat: torch.Tensor) -> None:
+    """Set `name` of every micro-batch, (rows, tokens) fp64, to the values of a flat vector; 0 where no label is."""
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            keep = micro_batch["labels"] != IGNORE
+            values = flat.to(keep.device)[micro_batch["response_index"]]
+            micro_batch[name] = torch.where(keep, values, 0.0)
+
+
+# --- rollouts.jsonl
+
+
+def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
+    """A line of rollouts.jsonl: to read (texts), and to train on again (token ids, log-probs, score)."""
+    texts = {
+        "prompt": tokenizer.decode(sample.prompt_ids),
+        "response": tokenizer.decode(sample.response_ids),
+    }
+    return {"rollout": rollout, **texts, **dataclasses.asdict(sample)}

@@ -1,0 +1,139 @@
+"""The embedded rollout engine: an unsharded replica of the policy on every rank, and batched generation with a KV cache.
+
+Works on any platform and with any layout of the training weights, at the price of one full copy of the weights in the
+compute dtype per rank. Tokens in, tokens out.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from trainer.rollout.checksum import Checksum
+from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
+from trainer.strategies.checkpoint import restore_computed_buffers, stored_tensors
+
+STOP_TEXT_TOKENS = 32  # so many last tokens are decoded to look for a stop text
+
+
+class HFEngine:
+    """`generate`, `update_weights`, `sleep` and `wake`: the interface of a rollout engine. No method communicates."""
+
+    def __init__(
+        self,
+        folder: str,
+        tokenizer,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int,
+        trust_remote_code: bool = False,
+    ):
+        """The model of a Hugging Face folder, still without weights; `update_weights` brings them."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            )
+        model.to_empty(device=device)
+        model.tie_weights(recompute_mapping=False)
+        restore_computed_buffers(model, device)
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.dtype, self.device, self.batch_size = dtype, device, batch_size
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
+        """Take over (name, full tensor) pairs, one at a time; returns (checksum, bytes). Raises RuntimeError if what
+        stands in the replica afterwards is not, bit for bit, what came."""
+        own = stored_tensors(self.model)
+        came, num_bytes = Checksum(), 0
+        for name, tensor in tensors:
+            value = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            own[name].copy_(value)
+            came.add(name, value.to(own[name].dtype))
+            num_bytes += own[name].nbytes
+        stands = Checksum()
+        for name, tensor in own.items():
+            stands.add(name, tensor)
+        if came.hexdigest() != stands.hexdigest():
+            raise RuntimeError("the rollout engine's weights are not those that were sent to it")
+        return stands.hexdigest(), num_bytes
+
+    def sleep(self) -> None:
+        """Leave the accelerator's memory to training."""
+        self.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.model.to(self.device)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
+    ) -> list[Completion]:
+        """A completion of each prompt, in order; `seeds`, one for each, decide what is drawn (none needed if greedy)."""
+        completions: list[Completion] = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            completions += self._generate_batch(prompts[part], sampling, seeds[part])
+        return completions
+
+    @torch.no_grad()
+    def _generate_batch(self, prompts, sampling: Sampling, seeds) -> list[Completion]:
+        uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
+        completions = [Completion([], [], False) for _ in prompts]
+        input_ids, attention_mask = self._left_padded(prompts)
+        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        rows, cache = list(range(len(prompts))), None  # rows: which prompts are still being continued
+        for step in range(sampling.max_new_tokens):
+            out = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache, logits = out.past_key_values, out.logits[:, -1].float()  # (rows, vocab)
+            log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+            tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
+            picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
+            going_on = self._append([completions[row] for row in rows], tokens.tolist(), picked.tolist(), sampling)
+            if not going_on:
+                break
+            if 2 * len(going_on) <= len(rows):  # drop what has ended once that halves the work
+                kept = torch.tensor(going_on, device=self.device)
+                cache.batch_select_indices(kept)
+                attention_mask, position_ids, tokens = attention_mask[kept], position_ids[kept], tokens[kept]
+                rows = [rows[index] for index in going_on]
+            input_ids = tokens[:, None]
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], 1)
+            position_ids = position_ids[:, -1:] + 1
+        return completions
+
+    def _left_padded(self, prompts) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id
+        ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
+
+    def _append(self, completions: list[Completion], tokens, log_probs, sampling: Sampling) -> list[int]:
+        """Add a token to each completion that has not ended; returns the positions of those that go on."""
+        going_on = []
+        for index, completion in enumerate(completions):
+            if completion.finished:
+                continue
+            completion.token_ids.append(tokens[index])
+            completion.log_probs.append(log_probs[index])
+            completion.finished = tokens[index] in sampling.stop_ids or self._ends_in_text(completion, sampling)
+            if not completion.finished:
+                going_on.append(index)
+        return going_on
+
+    def _ends_in_text(self, completion: Completion, sampling: Sampling) -> bool:
+        if not sampling.stop_texts:
+            return False
+        text = self.tokenizer.decode(completion.token_ids[-STOP_TEXT_TOKENS:])
+        return any(stop in text for stop in sampling.stop_texts)

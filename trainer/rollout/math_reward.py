@@ -1,0 +1,66 @@
+"""Rewards that need no model: the final answer of a solution against the reference, by value; and exact match."""
+
+import re
+from fractions import Fraction
+
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
+
+
+def final_answer(text: str) -> str | None:
+    """What a solution gives as its answer: after the last `####` (GSM8K, Cobbe et al. 2021), else in the last
+    \\boxed{...} (MATH, Hendrycks et al. 2021), else its last number; None where there is none of these."""
+    if "####" in text:
+        return text.rsplit("####", 1)[1].strip().split("\n")[0].strip() or None
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : end]
+    return None
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4} or 50%; None for anything else."""
+    plain = re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", text)
+    plain = re.sub(r"[\s,$]|\\[!,;%$]|\.$", "", plain)
+    percent = plain.endswith("%")
+    try:
+        value = Fraction(plain.removesuffix("%"))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value / 100 if percent else value
+
+
+def same_answer(found: str, wanted: str) -> bool:
+    """Equal as numbers, or as texts without white space. 50% is both 50 and 1/2."""
+    numbers = [as_number(text) for text in (found, wanted)]
+    if None not in numbers:
+        bare = [as_number(text.replace("%", "")) for text in (found, wanted)]
+        return numbers[0] == numbers[1] or bare[0] == bare[1]
+    return "".join(found.split()) == "".join(wanted.split())
+
+
+def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
+    """1 where the final answer of the response is that of the label (a solution, or the answer alone), else 0."""
+    scores = []
+    for response, label in zip(responses, labels):
+        is_solution = "####" in label or "\\boxed{" in label
+        found, wanted = final_answer(response), (final_answer(label) if is_solution else None) or label
+        scores.append(float(found is not None and same_answer(found, wanted)))
+    return scores
+
+
+def exact_match(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
+    """1 where the response is the label, up to white space at both ends, else 0."""
+    return [float(response.strip() == label.strip()) for response, label in zip(responses, labels)]

@@ -1,0 +1,142 @@
+"""Scores from outside the mesh: a Python function or an HTTP endpoint. Whatever goes wrong there is one UserError."""
+
+import importlib.util
+import json
+import math
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.rollout.math_reward import exact_match, math_reward
+
+BUILT_IN = {"math": math_reward, "exact_match": exact_match}
+FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
+FIRST_PAUSE_SECONDS = 0.5
+# score(prompts, responses, labels) -> (scores, further metrics, each one number per response)
+Scorer = Callable[[list[str], list[str], list], tuple[list[float], dict[str, list[float]]]]
+
+
+def needs_labels(reward_func: str | None) -> bool:
+    return reward_func in BUILT_IN
+
+
+def load_reward_function(name: str) -> Callable:
+    """A built-in reward, or `reward_func` of a Python file. Raises UserError where there is none."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not (name.endswith(".py") and os.path.isfile(name)):
+        raise UserError(FLAG, f"{name} is no Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
+    spec = importlib.util.spec_from_file_location("reward_function_file", name)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's code: anything
+        raise UserError(FLAG, f"{name} cannot be imported: {_told(error)}") from None
+    if not callable(getattr(module, "reward_func", None)):
+        raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
+    return module.reward_func
+
+
+def function_scorer(name: str, timeout: float) -> Scorer:
+    """Calls the function with lists of texts; a call that takes longer than `timeout` seconds is given up."""
+    function, where = load_reward_function(name), f"{FLAG} {name}"
+
+    def score(prompts, responses, labels):
+        if not responses:
+            return [], {}
+        return check_scores(where, _call(where, timeout, function, prompts, responses, labels), len(responses))
+
+    return score
+
+
+def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
+    """`function(*arguments)` in a thread of its own, which dies with the process if it never returns."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = function(*arguments)
+        except Exception as error:  # it is the user's code: anything
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
+    if "error" in outcome:
+        raise UserError(where, f"raised {_told(outcome['error'])}")
+    return outcome["value"]
+
+
+def _told(error: Exception) -> str:
+    trace, line = error.__traceback__, None
+    while trace:
+        line, trace = trace.tb_lineno, trace.tb_next
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
+
+
+def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
+    """(scores, metrics) of what a reward gave: `count` finite numbers, or a pair of those and a dict of metrics, each
+    one number or one per response. Raises UserError for anything else."""
+    scores, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(metrics, dict):
+        raise UserError(where, f"metrics of type {type(metrics).__name__}", "a dict")
+    checked = {}
+    for name, values in metrics.items():
+        values = [values] * count if isinstance(values, (int, float)) else values
+        checked[str(name)] = _numbers(f"{where}: metric {name}", values, count)
+    return _numbers(where, scores, count), checked
+
+
+def _numbers(where: str, values: Any, count: int) -> list[float]:
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise UserError(where, f"gave {type(values).__name__} {str(values)[:60]}", "a list of numbers") from None
+    if len(numbers) != count:
+        raise UserError(where, f"{len(numbers)} scores for {count} responses", "one number per response")
+    for number, value in enumerate(numbers):
+        if not math.isfinite(value):
+            raise UserError(where, f"score {value} for response {number + 1} of {count}", "finite numbers")
+    return numbers
+
+
+def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_PAUSE_SECONDS) -> Scorer:
+    """POSTs {"prompts", "responses", "labels"} as JSON; the answer is {"rewards": [...]}, one number per response.
+
+    A refused or lost connection, a time-out, a status other than 200 and an answer that cannot be understood are tried
+    again, `retries` times, after pauses that double each time; then UserError.
+    """
+
+    def score(prompts, responses, labels):
+        if not responses:
+            return [], {}
+        body = json.dumps({"prompts": prompts, "responses": responses, "labels": labels}).encode()
+        problem, wait = "", pause
+        for attempt in range(retries + 1):
+            if attempt:
+                time.sleep(wait)
+                wait *= 2
+            try:
+                return check_scores(f"{URL_FLAG} {url}", _post(url, body, timeout), len(responses))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            except UserError as error:
+                problem = error.found
+        tries = "1 try" if retries == 0 else f"{retries + 1} tries"
+        raise UserError(f"{URL_FLAG} {url}", f"no usable answer after {tries}: {problem}")
+
+    return score
+
+
+def _post(url: str, body: bytes, timeout: float) -> list:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        return json.loads(response.read())["rewards"]

@@ -1,0 +1,55 @@
+"""rollouts.jsonl: one line per sample, to read and, by --rollouts_from, to train on again."""
+
+import dataclasses
+import json
+import os
+
+from trainer.errors import UserError
+from trainer.rollout.experience import Sample, as_row
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+FLAG = "--rollouts_from"
+
+
+class RolloutsLog:
+    """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`; made on rank 0 only. A resumed run writes the
+    rollouts that it repeats again: where one stands twice, the later lines count."""
+
+    def __init__(self, output_dir: str, tokenizer):
+        self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
+
+    def write(self, rollout: int, samples: list[Sample]) -> None:
+        lines = [json.dumps(as_row(sample, rollout, self._tokenizer)) + "\n" for sample in samples]
+        torn = os.path.exists(self._path) and not _ends_with_newline(self._path)
+        with open(self._path, "a") as file:
+            file.write("\n" * torn + "".join(lines))
+
+
+def _ends_with_newline(path: str) -> bool:
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def read_rollouts(path: str) -> list[list[Sample]]:
+    """The samples of each rollout, in order. Raises UserError for a file that is not such a log."""
+    names = [field.name for field in dataclasses.fields(Sample)]
+    rollouts: dict[int, dict[int, Sample]] = {}
+    try:
+        with open(path) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    row = json.loads(line)
+                    sample = Sample(**{name: row[name] for name in names})
+                    if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
+                        raise ValueError("a response without tokens, or without a log-prob for each")
+                    rollouts.setdefault(row["rollout"], {})[sample.number] = sample
+                except (ValueError, KeyError, TypeError) as error:
+                    if line.strip() and line.endswith("\n"):
+                        found = f"line {number}: {type(error).__name__} {error}"
+                        raise UserError(f"{FLAG} {path}", found, "a rollouts.jsonl of train_ppo") from None
+    except OSError as error:
+        raise UserError(FLAG, f"{path}: {error.strerror}", "a rollouts.jsonl of train_ppo") from None
+    return [[of[number] for number in sorted(of)] for _, of in sorted(rollouts.items())]

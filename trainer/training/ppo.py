@@ -1,0 +1,389 @@
+"""PPO, GRPO and their relatives: sync, generate, score, log-probs, advantages, update; the one place with this order.
+
+Every rank runs the same program. Samples, scores and advantages of a rollout are the same on every rank; what runs over
+the mesh are forward and backward passes of micro-batches that the strategy hands out.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Optional
+
+import torch
+from tqdm import tqdm
+
+from trainer.errors import UserError
+from trainer.metrics import MetricsLog, step_line
+from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread
+from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.sampling import Sampling
+from trainer.rollout.store import RolloutsLog
+from trainer.rollout.sync import sync_weights
+from trainer.training import advantages as adv
+from trainer.training.checkpointing import Checkpoints, Progress
+from trainer.training.loop import dump, forward_backward, inspect_gradients, mean_metrics, step_row, train_step
+from trainer.training.ppo_roles import PolicyOptions, critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.signals import StopRequest
+
+# sums over response tokens in the metrics of the losses, shown as means over those
+TOKEN_METRICS = ("entropy", "clip_fraction", "ratio_deviation", "approx_kl", "kl_loss", "values")
+MAX_FILTERING_ROUNDS = 20  # times the prompts of a rollout are drawn before dynamic filtering gives up
+
+
+@dataclass(frozen=True)
+class PPOOptions:
+    """The algorithm of a run."""
+
+    advantages: adv.AdvantageOptions
+    policy: PolicyOptions
+    sampling: Sampling
+    seed: int
+    num_epochs: int = 1  # over each rollout
+    kl_estimator: str = "k1"
+    kl_in_rewards: bool = False
+    kl_target: Optional[float] = None
+    kl_horizon: int = 10000
+    tis_cap: Optional[float] = None
+    normalize_reward: bool = False
+    reward_clip_range: Optional[tuple[float, float]] = None
+    overlong_buffer_len: int = 0
+    overlong_penalty_factor: float = 1.0
+    filtering_range: Optional[tuple[float, float]] = None
+    freezing_actor_steps: int = 0
+
+
+@dataclass
+class Roles:
+    """The models of a run. `score(samples)` sets the score of every sample, on every rank alike (collective)."""
+
+    actor: tuple  # (model, optimizer, scheduler), prepared
+    score: Callable[[list[Sample]], None]
+    engine: object = None  # None where rollouts come from a file and nothing is evaluated
+    critic: Optional[tuple] = None
+    reference: object = None
+    synced_step: Optional[int] = None  # the step whose weights the engine holds
+    sync_facts: dict = field(default_factory=dict)  # of that sync
+
+
+@dataclass
+class RLState:
+    """What a run remembers between rollouts beside its models; stands in a checkpoint as its position in the data."""
+
+    prompts: PromptOrder
+    kl_coef: float
+    rollout: int = 0
+    moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
+    facts: dict = field(default_factory=dict)  # flags that must not change for a position to mean the same
+
+    def state_dict(self) -> dict:
+        position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}
+        return {**position, "rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.prompts.episode, self.prompts.next_index = state["episode"], state["next_index"]
+        self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
+        self.moments = adv.RunningMoments(**state["moments"])
+
+    def fingerprint(self) -> dict:
+        prompts = self.prompts
+        own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
+        return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}
+
+
+@contextlib.contextmanager
+def timed(facts: dict, name: str):
+    """Adds the seconds inside to `facts["time_<name>"]`."""
+    started = time.perf_counter()
+    yield
+    facts[f"time_{name}"] = facts.get(f"time_{name}", 0.0) + time.perf_counter() - started
+
+
+# --- the phases of a rollout
+
+
+def sync(strategy, roles: Roles, progress: Progress) -> dict:
+    """Bring the weights of the last step to the engine, if it does not hold them yet; the metrics of that sync."""
+    if roles.engine is not None and roles.synced_step != progress.step:
+        roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
+        roles.synced_step = progress.step
+    return roles.sync_facts
+
+
+def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
+    """The samples of this rollout with their scores: of a file, or generated and scored; with dynamic filtering, of as
+    many rounds as it takes to fill the rollout with prompts whose mean score is within the range."""
+    if frozen is not None:
+        if state.rollout >= len(frozen):
+            found = f"holds {len(frozen)} rollouts, and this run goes on"
+            raise UserError("--rollouts_from", found, "a file with more of them, or fewer --max_steps")
+        return frozen[state.rollout]
+    size, wanted = options.advantages.group_size, state.prompts.batch_size
+    samples: list[Sample] = []
+    drawn, most = 0, wanted * (MAX_FILTERING_ROUNDS if options.filtering_range else 1)
+    while len(samples) < wanted * size and drawn < most:
+        prompts = state.prompts.take(wanted)
+        with timed(facts, "generate"):
+            asked = {"seed": options.seed, "rollout": state.rollout, "first": drawn * size}
+            new = generate_samples(roles.engine, prompts, size, options.sampling, **asked)
+        with timed(facts, "reward"):
+            roles.score(new)
+        drawn += len(prompts)
+        if options.filtering_range is None:
+            return new
+        keep = adv.groups_in_range(_scores(new), size, *options.filtering_range)
+        samples += [sample for i, sample in enumerate(new) if keep[i // size]]
+    facts["prompts_drawn"] = drawn
+    if not samples:
+        found = f"no prompt of {drawn} had a mean score within {options.filtering_range}"
+        raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
+    return samples[: wanted * size]
+
+
+def _scores(samples: list[Sample]) -> torch.Tensor:
+    return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
+
+
+def sample_facts(samples: list[Sample]) -> dict[str, float]:
+    """Metrics of the samples alone."""
+    scores, lengths = _scores(samples), [len(sample.response_ids) for sample in samples]
+    facts = {
+        "reward": scores.mean().item(),
+        "reward_std": scores.std(correction=0).item(),
+        "response_length": sum(lengths) / len(samples),
+        "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
+    }
+    for name in samples[0].metrics:
+        facts[f"reward_{name}"] = sum(sample.metrics[name] for sample in samples) / len(samples)
+    return facts
+
+
+def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
+    """Scores as the advantages see them: with the overlong penalty, normalised, clipped."""
+    scores = _scores(samples)
+    if options.overlong_buffer_len:
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
+        scores = scores + adv.overlong_penalty(lengths, limit, options.overlong_buffer_len, factor)
+    if options.normalize_reward:
+        state.moments.update(scores)
+        scores = state.moments.normalize(scores)
+    return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
+
+
+def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, total: int) -> dict[str, torch.Tensor]:
+    """Log-probs of policy and reference and values of the critic into the micro-batches, which are those of training, so
+    that the ratio on the first update is exactly 1. Returns their flat vectors (all-reduces over dp x sp)."""
+    temperature = options.policy.temperature
+    models = {"old_log_probs": (roles.actor[0], functools.partial(policy_log_probs, temperature=temperature))}
+    if roles.reference is not None:
+        models["ref_log_probs"] = (roles.reference, models["old_log_probs"][1])
+    if roles.critic is not None:
+        models["old_values"] = (roles.critic[0], critic_values)
+    flat = {}
+    for name, (model, function) in models.items():
+        compute(batches, name, functools.partial(function, model))
+        flat[name] = collect(strategy, batches, name, total)
+    return flat
+
+
+def mismatch_facts(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> dict[str, float]:
+    """How far the log-probs of the rollout engine are from those of training: mean, largest, and KL(rollout || training)
+    by the k3 estimator."""
+    difference = old_log_probs - rollout_log_probs
+    return {
+        "rollout_logprob_diff": difference.abs().mean().item(),
+        "rollout_logprob_diff_max": difference.abs().max().item(),
+        "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(),
+    }
+
+
+def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict:
+    """Advantages, returns and importance weights into the micro-batches; returns the metrics of them."""
+    lengths = [len(sample.response_ids) for sample in samples]
+    mask, facts, penalty = adv.rows_mask(lengths), {}, None
+    if "ref_log_probs" in flat:
+        kl = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
+        facts |= {"kl": kl.mean().item(), "kl_coef": state.kl_coef, "kl_per_response": kl.sum().item() / len(samples)}
+        penalty = state.kl_coef * adv.to_rows(kl, lengths) if options.kl_in_rewards else None
+    values = adv.to_rows(flat["old_values"], lengths) if "old_values" in flat else None
+    scores = shaped_scores(samples, state, options)
+    advantages, returns = adv.estimate_advantages(options.advantages, scores, mask, penalty, values)
+    spread(batches, "advantages", advantages[mask])
+    spread(batches, "returns", returns[mask])
+    rollout_log_probs = torch.tensor([p for sample in samples for p in sample.log_probs], dtype=torch.float64)
+    if (
+        options.tis_cap is not None
+    ):  # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
+        weights = (flat["old_log_probs"] - rollout_log_probs).exp().clamp(max=options.tis_cap)
+        spread(batches, "tis_weights", weights)
+        facts["tis_weight"] = weights.mean().item()
+    facts["advantage_abs"] = advantages[mask].abs().mean().item()
+    return {**facts, **mismatch_facts(flat["old_log_probs"], rollout_log_probs)}
+
+
+# --- updates
+
+
+def per_token(row: dict) -> dict:
+    """Sums over response tokens, which were divided by the count of the loss, as means over those tokens."""
+    tokens = row.pop("response_tokens")
+    return {name: value / tokens if name in TOKEN_METRICS else value for name, value in row.items()}
+
+
+def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
+    """One step of the policy; while it is frozen, its loss alone."""
+    model, optimizer, scheduler = roles.actor
+    if not frozen:
+        return per_token(train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect))
+    started = time.perf_counter()
+    sums, count = forward_backward(strategy, model, batch, loss_fn)
+    progress.step += 1
+    progress.tokens_seen += batch.num_tokens
+    elapsed = time.perf_counter() - started
+    return per_token(step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, elapsed))
+
+
+def update_critic(strategy, critic: tuple, batch, loss_fn) -> dict[str, float]:
+    """One step of the critic."""
+    model, optimizer, scheduler = critic
+    means = mean_metrics(*forward_backward(strategy, model, batch, loss_fn, optimizer))
+    lr = scheduler.get_last_lr()[0]
+    grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
+    means = per_token({"value_loss": means.pop("loss"), **means})
+    return {**means, "critic_grad_norm": grad_norm, "critic_lr": lr}
+
+
+# --- evaluation
+
+
+def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
+    """Greedy answers to `prompts`: mean score, the share that scores 1 or more (pass@1), lengths (collective)."""
+    facts = sync(strategy, roles, progress)
+    greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
+    samples = generate_samples(roles.engine, prompts, 1, greedy, seed=0, rollout=0)
+    roles.score(samples)
+    found = sample_facts(samples)
+    found["pass_at_1"] = (_scores(samples) >= 1).double().mean().item()
+    return {f"eval_{name}": value for name, value in found.items()} | facts
+
+
+def evaluate_and_log(strategy, roles, prompts, sampling, progress, metrics, total_steps: int) -> dict[str, float]:
+    started = time.perf_counter()
+    values = evaluate(strategy, roles, prompts, sampling, progress)
+    if metrics:
+        metrics.row(progress.step, **values, eval_time=time.perf_counter() - started)
+        shown = " | ".join(f"{name} {value:.6g}" for name, value in values.items() if name.startswith("eval_"))
+        tqdm.write(f"eval {progress.step}/{total_steps} | {shown}")
+    return values
+
+
+# --- the run
+
+
+def train_ppo(
+    strategy,
+    roles: Roles,
+    state: RLState,
+    options: PPOOptions,
+    make_batches: Callable[[list[Sample], int], tuple[list, int]],
+    *,
+    sp_group,
+    total_steps: int,
+    metrics: Optional[MetricsLog],
+    rollouts_log: Optional[RolloutsLog],
+    checkpoints: Checkpoints,
+    progress: Progress,
+    frozen_rollouts: Optional[list[list[Sample]]] = None,
+    eval_prompts: Optional[list[dict]] = None,
+    eval_steps: Optional[int] = None,
+    logging_steps: int = 1,
+    max_skipped_steps: int = 10,
+    check_replicas_every: Optional[int] = None,
+    parity_dump: Optional[str] = None,
+) -> Optional[dict[str, float]]:
+    """Run the optimizer steps up to `total_steps`. `make_batches(samples, episode)` gives this rank's global batches and
+    the number of response tokens. Logs exist on rank 0 only. Returns the metrics of the last evaluation.
+
+    A checkpoint is taken between rollouts. Raises Interrupted where a signal asked for it, and UserError where a reward
+    failed, both after a checkpoint.
+    """
+    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, sp_group)
+    value_loss = make_value_loss(options.policy, sp_group)
+    last_eval = None
+    for model, _, _ in filter(None, (roles.actor, roles.critic)):
+        model.train()
+    bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
+    if eval_prompts and eval_steps and progress.step == 0:
+        last_eval = evaluate_and_log(strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps)
+    with StopRequest() as stop:
+        while progress.step < total_steps:
+            first_step, before = progress.step, state.state_dict()
+            facts = {"rollout": state.rollout, **sync(strategy, roles, progress)}
+            try:
+                samples = make_samples(roles, state, options, frozen_rollouts, facts)
+            except UserError:  # of a reward, on every rank alike: nothing of the finished steps is lost
+                state.load_state_dict(before)
+                checkpoints.save(progress)
+                raise
+            if roles.engine is not None:
+                roles.engine.sleep()
+            if rollouts_log:
+                rollouts_log.write(state.rollout, samples)
+            batches, num_response_tokens = make_batches(samples, before["episode"])
+            with timed(facts, "logprobs"):
+                flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
+            facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
+            for batch in [batch for _ in range(options.num_epochs) for batch in batches]:
+                critic_row = update_critic(strategy, roles.critic, batch, value_loss) if roles.critic else {}
+                inspect = None
+                if progress.step == options.freezing_actor_steps:
+                    inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], parity_dump)
+                frozen = progress.step < options.freezing_actor_steps
+                row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+                row = {**row, "mfu": None, **critic_row, **facts}
+                _log(strategy, row, total_steps, metrics, bar, logging_steps)
+                _stop_if_never_finite(row, progress, batch, max_skipped_steps)
+                if check_replicas_every and progress.step % check_replicas_every == 0:
+                    strategy.check_replicas(roles.actor[0])
+                if progress.step == total_steps:
+                    break
+            state.rollout += 1
+            if options.kl_target is not None:
+                kl, horizon = facts["kl_per_response"], options.kl_horizon
+                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, options.kl_target, len(samples), horizon)
+            num_steps, eval_metrics = progress.step - first_step, None
+            if eval_prompts and (progress.step == total_steps or _is_due(progress.step, eval_steps, num_steps)):
+                eval_metrics = evaluate_and_log(
+                    strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps
+                )
+                last_eval = eval_metrics
+            checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
+        checkpoints.finish()
+    bar.close()
+    if parity_dump:
+        dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
+    return last_eval
+
+
+def _is_due(step: int, every: Optional[int], num_steps: int) -> bool:
+    """Whether a multiple of `every` lies among the last `num_steps`."""
+    return bool(every) and step % every < num_steps
+
+
+def _log(strategy, row: dict, total_steps: int, metrics: Optional[MetricsLog], bar, logging_steps: int) -> None:
+    bar.update()
+    if metrics:
+        metrics.row(**row)
+    if strategy.is_rank_0() and row["step"] % logging_steps == 0:
+        tqdm.write(f"{step_line(row, total_steps)} | reward {row['reward']:.4f}")
+
+
+def _stop_if_never_finite(row: dict, progress: Progress, batch, max_skipped_steps: int) -> None:
+    if progress.skipped_in_a_row >= max_skipped_steps:
+        found = f"loss or gradient norm not finite in {max_skipped_steps} steps in a row; samples {batch.sample_ids}"
+        raise UserError(f"step {row['step']}", found)
+    if not math.isfinite(row["loss"]) and not row.get("skipped"):
+        raise UserError(f"step {row['step']}", f"loss {row['loss']}")
