@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import adapter, checkpoint, gradients, mesh, run_state, tensor_parallel
+from trainer.strategies import adapter, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel
 from trainer.strategies.checkpoint_pieces import Piece, whole_piece
 from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
 from trainer.strategies.data_order import GlobalBatchLoader
@@ -322,50 +322,14 @@ class FSDP2Strategy:
                     yield _piece(f"{kind}/{names[parameter]}", state)
 
     # --- helpers that know the mesh
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """All-reduce over the ranks that see different tokens (dp x sp), in place."""
-        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(tensor, op=ops[op], group=self.meshes.loss.get_group())
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of the ranks that see different tokens (dp x sp), in rank order."""
-        group = self.meshes.loss.get_group()
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, tensor, group=group)
-        return parts
-
-    def max_over_all_ranks(self, values: list[float]) -> list[float]:
-        """The largest of each value over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
-
-    def broadcast_object(self, value):
-        """Rank 0's `value`, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def rank_0_first(self, build: Callable):
-        """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
-        value = build() if self.is_rank_0() else None
-        dist.barrier()
-        return value if self.is_rank_0() else build()
-
-    def rank_0_alone(self, act: Callable) -> None:
-        """`act()` on rank 0 while all others wait."""
-        if self.is_rank_0():
-            act()
-        dist.barrier()
-
-    def print(self, *values) -> None:
-        if self.is_rank_0():
-            print(*values, flush=True)
-
-    def is_rank_0(self) -> bool:
-        return dist.get_rank() == 0
+    all_reduce = ranks.all_reduce
+    all_gather = ranks.all_gather
+    max_over_all_ranks = ranks.max_over_all_ranks
+    broadcast_object = ranks.broadcast_object
+    rank_0_first = ranks.rank_0_first
+    rank_0_alone = ranks.rank_0_alone
+    print = ranks.print
+    is_rank_0 = ranks.is_rank_0
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""What both strategies say to all ranks in the same words: reductions, rank 0's part, printing.
+
+Each function is a method of both classes (`all_reduce = ranks.all_reduce`); all it takes of a strategy is its meshes and device.
+"""
+
+import builtins
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def all_reduce(strategy, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """All-reduce over the ranks that see different tokens (dp x sp), in place."""
+    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    dist.all_reduce(tensor, op=ops[op], group=strategy.meshes.loss.get_group())
+    return tensor
+
+
+def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of the ranks that see different tokens (dp x sp), in rank order."""
+    group = strategy.meshes.loss.get_group()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def max_over_all_ranks(strategy, values: list[float]) -> list[float]:
+    """The largest of each value over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=strategy.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def broadcast_object(strategy, value):
+    """Rank 0's `value`, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def rank_0_first(strategy, build: Callable):
+    """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+    value = build() if strategy.is_rank_0() else None
+    dist.barrier()
+    return value if strategy.is_rank_0() else build()
+
+
+def rank_0_alone(strategy, act: Callable) -> None:
+    """`act()` on rank 0 while all others wait."""
+    if strategy.is_rank_0():
+        act()
+    dist.barrier()
+
+
+def print(strategy, *values) -> None:
+    if strategy.is_rank_0():
+        builtins.print(*values, flush=True)
+
+
+def is_rank_0(strategy) -> bool:
+    return dist.get_rank() == 0
