@@ -1,6 +1,8 @@
 """Activation memory per rank of a row of fixed length, over 1, 2 and 4 sequence-parallel ranks: a table and JSON.
 
-    python scripts/bench/ring_memory.py [--num_tokens 4096] [--sp_mode ring]
+    python scripts/bench/ring_memory.py [--num_tokens 4096] [--per_rank] [--sp_mode ring]
+
+With --per_rank the row is num_tokens long on one rank and grows with the ranks: the memory of a rank should stay the same.
 
 saved MiB: storages that autograd keeps between forward and backward, weights not counted, of the rank with the most.
 peak MiB: growth of the process's peak resident memory over one forward and backward, gradients included.
@@ -33,6 +35,7 @@ MIB = 2**20
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_tokens", type=int, default=4096, help="tokens of the row, over all ranks")
+    parser.add_argument("--per_rank", action="store_true", help="--num_tokens are those of each rank, not of all")
     parser.add_argument("--sp_mode", choices=["ring", "ulysses"], default="ring", help="how attention crosses ranks")
     return parser.parse_args()
 
@@ -66,7 +69,8 @@ def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
 def run_rank(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, measure(arguments.num_tokens, arguments.sp_mode))
+    num_tokens = arguments.num_tokens * (dist.get_world_size() if arguments.per_rank else 1)
+    dist.all_gather_object(rows, measure(num_tokens, arguments.sp_mode))
     if dist.get_rank() == 0:
         print(json.dumps({key: max(row[key] for row in rows) for key in rows[0]}))
     dist.destroy_process_group()
@@ -81,12 +85,11 @@ def main() -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sp_size)]
         output = subprocess.run([*command, *sys.argv], check=True, stdout=subprocess.PIPE, text=True).stdout
         rows.append({"sp": sp_size, **json.loads(output.splitlines()[-1])})
-    print(f"{arguments.sp_mode}, {arguments.num_tokens} tokens\n sp | saved MiB per rank | peak MiB per rank")
+    of = "tokens per rank" if arguments.per_rank else "tokens"
+    print(f"{arguments.sp_mode}, {arguments.num_tokens} {of}\n sp | saved MiB per rank | peak MiB per rank")
     for row in rows:
         print(f"{row['sp']:3} | {row['saved_mib']:18.1f} | {row['peak_mib']:17.1f}")
-    print(
-        json.dumps({"sp_mode": arguments.sp_mode, "num_tokens": arguments.num_tokens, "config": CONFIG, "rows": rows})
-    )
+    print(json.dumps({**vars(arguments), "config": CONFIG, "rows": rows}))
 
 
 if __name__ == "__main__":
