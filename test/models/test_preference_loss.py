@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from tiny_models import make_model
 
+from trainer.datasets.preference import collate_pairs
 from trainer.models import preference_loss
+from trainer.models.actor import resolve_attention
 from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
 from trainer.models.preference_loss import AnswerLogProbs, reward_logexp_loss, reward_sigmoid_loss
-from trainer.training.dpo import PreferenceOptions, pair_losses
+from trainer.training.dpo import PreferenceOptions, answer_log_probs, pair_losses
 
 W, L, REF_W, REF_L, LEN_W, LEN_L = -12.0, -15.5, -13.0, -14.25, 6.0, 9.0
 
@@ -108,3 +111,15 @@ def test_sequence_sums_without_a_group():
     assert sum_by_sequence(values, ids, 2, None).tolist() == [5.0, 2.0]
     assert sum_by_sequence(values, ids * 0, 0, None).shape == (0,)
     assert counts_here(None) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_without_a_pair_goes_through_the_same_forward_pass(packed):
+    """A short last batch leaves a rank with an empty micro-batch: sums over no pairs, gradients of zero."""
+    model = make_model("llama")
+    model.set_attn_implementation(resolve_attention("sdpa", packed))
+    log_probs = answer_log_probs(model, collate_pairs([], 0, packed), None)
+    assert [value.shape for value in (log_probs.chosen, log_probs.rejected)] == [(0,), (0,)]
+    assert [value.shape for value in (log_probs.chosen_lengths, log_probs.rejected_lengths)] == [(0,), (0,)]
+    log_probs.chosen.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())

@@ -39,9 +39,9 @@ def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -
 
 def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
-    num_pairs = len(micro_batch["margins"])
-    sums, lengths = sequence_log_probs(model, micro_batch, 2 * num_pairs, sp_group)
-    return AnswerLogProbs(*sums.split(num_pairs), *lengths.split(num_pairs))
+    n = len(micro_batch["margins"])  # 0 on a rank to which a short batch gives nothing
+    sums, lengths = sequence_log_probs(model, micro_batch, 2 * n, sp_group)
+    return AnswerLogProbs(sums[:n], sums[n:], lengths[:n], lengths[n:])
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from trainer.training.per_sample import values_by_row
 
 def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
     """(chosen, rejected) scores (pairs,), fp64, of one forward pass; all-reduced over sp."""
-    num_pairs = len(micro_batch["margins"])
+    n = len(micro_batch["margins"])  # 0 on a rank to which a short batch gives nothing
     last_scores = token_scores(model, micro_batch) * micro_batch["is_last"]
-    return sum_by_sequence(last_scores, micro_batch["sequence_ids"], 2 * num_pairs, sp_group).split(num_pairs)
+    scores = sum_by_sequence(last_scores, micro_batch["sequence_ids"], 2 * n, sp_group)
+    return scores[:n], scores[n:]
 
 
 def make_reward_loss(loss: str, sp_group) -> Callable:
