@@ -16,9 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.datasets.packing import IGNORE
 
-CHUNK_BYTES = (
-    2**27
-)  # of fp32 logits that exist at a time; a micro-batch that fits takes the plain path, which is faster
+# of fp32 logits that exist at a time; a micro-batch that fits takes the plain path, which is faster
+CHUNK_BYTES = 2**27
 
 
 class _LinearNLL(torch.autograd.Function):
@@ -85,16 +84,16 @@ def token_nll(model, inputs: dict, labels: torch.Tensor) -> tuple[torch.Tensor, 
     head, gave_losses = language_model.get_output_embeddings(), False
     if type(head) is not torch.nn.Linear:
         return model(**inputs).logits, False
-    flat_labels = labels.flatten()
-    keep = (flat_labels != IGNORE).nonzero().squeeze(1)
-    config = language_model.config
+    flat_labels, config = labels.flatten(), language_model.config
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal gave_losses
         weight, bias = head.weight, head.bias
         chunk_rows = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
-        is_small = keep.numel() <= chunk_rows
-        if is_small or isinstance(weight, DTensor) or not _head_is_last(type(config), config.to_json_string(False)):
+        if flat_labels.numel() <= chunk_rows or isinstance(weight, DTensor):
+            return torch.nn.Linear.forward(head, hidden)
+        keep = (flat_labels != IGNORE).nonzero().squeeze(1)  # waits for the device, so only where it is needed
+        if keep.numel() <= chunk_rows or not _head_is_last(type(config), config.to_json_string(False)):
             return torch.nn.Linear.forward(head, hidden)
         gave_losses = True
         losses = linear_nll(hidden.flatten(0, -2)[keep], weight, bias, flat_labels[keep], chunk_rows)
