@@ -39,7 +39,7 @@ setup(
         "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest", "hypothesis", "ruff", "wandb", "tensorboard", "peft", "trl>=1.16,<2"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "wandb", "tensorboard", "peft", "trl>=1.16,<2"],
     },
     entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},
 )

@@ -11,4 +11,5 @@ for SCRIPT in test/test_*.sh; do
     echo "=== $SCRIPT"
     bash "$SCRIPT"
 done
-python -m pytest test --durations=10 "$@"
+# two workers: much of a launch is imports, which take one core; a file stays with one worker, for its fixtures
+python -m pytest test -n 2 --dist loadfile --durations=10 "$@"

@@ -91,10 +91,13 @@ def test_files_are_small():
 
 RUN_AND_LIST = """
 import sys
-from trainer.cli.entry import run_command
-from trainer.cli.train_sft import run
-run_command(run, sys.argv[1:])
-print("files", *{m.__file__ for name, m in sys.modules.items() if name.startswith("trainer.") and m.__file__})
+from trainer.cli import entry, train_sft
+
+def run_and_list(argv):
+    train_sft.run(argv)
+    print("files", *{m.__file__ for name, m in sys.modules.items() if name.startswith("trainer.") and m.__file__})
+
+entry.run_command(run_and_list)
 """
 
 

@@ -58,40 +58,27 @@ def test_every_flag_reaches_the_command(field, tmp_path):
     assert changed <= {field.name}  # and nothing else moved
 
 
-@pytest.mark.parametrize("command", [RMArguments, DPOArguments])
-def test_flags_of_the_preference_commands_reach_them(command):
-    """Those that train_sft lacks; each is set together with the others and keeps its own value."""
-    own = {field.name: field for field in dataclasses.fields(command) if field.name not in HINTS}
-    assert own
-    argv, expected = [], {}
-    for name in own:
-        hint = typing.get_type_hints(command)[name]
-        if typing.get_origin(hint) is typing.Literal:
-            expected[name] = typing.get_args(hint)[-1]
-        else:
-            expected[name] = 0.625 if hint is float else f"some {name}"
-        argv += [f"--{name}", str(expected[name])]
-    args = parse_arguments(command, "command", argv)
-    assert {name: getattr(args, name) for name in own} == expected
-
-
-PPO_HINTS = typing.get_type_hints(PPOArguments)
 # of its one choice there is no other value
-PPO_FIELDS = [f for f in dataclasses.fields(PPOArguments) if f.name not in HINTS and f.name != "rollout_engine"]
+OWN_FIELDS = {
+    command: [f for f in dataclasses.fields(command) if f.name not in HINTS and f.name != "rollout_engine"]
+    for command in (RMArguments, DPOArguments, PPOArguments)
+}
 
 
-def test_flags_of_train_ppo_reach_it(tmp_path):
+@pytest.mark.parametrize("command", OWN_FIELDS)
+def test_flags_of_the_other_commands_reach_them(command, tmp_path):
     """All that train_sft lacks, set together; each keeps its own value, from the command line and from a file."""
-    argv, expected = [], {}
-    for field in PPO_FIELDS:
-        given, expected[field.name] = ([], True) if PPO_HINTS[field.name] is bool else other_value(field, PPO_HINTS)
+    assert OWN_FIELDS[command]
+    hints, argv, expected = typing.get_type_hints(command), [], {}
+    for field in OWN_FIELDS[command]:
+        given, expected[field.name] = ([], True) if hints[field.name] is bool else other_value(field, hints)
         argv += [f"--{field.name}", *given]
-    args, default = (parse_arguments(PPOArguments, "train_ppo", flags) for flags in (argv, []))
+    args, default = (parse_arguments(command, "command", flags) for flags in (argv, []))
     for name, value in expected.items():
         assert getattr(args, name) == value != getattr(default, name), name
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(expected))
-    assert parse_arguments(PPOArguments, "train_ppo", ["--config", str(config)]) == args
+    assert parse_arguments(command, "command", ["--config", str(config)]) == args
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Run by torchrun on 2 ranks: log-probs at a temperature and entropies of logits split over the vocabulary, with gradients."""
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from trainer.cli.entry import end_well
 from trainer.models.log_probs import token_entropies, token_log_probs
 
 mesh = init_device_mesh("cpu", (2,))
@@ -32,4 +32,4 @@ for vocab in (12, 13):  # 13 words: 7 and 6 on the two ranks
     torch.testing.assert_close(split.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(alone.grad, plain.grad, rtol=1e-5, atol=1e-6)
 print("entropies agree")
-dist.destroy_process_group()
+end_well()

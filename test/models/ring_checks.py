@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from trainer.cli.entry import end_well
 from trainer.datasets.packing import collate_packed, collate_padded, shifted_labels
 from trainer.datasets.sequence_split import split_micro_batch, zigzag_shard
 from trainer.errors import UserError
@@ -354,4 +355,4 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         for what, worst in sorted(WORST.items()):
             print(f"worst {what}: {worst:.2e}")
-    dist.destroy_process_group()
+    end_well()

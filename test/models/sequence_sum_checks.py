@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from trainer.cli.entry import end_well
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
 
@@ -41,4 +42,4 @@ torch.testing.assert_close(total, expected_loss.detach(), rtol=1e-6, atol=0)
 torch.testing.assert_close(gradient, plain.grad, rtol=1e-5, atol=1e-7)
 assert (loss.item() != 0) == (rank == 0)  # counted once
 print("sequence sums agree")
-dist.destroy_process_group()
+end_well()

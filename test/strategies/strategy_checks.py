@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from trainer.cli.entry import end_well
 from trainer.datasets.demo import make_demo
 from trainer.datasets.packing import collate_padded
 from trainer.strategies.checkpoint import SafetensorsFolder
@@ -195,4 +196,4 @@ if __name__ == "__main__":
             check(zero_stage)
             if int(os.environ["RANK"]) == 0:
                 print(f"ok {check.__name__} stage {zero_stage}", flush=True)
-    dist.destroy_process_group()
+    end_well()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.cli.entry import end_well
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.errors import UserError
 from trainer.models import linear_loss
@@ -284,4 +285,4 @@ def main(folder: str, runs: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2].split(","))
-    dist.destroy_process_group()
+    end_well()

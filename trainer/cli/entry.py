@@ -1,5 +1,6 @@
 """How every command starts and ends: one line for an error, exit code 2, and no rank left behind."""
 
+import atexit
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ MEMORY_FLAGS = "a smaller --micro_train_batch_size or --max_len, --gradient_chec
 
 
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Run `main(argv)`. What ends it early is told once, in one line where the cause is known, with the exit code for it."""
+    """Run `main(argv)` and end the process. What ends it early is told once, in one line where the cause is known, with the exit code for it."""
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where torchrun did not start the process
     try:
         main(sys.argv[1:] if argv is None else argv)
@@ -41,6 +42,22 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
             _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
             traceback.print_exc()
         _leave(1)
+    end_well()
+
+
+def end_well() -> None:
+    """End a process in which all went well, with exit code 0; it does not return.
+
+    This too leaves without interpreter shutdown, in which a gloo thread that still holds a tensor can abort the process
+    (SIGABRT, rare): torchrun would take the finished run for a failed one.
+    """
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    _leave(0)
 
 
 def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
@@ -90,11 +107,3 @@ def quiet_libraries() -> None:
     python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-def close_process_group() -> None:
-    """Leave the process group at the end of a command that went well."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

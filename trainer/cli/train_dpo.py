@@ -7,7 +7,7 @@ import functools
 
 from trainer.arguments import DPOArguments
 from trainer.cli import common
-from trainer.cli.entry import close_process_group, quiet_libraries, run_command
+from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import (
     build_pair_loader,
     build_unpaired_loader,
@@ -136,7 +136,6 @@ def run(argv: list[str]) -> None:
 
 def main() -> None:
     run_command(run)
-    close_process_group()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 
 from trainer.cli import common
-from trainer.cli.entry import close_process_group, quiet_libraries, run_command
+from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
 from trainer.ppo_arguments import PPOArguments
 
@@ -98,7 +98,6 @@ def run(argv: list[str]) -> None:
 
 def main() -> None:
     run_command(run)
-    close_process_group()
 
 
 if __name__ == "__main__":

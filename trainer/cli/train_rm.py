@@ -7,7 +7,7 @@ import os
 
 from trainer.arguments import RMArguments
 from trainer.cli import common
-from trainer.cli.entry import close_process_group, quiet_libraries, run_command
+from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_pairs
 from trainer.errors import UserError
 
@@ -82,7 +82,6 @@ def run(argv: list[str]) -> None:
 
 def main() -> None:
     run_command(run)
-    close_process_group()
 
 
 if __name__ == "__main__":

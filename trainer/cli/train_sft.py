@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain 
 
 from trainer.arguments import SFTArguments
 from trainer.cli import common
-from trainer.cli.entry import close_process_group, quiet_libraries, run_command
+from trainer.cli.entry import quiet_libraries, run_command
 
 COMMAND = "train_sft"
 
@@ -63,7 +63,6 @@ def run(argv: list[str]) -> None:
 
 def main() -> None:
     run_command(run)
-    close_process_group()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 
-from trainer.cli.entry import close_process_group, run_command
+from trainer.cli.entry import run_command
 from trainer.errors import UserError
 
 
@@ -32,4 +32,3 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     run_command(main, sys.argv[1:])
-    close_process_group()

@@ -7,7 +7,7 @@ import torch
 
 from trainer.datasets.packing import collate_packed, collate_padded
 from trainer.datasets.rows import messages_of, text_of, with_eos, with_special_tokens
-from trainer.datasets.templates import chat_template, render_chat
+from trainer.datasets.templates import chat_template, check_input_template, render_chat
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,13 +22,6 @@ class AnswerOptions:
     prompt_key: str | None
     input_template: str | None
     max_len: int
-
-
-def check_keys(columns: list[str], flag: str, keys: dict[str, str | None]) -> None:
-    """Raises UserError for a key, by its flag, that the rows of the dataset `flag` do not have."""
-    for key_flag, key in keys.items():
-        if key is not None and key not in columns:
-            raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
 
 
 def answer_options(
@@ -49,11 +42,9 @@ def answer_options(
     options = AnswerOptions(apply_chat_template or is_list, prompt_key, input_template, max_len)
     if options.chat:
         chat_template(tokenizer)  # raises where there is none
-    if input_template is not None:
-        if options.chat or prompt_key is None:
-            raise UserError("--input_template", "does not go with a chat template or without a prompt", "leave it out")
-        if input_template.count("{}") != 1:
-            raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")
+    if input_template is not None and (options.chat or prompt_key is None):
+        raise UserError("--input_template", "does not go with a chat template or without a prompt", "leave it out")
+    check_input_template(input_template)
     return options
 
 

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainer.datasets.answers import (
-    AnswerOptions,
-    answer_options,
-    as_messages,
-    check_keys,
-    collate_sequences,
-    tokenize_answer,
-)
-from trainer.datasets.rows import digest_of, map_cached, tokenizer_state
+from trainer.datasets.answers import AnswerOptions, answer_options, as_messages, collate_sequences, tokenize_answer
+from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
 from trainer.datasets.sft import render_sample
 from trainer.errors import UserError
 

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.datasets.rows import digest_of, map_cached, messages_of, text_of, tokenizer_state, with_special_tokens
-from trainer.datasets.templates import chat_template, render_prompt
+from trainer.datasets.rows import (
+    check_keys,
+    digest_of,
+    map_cached,
+    messages_of,
+    text_of,
+    tokenizer_state,
+    with_special_tokens,
+)
+from trainer.datasets.templates import chat_template, check_input_template, render_prompt
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,16 +75,14 @@ def tokenize_prompts(
     row (index into `rows`). Raises UserError for keys that are absent and values of another kind (with the row, from 1).
     """
     key = input_key or "messages"
-    for key_flag, name in (("--input_key", key), ("--label_key", label_key)):
-        if name is not None and name not in rows.column_names:
-            raise UserError(key_flag, f"no key {name!r} in the rows of {flag}", ", ".join(rows.column_names))
+    check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     options = _Options(apply_chat_template or isinstance(rows[0][key], list), key, label_key, input_template)
     if options.chat:
         chat_template(tokenizer)  # raises where there is none
         if input_template is not None:
             raise UserError("--input_template", "does not go with a chat template", "leave it out")
-    elif input_template is not None and input_template.count("{}") != 1:
-        raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")
+    else:
+        check_input_template(input_template)
     prompts = map_cached(
         rows,
         _tokenize_row,

@@ -36,6 +36,13 @@ def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
     return state | {"vocab": sorted(tokenizer.get_vocab().items())}
 
 
+def check_keys(columns: list[str], flag: str, keys: dict[str, str | None]) -> None:
+    """Raises UserError for a key, by its flag, that the rows of the dataset `flag` do not have."""
+    for key_flag, key in keys.items():
+        if key is not None and key not in columns:
+            raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
+
+
 def text_of(row: Any, key_flag: str, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):

@@ -16,7 +16,7 @@ from trainer.datasets.rows import (
     with_eos,
     with_special_tokens,
 )
-from trainer.datasets.templates import chat_template, is_stop_token, render_chat
+from trainer.datasets.templates import chat_template, check_input_template, is_stop_token, render_chat
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: 
     if options.mode == "keys" and options.output_key is None:
         needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
         raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
-    if options.input_template is not None and options.input_template.count("{}") != 1:
-        raise UserError("--input_template", f"{options.input_template.count('{}')} times {{}}", "exactly one {}")
+    check_input_template(options.input_template)
     if options.input_key not in columns:
         found = f"no key {options.input_key!r} in the rows of {flag}" if options.input_key else f"needed for {flag}"
         raise UserError("--input_key", found, ", ".join(columns))

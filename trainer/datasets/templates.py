@@ -200,3 +200,9 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: li
 def _squash(tokenizer: Any, ids: list[int]) -> str:
     """Decoded text without white space, which templates trim and tokenizers move."""
     return "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
+
+
+def check_input_template(input_template: str | None) -> None:
+    """Raises UserError for an --input_template that does not say where the text goes, once."""
+    if input_template is not None and input_template.count("{}") != 1:
+        raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")
