@@ -26,6 +26,11 @@ from trainer.models.reward import make_initial_reward_model
 from trainer.strategies.data_order import epoch_order
 
 
+def balance_loss(model, ids: list[int]) -> torch.Tensor:
+    """transformers' own, of one answer alone."""
+    return model(input_ids=torch.tensor([ids]), output_router_logits=True).aux_loss
+
+
 def answer_log_prob(model, ids: list[int], mask: list[int]) -> tuple[torch.Tensor, int]:
     """(sum of log p over the answer's tokens, their number)."""
     log_probs = model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
@@ -59,6 +64,9 @@ def dpo_pair_loss(args, model, reference, pair: dict) -> torch.Tensor:
             smooth = args.label_smoothing
             loss = -(1 - smooth) * torch.log(torch.sigmoid(args.beta * h))
             loss = loss - smooth * torch.log(torch.sigmoid(-args.beta * h))
+    if args.aux_loss_coef:
+        both = [balance_loss(model, pair[f"{side}_ids"]) for side in ("chosen", "rejected")]
+        loss = loss + args.aux_loss_coef * sum(both) / 2
     return loss + args.nll_loss_coef * (-w / w_length)
 
 
@@ -82,9 +90,10 @@ def kto_reference_point(args, model, reference, batch: list[dict]) -> float:
 def kto_loss(args, model, reference, sample: dict, z_0: float) -> torch.Tensor:
     """lambda_D (1 - v) with v = sigmoid(beta (r - z_0)), or lambda_U (1 - v) with v = sigmoid(beta (z_0 - r))."""
     r = log_ratio(model, reference, sample["input_ids"], sample["loss_mask"])
+    balance = args.aux_loss_coef * balance_loss(model, sample["input_ids"]) if args.aux_loss_coef else 0
     if sample["label"]:
-        return args.desirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (r - z_0))))
-    return args.undesirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (z_0 - r))))
+        return args.desirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (r - z_0)))) + balance
+    return args.undesirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (z_0 - r)))) + balance
 
 
 def reward_pair_loss(args, model, pair: dict) -> torch.Tensor:

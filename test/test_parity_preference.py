@@ -12,9 +12,11 @@ import os
 import sys
 
 import pytest
+import torch
 from launch import ROOT, read_rows, read_steps, run_process, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
@@ -61,6 +63,7 @@ SAMPLE = [
 GRID = FULL_GRID if os.environ.get("PREFERENCE_PARITY") == "full" else SAMPLE
 # every other loss, each on another layout, and the reference's log-probs computed on one layout and read again on another
 KTO = ["--loss", "kto", "--desirable_weight", "1.2", "--undesirable_weight", "0.7"]
+EXPERTS = ["--pretrain", "{folder}/experts", "--aux_loss_coef", "0.5"]
 VARIANTS = {
     "cdpo": ("fsdp2-dp2-packed", ["--loss", "cdpo", "--label_smoothing", "0.2"]),
     "ipo": ("z3-sp2-padded", ["--loss", "ipo", "--nll_loss_coef", "0.3"]),
@@ -72,6 +75,9 @@ VARIANTS = {
     "kto_z1": ("z1-dp2-padded", KTO),
     "precomputed": ("fsdp2-dp2-padded", ["--precompute_ref_logps"]),
     "read_again": ("z1-sp2-padded", ["--precompute_ref_logps"]),
+    "experts": ("z3-dp2-packed", EXPERTS),
+    "experts_sp": ("fsdp2-sp2-padded", EXPERTS),
+    "experts_kto": ("fsdp2-dp2-padded", [*EXPERTS, *KTO]),
 }
 
 
@@ -90,7 +96,7 @@ def command_line(name: str, folder, data, variant: str | None = None) -> list[st
         num_ranks, layout = LAYOUTS["-".join(parts[1:-1])]
         flags += [*BACKENDS[parts[0]], *layout, "--max_steps", str(STEPS[num_ranks]), "--check_replicas_every", "2"]
     if variant:
-        flags += VARIANTS[variant][1]
+        flags += [flag.replace("{folder}", str(folder)) for flag in VARIANTS[variant][1]]
         name = f"{name}-{variant}"
     return [command, *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
@@ -98,6 +104,19 @@ def command_line(name: str, folder, data, variant: str | None = None) -> list[st
 def reference_of(name: str) -> str:
     command, *parts = name.split("-")
     return f"{command}-reference{STEPS[LAYOUTS['-'.join(parts[1:-1])][0]]}-{parts[-1]}"
+
+
+def make_mixture_of_experts(folder, tokenizer_folder) -> None:
+    """A random model of 4 experts, of which 2 take a token, with weights that tell the experts apart."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
+        initializer_range=0.2, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +127,7 @@ def runs(tmp_path_factory, shared_data):
     wanted = [(name, None) for name in GRID] + variants
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        make_mixture_of_experts(folder / "experts", shared_data / "models/stories260K-hf")
         references = dict.fromkeys((reference_of(name), variant) for name, variant in wanted)
         lines = [command_line(reference, folder, shared_data, variant) for reference, variant in references]
         (folder / "references.json").write_text(json.dumps(lines))
@@ -147,6 +167,12 @@ def test_fp32_run_equals_the_plain_loop(runs, name):
 def test_every_loss_equals_its_paper(runs, variant):
     name = f"train_dpo-{VARIANTS[variant][0]}"
     assert_equals_the_plain_loop(runs / f"{name}-{variant}", runs / f"{reference_of(name)}-{variant}")
+
+
+def test_the_balance_of_experts_is_part_of_the_loss_and_a_metric(runs):
+    first = read_steps(runs / "train_dpo-z3-dp2-packed-experts")[0]
+    assert first["aux_loss"] >= 2  # k experts of a token: never under k, which is perfect balance
+    assert first["loss"] == pytest.approx(0.6931471805599453 + 0.5 * first["aux_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("command", ["train_rm", "train_dpo"])

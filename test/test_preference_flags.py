@@ -1,9 +1,11 @@
 """Flags of train_dpo and train_rm that contradict each other are refused before anything is loaded."""
 
 import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from trainer.cli import train_dpo
 from trainer.errors import UserError
+from trainer.training.load_balance import experts_per_token
 
 REFUSED = {
     "--precompute_ref_logps --loss kto": "--precompute_ref_logps: with --loss kto",
@@ -24,6 +26,12 @@ def test_contradictions_are_named(flags):
     with pytest.raises(UserError) as error:
         train_dpo.validate(args)
     assert str(error.value).startswith(REFUSED[flags])
+
+
+def test_a_balance_loss_needs_experts():
+    assert experts_per_token(Qwen3MoeConfig(num_experts_per_tok=3)) == 3
+    with pytest.raises(UserError, match="--aux_loss_coef: qwen3 shows no logits of a router over experts"):
+        experts_per_token(Qwen3Config())
 
 
 def test_what_is_not_contradictory_is_accepted():

@@ -225,6 +225,9 @@ class PreferenceArguments:
     completion_key: str = arg("completion", "kto: column of the answer; without it, pairs are taken apart")
     label_key: str = arg("label", "kto: column that says whether the answer is desirable")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
+    aux_loss_coef: float = arg(
+        0.0, "mixture of experts: add this times the load-balancing loss, mean over answers", type="NonNegativeFloat"
+    )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     ref_offload: bool = arg(False, "keep the reference's weights in host memory while they are not in use")
     precompute_ref_logps: bool = arg(

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
 """
 
+import dataclasses
 import functools
 
 from trainer.arguments import DPOArguments
@@ -74,14 +75,22 @@ def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
     return load(args, tokenizer, names, split, flag)
 
 
-def make_loss(args: DPOArguments, reference, sp_group):
+def make_loss(args: DPOArguments, config, reference, sp_group):
     from trainer.training.dpo import PreferenceOptions, make_preference_loss
     from trainer.training.kto import make_kto_loss
 
+    def balanced(loss_fn):
+        if not args.aux_loss_coef:
+            return loss_fn
+        from trainer.training.load_balance import experts_per_token, with_balance_loss
+
+        return with_balance_loss(loss_fn, args.aux_loss_coef, experts_per_token(config), sp_group)
+
     if args.loss == "kto":
-        return make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group)
+        loss = make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group)
+        return dataclasses.replace(loss, loss=balanced(loss.loss))
     options = PreferenceOptions(args.loss, args.beta, args.label_smoothing, args.simpo_gamma, args.nll_loss_coef)
-    return make_preference_loss(options, reference, sp_group, args.precompute_ref_logps)
+    return balanced(make_preference_loss(options, reference, sp_group, args.precompute_ref_logps))
 
 
 def reference_folder(args: DPOArguments, setup: common.Setup) -> str:
@@ -129,7 +138,7 @@ def run(argv: list[str]) -> None:
     has_reference = args.loss not in REFERENCE_FREE and not args.precompute_ref_logps
     needs_model = has_reference and (args.ref_model or not args.lora_rank)
     reference = load_reference(args, setup) if needs_model else None
-    loss_fn = make_loss(args, reference, setup.sp_group)
+    loss_fn = make_loss(args, model.config, reference, setup.sp_group)
     run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
     common.train_and_save(args, setup, model, loss_fn, run_facts)
 

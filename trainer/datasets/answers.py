@@ -94,13 +94,14 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
     """A micro-batch of sequences (input_ids, loss_mask) for one forward pass, padded or packed.
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
-    the token belongs to, and is_last, 1 where a sequence is scored: at its last token that is not the pad token, which is
-    where transformers' classifiers score it (where eos pads, that is the token before it). Both survive a split over sequence-parallel ranks, so
-    that sums per sequence do. No sequence gives one token without target and is_last 0.
+    the token belongs to, is_token, 1 where there is one and 0 in padding, and is_last, 1 where a sequence is scored: at its
+    last token that is not the pad token, which is where transformers' classifiers score it (where eos pads, that is the
+    token before it). All survive a split over sequence-parallel ranks, so that sums per sequence do. No sequence gives one
+    token without target, with is_token and is_last 0.
     """
     batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
-    batch["sequence_ids"] = torch.zeros_like(batch["input_ids"])
-    batch["is_last"] = torch.zeros_like(batch["input_ids"])
+    for name in ("sequence_ids", "is_token", "is_last"):
+        batch[name] = torch.zeros_like(batch["input_ids"])
     start = 0
     for number, sequence in enumerate(sequences):
         input_ids = sequence["input_ids"]
@@ -109,5 +110,6 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
         start += length
         last = max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=length - 1)
         batch["sequence_ids"][row, first : first + length] = number
+        batch["is_token"][row, first : first + length] = 1
         batch["is_last"][row, first + last] = 1
     return batch

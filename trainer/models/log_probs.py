@@ -102,14 +102,14 @@ def _whole_entropy(logits: torch.Tensor) -> torch.Tensor:
 def sum_by_sequence(
     values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, sp_group: Optional[dist.ProcessGroup]
 ) -> torch.Tensor:
-    """(num_sequences,) fp64 sums of per-token `values` by `sequence_ids`, both (rows, tokens); all-reduced over sp.
+    """(num_sequences, ...) fp64 sums of `values` (rows, tokens, ...) by `sequence_ids` (rows, tokens); all-reduced over sp.
 
     fp64, since a preference looks at small differences of large sums. Every sp rank gets every sum; the loss made of
     them has to be counted on one of them, see `counts_here`. Values [1, 2, 4] of sequences [0, 1, 0] give [5, 2].
     """
     # a micro-batch without a sequence still has a token, whose id is 0; its sum is cut off
-    sums = torch.zeros(max(num_sequences, 1), dtype=torch.float64, device=values.device)
-    sums = sums.index_add(0, sequence_ids.flatten(), values.flatten().double())
+    sums = torch.zeros(max(num_sequences, 1), *values.shape[2:], dtype=torch.float64, device=values.device)
+    sums = sums.index_add(0, sequence_ids.flatten(), values.flatten(0, 1).double())
     if sp_group is not None and sp_group.size() > 1:
         sums = _SumOverGroup.apply(sums, sp_group)
     return sums[:num_sequences]

@@ -5,6 +5,7 @@ scales by `number of loss ranks / count`, and DeepSpeed averages gradients over 
 of (sum of all losses) / count, whatever the layout.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -206,13 +207,19 @@ class DeepspeedStrategy:
             data_parallel_group=self.meshes.loss.get_group(),
             zero_param_parallel_group=autotp.hpz_group(self.meshes),
         )
+        build = functools.partial(
+            auto_class.from_config,
+            config,
+            dtype=self.param_dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        # The module that defines the model must be imported before: zero.Init takes back what decorators did to the
+        # __init__ of classes that are defined inside it, so that the next model of experts would lack its config.
+        with torch.device("meta"), no_init_weights():
+            build()
         with partitioned, no_init_weights():
-            model = auto_class.from_config(
-                config,
-                dtype=self.param_dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
+            model = build()
         model.new_tensors = {}
         model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
         names = list(checkpoint.stored_tensors(model))
