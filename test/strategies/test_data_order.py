@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from trainer.datasets.packing import best_fit_bins
 from trainer.errors import UserError
-from trainer.strategies.data_order import GlobalBatchLoader, contiguous_slice, cut_micro_batches, epoch_order
+from trainer.strategies.data_order import (
+    GlobalBatchLoader,
+    balanced_parts,
+    contiguous_slice,
+    cut_micro_batches,
+    epoch_order,
+)
 from trainer.strategies.mesh import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -73,6 +79,23 @@ def test_order_depends_on_seed_and_epoch_alone():
 def test_contiguous_slices():
     assert [contiguous_slice([1, 2, 3, 4, 5], part, 2) for part in (0, 1)] == [[1, 2, 3], [4, 5]]
     assert [contiguous_slice([1], part, 3) for part in (0, 1, 2)] == [[1], [], []]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 4))
+def test_ranks_get_nearly_equal_tokens(lengths, num_parts):
+    items = [10 * i for i in range(len(lengths))]
+    by_item = dict(zip(items, lengths))
+    parts = balanced_parts(items, by_item, num_parts)
+    assert sorted(item for part in parts for item in part) == items and all(part == sorted(part) for part in parts)
+    loads = [sum(by_item[item] for item in part) for part in parts]
+    # the part with the most held the fewest when its last sample came, which was no longer than any before it
+    assert max(loads) - min(loads) <= max(lengths)
+    assert num_parts > 1 or parts == [items]
+
+
+def test_balanced_parts_of_the_docstring():
+    assert balanced_parts([0, 1, 2, 3], [9, 5, 4, 4], 2) == [[0, 3], [1, 2]]
 
 
 def test_position_can_be_saved_and_restored_in_mid_epoch():

@@ -5,6 +5,7 @@ no two layouts can disagree about a batch.
 """
 
 import hashlib
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
@@ -42,6 +43,21 @@ def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
     size, rest = divmod(len(items), num_parts)
     start = part * size + min(part, rest)
     return items[start : start + size + (part < rest)]
+
+
+def balanced_parts(items: list[int], lengths, num_parts: int) -> list[list[int]]:
+    """`items` in parts of nearly equal tokens, each in order: the longest first, each to the part with the fewest so far
+    (Graham 1969, Bounds on multiprocessing timing anomalies: within 4/3 of the best).
+
+    Lengths 9, 5, 4, 4 in 2 parts: [9] and [5, 4] have 9 and 9 before the last 4 goes to the first.
+    """
+    loads = [(0, part) for part in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for position in sorted(range(len(items)), key=lambda i: (-int(lengths[items[i]]), i)):
+        load, part = heapq.heappop(loads)
+        parts[part].append(position)
+        heapq.heappush(loads, (load + int(lengths[items[position]]), part))
+    return [[items[position] for position in sorted(part)] for part in parts]
 
 
 def cut_micro_batches(
@@ -127,8 +143,14 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = self.epoch + 1, 0
 
     def plan(self, sample_ids: list[int]) -> list[list[list[int]]]:
-        """Sample ids by rank and micro-batch; ranks with fewer micro-batches are filled up with empty ones."""
-        parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]
+        """Sample ids by rank and micro-batch; ranks with fewer micro-batches are filled up with empty ones.
+
+        Where micro-batches are measured in tokens, ranks get about as many tokens each; else contiguous samples.
+        """
+        if self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]:
+            parts = balanced_parts(sample_ids, self._num_tokens, self.dp_size)
+        else:
+            parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]
         plan = [cut_micro_batches(part, self._num_tokens, **self._cut_sizes) for part in parts]
         most = max(map(len, plan))
         return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in plan]

@@ -102,13 +102,14 @@ def endless(loader) -> Iterator:
 
 
 def train_step(
-    strategy, model, optimizer, scheduler, batch, loss_fn: LossFunction, progress: Progress, inspect=None
+    strategy, model, optimizer, scheduler, batch, loss_fn: LossFunction, progress: Progress, inspect=None, started=None
 ) -> dict:
     """One optimizer step on a global batch; moves `progress` on and returns the row of metrics.jsonl.
 
-    `inspect` is called between backward and the step, while gradients are whole.
+    `inspect` is called between backward and the step, while gradients are whole. The step's time counts from `started`
+    (time.perf_counter), before which the batch was not yet read, or from now.
     """
-    started = time.perf_counter()
+    started = started or time.perf_counter()
     sums, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
     means = mean_metrics(sums, num_targets)
     if inspect:
@@ -175,11 +176,12 @@ def train(
     batches = endless(loader)
     with StopRequest() as stop:
         while progress.step < total_steps:
+            started = time.perf_counter()
             batch = next(batches)
             inspect = None
             if progress.step == 0:
                 inspect = functools.partial(inspect_gradients, strategy, model, parity_dump)
-            row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
+            row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
             row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
             step = progress.step
             bar.update()

@@ -1,0 +1,197 @@
+"""SFT speed in one run on one machine: train_sft on both backends against the loop written by hand and TRL's SFTTrainer.
+
+    python scripts/bench/sft_speed.py --data ../shared/data [--jobs fixed lengths] [--rounds 5] [--update docs/benchmarks.md]
+
+Every round runs every contender once, in a process of its own, one after the other; a figure is the median over the rounds of
+the median step. The tokens of tokens/s are those of samples, without padding. Ratios are taken within a round.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+BACKENDS = {"FSDP2": ["--backend", "fsdp2"], "DeepSpeed": ["--backend", "deepspeed", "--zero_stage", "1"]}
+TITLES = {
+    "fixed": "256 tokens a sample, batches of 8 in one forward pass",
+    "lengths": "GSM8K, real lengths, batches of 64; padded: 16 samples a forward pass, packed: as many tokens",
+}
+WARM_UP = 3  # steps that no figure counts
+
+
+def make_model(folder: Path, tokenizer_folder: Path) -> None:
+    """A random Qwen3 of 5 million parameters."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_long_rows(source: Path, target: Path, per_row: int = 4) -> None:
+    """Texts of several GSM8K rows each, so that every one fills 256 tokens."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    texts = [f"{row['question']}\n{row['answer']}\n\n" for row in rows]
+    joined = ["".join(texts[first : first + per_row]) for first in range(0, len(texts) - per_row, per_row)]
+    target.write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
+
+
+def contenders(job: str, steps: int, folder: Path, data: Path) -> dict[str, list[str]]:
+    """The command of each contender, without its --output_dir."""
+    flags = ["--pretrain", str(folder / "model"), "--param_dtype", "fp32", "--no_save", "--learning_rate", "1e-4"]
+    flags += ["--logging_steps", "1000", "--no_shuffle", "--weight_decay", "0.1"]
+    if job == "fixed":
+        flags += ["--dataset", str(folder / "long.jsonl"), "--pretrain_mode", "--input_key", "text"]
+        flags += ["--max_len", "256", "--train_batch_size", "8"]
+        micro, packed = 8, []
+    else:
+        flags += ["--dataset", str(data / "gsm8k/train.jsonl"), "--input_key", "question", "--output_key", "answer"]
+        flags += ["--max_len", "1024", "--train_batch_size", "64"]
+        micro, packed = 16, ["--packing_samples", "--max_tokens_per_micro_batch", "8192"]
+    ours = [*flags, "--max_steps", str(steps), "--micro_train_batch_size", str(micro), *packed]
+    own = {
+        f"train_sft {name}": [sys.executable, "-m", "trainer.cli.train_sft", *ours, *b] for name, b in BACKENDS.items()
+    }
+    ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
+    two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
+    others = {"plain loop": "plain_loop.py", "TRL SFTTrainer": "trl_loop.py"}
+    by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
+    return {**own, **by_hand, **two}
+
+
+def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
+    """Figures of one process: its median step in tokens/s, that step's spread, seconds around the steps, peak memory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    threads = max(1, (os.cpu_count() or 1) // (2 if two_ranks else 1))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    started = time.perf_counter()
+    done = subprocess.run([*command, "--output_dir", str(folder)], env=environment, capture_output=True, text=True)
+    wall = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "step_time" in row]
+    # train_sft writes the speed itself; its "tokens" are those with a loss
+    speeds = [row.get("tokens_per_second") or row["tokens"] / row["step_time"] for row in rows[WARM_UP:]]
+    tenths = statistics.quantiles([row["step_time"] for row in rows[WARM_UP:]], n=10)
+    return {
+        "tokens_per_second": statistics.median(speeds),
+        "step_time_p90_over_p10": tenths[-1] / tenths[0],
+        "seconds_around_steps": wall - sum(row["step_time"] for row in rows),
+        "peak_memory_mib": rows[-1]["peak_memory_bytes"] / 2**20,
+    }
+
+
+def measure(job: str, rounds: int, steps: int, data: Path) -> dict[str, list[dict]]:
+    """The figures of every round by contender."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", data / "models/stories260K-hf")
+        make_long_rows(data / "gsm8k/train.jsonl", folder / "long.jsonl")
+        commands = contenders(job, steps, folder, data)
+        found: dict[str, list[dict]] = {name: [] for name in commands}
+        for number in range(rounds):
+            for name, command in commands.items():
+                found[name].append(run(command, "2 ranks" in name, folder / "run"))
+                print(
+                    f"{job} round {number + 1}: {name}: {found[name][-1]['tokens_per_second']:.0f} tokens/s", flush=True
+                )
+    return found
+
+
+def ratio(found: dict[str, list[dict]], name: str, other: str) -> float:
+    pairs = zip(found[name], found[other])
+    return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs)
+
+
+def table(found: dict[str, list[dict]]) -> list[str]:
+    lines = [
+        "| | tokens/s (median, min to max) | / plain loop | / TRL | step time p90/p10 | around the steps s | peak MiB |"
+    ]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for name, figures in found.items():
+        speeds = sorted(f["tokens_per_second"] for f in figures)
+        others = [ratio(found, name, other) for other in ("plain loop", "TRL SFTTrainer")]
+        rest = [
+            statistics.median(f[key] for f in figures)
+            for key in ("step_time_p90_over_p10", "seconds_around_steps", "peak_memory_mib")
+        ]
+        lines.append(
+            f"| {name} | {statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f}) | {others[0]:.2f} | "
+            f"{others[1]:.2f} | {rest[0]:.2f} | {rest[1]:.1f} | {rest[2]:.0f} |"
+        )
+    return lines
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed", "trl"))
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
+
+
+def plot(results: dict[str, dict[str, list[dict]]], path: Path) -> None:
+    figure = Figure(figsize=(9, 2.6 * len(results)), layout="constrained")
+    for axes, (job, found) in zip(figure.subplots(len(results), squeeze=False)[:, 0], results.items()):
+        medians = [statistics.median(f["tokens_per_second"] for f in figures) for figures in found.values()]
+        axes.barh(list(found), medians, color=["C0" if name.startswith("train_sft") else "C7" for name in found])
+        axes.invert_yaxis()
+        axes.set(title=TITLES[job], xlabel="tokens/s")
+    figure.savefig(path, dpi=110)
+
+
+def update(path: Path, name: str, text: str) -> None:
+    """Put `text` between the two comments of this name, or at the end of the file with them."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    content = path.read_text()
+    if begin not in content:
+        content = f"{content.rstrip()}\n\n{begin}\n{end}\n"
+    before, rest = content.split(begin)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/ and models/stories260K-hf/")
+    parser.add_argument("--jobs", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, default=Path("sft_speed.json"))
+    parser.add_argument("--update", type=Path, help="Markdown file to write the tables into, and a picture beside it")
+    args = parser.parse_args()
+    results = {job: measure(job, args.rounds, args.steps, args.data.resolve()) for job in args.jobs}
+    args.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
+    lines = [
+        "## SFT speed",
+        "",
+        f"`python scripts/bench/sft_speed.py`, {args.rounds} rounds: {machine()}. A random Qwen3 of",
+    ]
+    lines += ["5 million parameters, fp32; ratios are medians of those within a round.", ""]
+    for job, found in results.items():
+        lines += [f"**{TITLES[job]}**", "", *table(found), ""]
+    print("\n".join(lines))
+    if args.update:
+        picture = args.update.parent / "sft_speed.png"
+        plot(results, picture)
+        update(args.update, "sft_speed", "\n".join([*lines, f"![SFT speed]({picture.name})", ""]))
+
+
+if __name__ == "__main__":
+    main()

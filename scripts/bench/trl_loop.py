@@ -1,0 +1,81 @@
+"""TRL's SFTTrainer on the samples that train_sft reads: python scripts/bench/trl_loop.py STEPS MICRO_BATCH_SIZE <flags of train_sft>
+
+Its defaults where they are the faster choice (fused AdamW); no gradient checkpointing, which its defaults have on. Packing
+needs flash-attn there, so on a CPU it pads. Writes rows like plain_loop.py.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
+from trainer.cli.train_sft import load_data, parse
+from trainer.metrics import host_peak_memory_bytes
+from trainer.strategies.data_order import epoch_order
+
+
+class StepTimes(TrainerCallback):
+    """A row for each optimizer step; the time runs from one step's end to the next one's, data included."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.rows, self.last = tokens, [], None
+
+    def on_train_begin(self, args, state, control, **_):
+        self.last = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        now = time.perf_counter()
+        row = {"step": state.global_step, "tokens": self.tokens[state.global_step - 1], "step_time": now - self.last}
+        self.rows.append(row | {"peak_memory_bytes": host_peak_memory_bytes()})
+        self.last = now
+
+
+def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
+    args, _ = parse(argv)
+    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    size = args.train_batch_size
+    order = epoch_order(len(samples), args.seed, 0, shuffle=not args.no_shuffle)[: num_steps * size]
+    chosen = [samples[i] for i in order]
+    rows = [{"input_ids": list(s["input_ids"]), "completion_mask": list(s["loss_mask"])} for s in chosen]
+    lengths = [len(row["input_ids"]) for row in rows]
+    times = StepTimes([sum(lengths[first : first + size]) for first in range(0, len(rows), size)])
+    config = SFTConfig(
+        output_dir=args.output_dir,
+        per_device_train_batch_size=micro_size,
+        gradient_accumulation_steps=size // micro_size,
+        max_steps=num_steps,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_norm,
+        max_length=args.max_len,
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[times],
+    ).train()
+    with open(f"{args.output_dir}/metrics.jsonl", "w") as log:
+        log.writelines(json.dumps(row) + "\n" for row in times.rows)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
