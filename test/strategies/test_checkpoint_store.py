@@ -90,6 +90,16 @@ def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read
     assert torch.equal(reader.read_full("weight/x"), tensor)
 
 
+def test_files_that_another_rank_is_still_writing_are_not_read(tmp_path):
+    """What all ranks do at the end of a portable save, each reading pieces while others write full tensors."""
+    tensor, entries = torch.randn(6, 4), {}
+    for rank, piece in enumerate(cut("rows", "weight/x", tensor, 3)):
+        entries |= write_pieces([piece], str(tmp_path), f"pieces-{rank}")
+    write_pieces([whole_piece("weight/x", tensor, True)], str(tmp_path), "full-00001")
+    (tmp_path / "full-00002-00000.safetensors").write_bytes(b"torn")
+    assert torch.equal(PieceReader(str(tmp_path), entries).read_full("weight/x"), tensor)
+
+
 def test_a_hole_and_another_shape_are_errors(tmp_path):
     tensor = torch.randn(6, 4)
     write_pieces(cut("rows", "weight/x", tensor, 3)[1:], str(tmp_path), "pieces")

@@ -126,13 +126,16 @@ def _file_metadata(group: list[Piece]) -> dict[str, str]:
 
 
 class PieceReader:
-    """The full tensors of a checkpoint by key, any part of which can be read, whatever pieces they were written in."""
+    """The full tensors of a checkpoint by key, any part of which can be read, whatever pieces they were written in.
 
-    def __init__(self, folder: str):
+    Of a folder that is still written to, `names` are the files to read.
+    """
+
+    def __init__(self, folder: str, names: Optional[Iterable[str]] = None):
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, dict[Box, tuple]] = {}  # box -> (open file, position in a flat piece or None)
-        for name in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
+        for name in sorted(name for name in names or os.listdir(folder) if name.endswith(".safetensors")):
             handle = safe_open(os.path.join(folder, name), framework="pt")
             for key, facts in json.loads(handle.metadata()["pieces"]).items():
                 self._add(handle, key, facts)

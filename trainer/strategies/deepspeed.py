@@ -246,8 +246,7 @@ class DeepspeedStrategy:
             return len(getattr(parameter, "ds_shape", parameter.shape))
 
         groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
-        fused = self.device.type == "cuda" and not self.adam_offload
-        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
 
     def prepare(self, *models_or_triples, is_rlhf: bool = False, offload: bool = False):
         """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list.

@@ -158,8 +158,7 @@ class FSDP2Strategy:
         """AdamW over fp32 masters. The model is sharded here, so that the optimizer holds its final parameters."""
         self._shard(model)
         groups = decay_groups(model.named_parameters(), weight_decay)
-        fused = self.device.type == "cuda" and not self.adam_offload
-        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
 
     def prepare(self, *models_or_triples, is_rlhf: bool = False, offload: bool = False):
         """Sharded (model, optimizer, scheduler) triples, or sharded frozen models. One in, one out; several, a list.

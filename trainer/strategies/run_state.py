@@ -160,7 +160,10 @@ def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def write() -> dict:
-        return write_pieces(full_pieces(PieceReader(temporary), rank, world_size), temporary, f"full-{rank:05d}")
+        reader = PieceReader(
+            temporary, entries
+        )  # by name: other ranks may already write their full tensors beside them
+        return write_pieces(full_pieces(reader, rank, world_size), temporary, f"full-{rank:05d}")
 
     full = _merge(together(write, allowed="free the disk; older checkpoints are intact"))
     rest = {name: entry for name, entry in entries.items() if not name.endswith(".safetensors")}

@@ -1,0 +1,44 @@
+"""Peak memory of the loss beside hidden states and head: python scripts/bench/loss_memory.py [--tokens 8192] [--vocab 150000]
+
+One forward and backward pass of `trainer.models.linear_loss` on the CPU, in fp32; prints what the process grew by, less the
+gradients of hidden states and head, beside what the fp32 logits of all tokens would take.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
+from trainer.metrics import host_peak_memory_bytes
+from trainer.models import linear_loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=150_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--chunk_bytes", type=int, default=linear_loss.CHUNK_BYTES)
+    args = parser.parse_args()
+    chunk_rows = args.chunk_bytes // (4 * args.vocab)
+    hidden, weight = torch.randn(args.tokens, args.width), torch.randn(args.vocab, args.width)
+    targets = torch.randint(0, args.vocab, (args.tokens,))
+    gradients = torch.ones_like(hidden), torch.ones_like(weight)  # their place is there before the peak is read
+    few = max(1, chunk_rows // 8)
+    hidden.requires_grad_(), weight.requires_grad_()
+    linear_loss.linear_nll(hidden[:few], weight, None, targets[:few], few).sum().backward()  # buffers of the library
+    hidden.grad = weight.grad = None
+    del gradients
+    before = host_peak_memory_bytes()
+    linear_loss.linear_nll(hidden, weight, None, targets, chunk_rows).sum().backward()
+    grown = (host_peak_memory_bytes() - before) / 2**20
+    logits = args.tokens * args.vocab * 4 / 2**20
+    print(
+        f"{args.tokens} tokens x {args.vocab} words: {grown:.0f} MiB, 1/{logits / max(grown, 1):.1f} of {logits:.0f} MiB of logits"
+    )
+
+
+if __name__ == "__main__":
+    main()
