@@ -134,11 +134,12 @@ class FSDP2Strategy:
         offload = (offload or self.adam_offload) and self.device.type != "cpu"
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        layers = set(model._no_split_modules or [])
-        for module in list(model.modules()):
-            if type(module).__name__ in layers:
-                fully_shard(module, **options)
-        fully_shard(model, **options)
+        if dist.get_world_size() > 1 or low or offload:  # else there is nothing to cut, to cast or to move
+            layers = set(model._no_split_modules or [])
+            for module in list(model.modules()):
+                if type(module).__name__ in layers:
+                    fully_shard(module, **options)
+            fully_shard(model, **options)
         self._load_shards(model, offload)
 
     def _load_shards(self, model: torch.nn.Module, offloaded: bool) -> None:
