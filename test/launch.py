@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -33,10 +35,33 @@ def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, *
     return process.returncode, output
 
 
+def run_until_gone(command: list[str], *, timeout: float, cwd: Path = ROOT) -> tuple[int, str, float]:
+    """(exit code, output, seconds from the first line that tells an error until every process is gone).
+
+    Measured from that line on, so that a busy machine's start-up does not count.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **streams)
+    killer = threading.Timer(timeout, lambda: os.killpg(process.pid, signal.SIGTERM))
+    killer.start()
+    lines, told = [], None
+    for line in process.stdout:
+        lines.append(line)
+        if told is None and line.startswith("error: "):
+            told = time.monotonic()
+    code = process.wait()
+    killer.cancel()
+    assert told is not None, "".join(lines)[-3000:]
+    return code, "".join(lines), time.monotonic() - told
+
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
 def torchrun(num_ranks: int, *arguments: str, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
     """Run a module (`-m name ...`) or script on `num_ranks` local ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    return run_process([*launcher, *arguments], timeout=timeout, cwd=cwd, **env)
+    return run_process([*LAUNCHER, str(num_ranks), *arguments], timeout=timeout, cwd=cwd, **env)
 
 
 def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float) -> str:

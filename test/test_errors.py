@@ -1,12 +1,12 @@
 """Bad input: one line that names the cause, exit code 2, no traceback, every rank gone within 30 s."""
 
 import json
+import os
 import shutil
 import sys
-import time
 
 import pytest
-from launch import ROOT, run_process, torchrun
+from launch import LAUNCHER, ROOT, run_process, run_until_gone, torchrun
 
 MODULE = "trainer.cli.train_sft"
 
@@ -69,27 +69,26 @@ def assert_one_line(output: str, parts: list[str]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_and_exit_code_2(demo, case):
     arguments, parts = CASES[case]
-    started = time.monotonic()
-    code, output = run_process([sys.executable, "-m", MODULE, *arguments], cwd=demo, timeout=60)
+    code, output, seconds = run_until_gone([sys.executable, "-m", MODULE, *arguments], cwd=demo, timeout=120)
     assert code == 2, output[-3000:]
     assert "Traceback" not in output
     assert_one_line(output, parts)
-    assert time.monotonic() - started < 30
+    assert seconds < 30
 
 
 @pytest.mark.parametrize("case", ["broken line", "no weights", "used output folder"])
 def test_all_ranks_leave_and_one_of_them_speaks(demo, case):
     arguments, parts = CASES[case]
-    started = time.monotonic()
-    code, output = torchrun(2, "-m", MODULE, *arguments, "--micro_train_batch_size", "4", cwd=demo, timeout=60)
+    command = [*LAUNCHER, "2", "-m", MODULE, *arguments, "--micro_train_batch_size", "4"]
+    code, output, seconds = run_until_gone(command, cwd=demo, timeout=120)
     assert code != 0 and "exitcode  : 2" in output  # torchrun leaves with 1 whatever its ranks leave with
     assert_one_line(output, parts)
-    assert time.monotonic() - started < 30
+    assert seconds < 30
 
 
 def test_world_size_that_does_not_fit(demo):
     sizes = ["--train_batch_size", "16", "--micro_train_batch_size", "4"]
-    code, output = torchrun(3, "-m", MODULE, *MODEL, *DATA, *sizes, cwd=demo, timeout=60)
+    code, output = torchrun(3, "-m", MODULE, *MODEL, *DATA, *sizes, cwd=demo, timeout=120)
     assert code != 0
     assert_one_line(output, ["--train_batch_size", "16", "3 data-parallel ranks", "multiple of 3"])
 
@@ -100,12 +99,13 @@ def test_help_is_grouped_quick_and_imports_no_torch():
     for title in ("Model:", "Data:", "Batches:", "Optimization:", "Backend and layout:", "Output:"):
         assert title in output
     assert "torch" not in {line.rpartition("|")[2].strip() for line in output.splitlines() if "import time:" in line}
-    seconds = []
+    seconds = []  # of CPU, whatever else the machine does
     for _ in range(5):
-        started = time.monotonic()
+        before = os.times()
         run_process([sys.executable, "-m", MODULE, "--help"])
-        seconds.append(time.monotonic() - started)
-    assert min(seconds) < 0.6, seconds
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert 0 < min(seconds) < 0.6, seconds
 
 
 def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):

@@ -24,7 +24,7 @@ FOUR_RANKS = {
     "deepspeed-z2-dp2-sp2-packed", "fsdp2-dp2-sp2", "deepspeed-z3-hsdp2x2", "fsdp2-hsdp2x2-packed",
 }  # fmt: skip
 EIGHT_RANKS = {"deepspeed-z3-dp2-tp2-sp2-packed", "fsdp2-dp2-tp2-sp2", "deepspeed-z3-hsdp2x2-tp2", "fsdp2-hsdp2x2-tp2"}
-STEPS = {2: 20, 4: 10, 8: 5}
+STEPS = {2: 10, 4: 6, 8: 4}
 MATRIX = {c.name: c for c in full_matrix() if c.name in TWO_RANKS | FOUR_RANKS | EIGHT_RANKS}
 
 

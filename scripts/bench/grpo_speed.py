@@ -1,0 +1,116 @@
+"""GRPO end to end on the embedded demo, with generation by transformers: train_ppo against TRL's GRPOTrainer, on one process.
+
+    python scripts/bench/grpo_speed.py [--rounds 5] [--update docs/benchmarks.md]
+
+Both answer the same prompts with 8 samples each, 128 samples a step, by exact match, from the same model. A figure is
+(samples of the long run - samples of the short run) / (seconds of the long run - those of the short run), whole processes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from sft_speed import ROOT, machine, update
+
+SAMPLES, GROUP, MAX_NEW = 128, 8, 32
+SHORT, LONG = 2, 12  # steps
+
+
+def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
+    """GRPOTrainer with its faster choices: one generation batch a step, no gradient checkpointing, no reference model."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [json.loads(line) for line in (demo / "prompts.jsonl").read_text().splitlines()]
+    data = Dataset.from_list([{"prompt": row["messages"], "label": row["label"]} for row in rows])
+
+    def exact_match(completions, label, **_) -> list[float]:
+        return [float(c[0]["content"].strip() == expected) for c, expected in zip(completions, label)]
+
+    config = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=SAMPLES // 64,
+        num_generations=GROUP,
+        max_completion_length=MAX_NEW,
+        max_steps=steps,
+        learning_rate=2e-4,
+        beta=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(demo / "model"),
+        reward_funcs=exact_match,
+        args=config,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(demo / "model"),
+    ).train()
+
+
+def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
+    if name.startswith("TRL"):
+        return [sys.executable, __file__, "--trl", str(demo), str(steps), str(folder)]
+    flags = ["--backend", name.split()[1], "--param_dtype", "fp32", "--pretrain", str(demo / "model"), "--no_save"]
+    flags += ["--dataset", str(demo / "prompts.jsonl"), "--label_key", "label", "--reward_func", "exact_match"]
+    flags += ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", str(GROUP), "--max_steps", str(steps)]
+    flags += ["--rollout_batch_size", str(SAMPLES // GROUP), "--micro_rollout_batch_size", str(SAMPLES)]
+    flags += ["--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "64", "--prompt_max_len", "96"]
+    flags += ["--generate_max_len", str(MAX_NEW), "--learning_rate", "2e-4", "--lr_scheduler", "constant"]
+    flags += ["--output_dir", str(folder), "--overwrite", "--logging_steps", "1000"]
+    return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
+
+
+def seconds(line: list[str]) -> float:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    started = time.perf_counter()
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(line)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--trl"]:
+        train_with_trl(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
+    args = parser.parse_args()
+    names = ["train_ppo fsdp2", "TRL GRPOTrainer", "train_ppo deepspeed"]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as name:
+        demo, folder = Path(name) / "demo", Path(name) / "run"
+        make_demo = [sys.executable, "-m", "trainer.cli.make_demo", "--output_dir", str(demo)]
+        subprocess.run(make_demo, check=True, cwd=ROOT, capture_output=True)
+        for number in range(args.rounds):
+            for name in names:
+                short, long = (seconds(command(name, demo, steps, folder)) for steps in (SHORT, LONG))
+                found[name].append((LONG - SHORT) * SAMPLES / (long - short))
+                print(f"round {number + 1}: {name}: {found[name][-1]:.1f} samples/s", flush=True)
+    lines = ["## GRPO end to end", "", f"`python scripts/bench/grpo_speed.py`, {args.rounds} rounds: {machine()}.", ""]
+    lines += ["| | samples/s (median, min to max) | / TRL |", "|---|---:|---:|"]
+    for name, speeds in found.items():
+        ratio = statistics.median(own / other for own, other in zip(speeds, found["TRL GRPOTrainer"]))
+        spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+        lines.append(f"| {name} | {spread} | {ratio:.2f} |")
+    print("\n".join(lines))
+    if args.update:
+        update(args.update, "grpo_speed", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
