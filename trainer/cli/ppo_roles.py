@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Optional
 
@@ -122,8 +124,10 @@ def _vllm_engine(args: PPOArguments, setup: common.Setup, options: dict):
         found = f"{share:g} on the CPU, where the cache has room for --micro_rollout_batch_size responses"
         raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     os.environ.setdefault("RANK", "0")  # the external launcher asks for it even where torchrun did not start the process
     from trainer.rollout.vllm import VLLMEngine
 

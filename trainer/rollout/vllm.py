@@ -60,6 +60,8 @@ class VLLMEngine:
                 seed=0,
                 **options,
             )
+        # else, at exit or when it is collected, it would destroy the process group, which is that of training
+        self._llm.llm_engine.engine_core._finalizer.detach()
         if device.type == "cpu":
             self._llm.apply_model(_use_plain_embeddings)
 
