@@ -128,7 +128,9 @@ def _vllm_engine(args: PPOArguments, setup: common.Setup, options: dict):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    os.environ.setdefault("RANK", "0")  # the external launcher asks for it even where torchrun did not start the process
+    os.environ.setdefault(
+        "RANK", "0"
+    )  # the external launcher asks for it even where torchrun did not start the process
     from trainer.rollout.vllm import VLLMEngine
 
     if share is not None:
