@@ -158,6 +158,15 @@ def test_stop_tokens_and_stop_texts_end_a_response(engines):
     assert_same(by_text, embedded.generate(PROMPTS, Sampling(0.0, 24, (), (stop,))))
 
 
+def test_a_model_that_vllm_refuses(engines, tmp_path):
+    """Heads of 8: its CPU kernels take none below 32."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    engines[3].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--rollout_engine: vllm, which refuses"):
+        VLLMEngine(str(tmp_path), dtype=torch.float32, device=CPU, batch_size=4, max_len=64)
+
+
 def test_nothing_to_generate(engines):
     assert engines[0].generate([], Sampling(1.0, 4, ())) == []
 
@@ -263,9 +272,9 @@ def run(demo, process_group):
         flags = [*line, "--output_dir", f"{demo}/{name}", *flags]
         saved = {name: os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK")}
         if num_ranks:
-            code, output = torchrun(num_ranks, *flags)
+            code, output = torchrun(num_ranks, *flags, timeout=600)
         else:
-            code, output = run_process([sys.executable, *flags])
+            code, output = run_process([sys.executable, *flags], timeout=600)
         os.environ.update({name: value for name, value in saved.items() if value is not None})
         assert code == 0 and "Traceback" not in output, output[-6000:]
         return read_steps(demo / name)
@@ -338,6 +347,16 @@ def test_the_share_of_a_gpu_needs_one(demo):
     flags += ["--device", "cpu", "--no_save", "--n_samples_per_prompt", "2", "--output_dir", f"{demo}/share"]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_ppo", *flags])
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(errors) == 1 and "--vllm_gpu_memory_utilization: 0.3 on the CPU" in errors[0], output[
-        -3000:
-    ]
+    assert code == 2 and len(errors) == 1, output[-3000:]
+    assert "--vllm_gpu_memory_utilization: 0.3 on the CPU" in errors[0]
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--temperature", "0.005"), ("--vllm_gpu_memory_utilization", "1")])
+def test_flags_that_vllm_does_not_take(flag, value):
+    from trainer.cli.ppo_flags import validate
+    from trainer.cli.train_ppo import parse
+
+    flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "x.py", "--rollout_engine", "vllm", flag, value]
+    with pytest.raises(UserError) as error:
+        validate(parse(flags)[0])
+    assert error.value.where == flag, str(error.value)

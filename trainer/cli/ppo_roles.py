@@ -119,7 +119,12 @@ def _engine(args: PPOArguments, setup: common.Setup):
 
 
 def _vllm_engine(args: PPOArguments, setup: common.Setup, options: dict):
-    share = args.vllm_gpu_memory_utilization
+    import torch
+
+    share, num_ranks = args.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
+        raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
     if share is not None and setup.strategy.device.type != "cuda":
         found = f"{share:g} on the CPU, where the cache has room for --micro_rollout_batch_size responses"
         raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
@@ -128,9 +133,7 @@ def _vllm_engine(args: PPOArguments, setup: common.Setup, options: dict):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    os.environ.setdefault(
-        "RANK", "0"
-    )  # the external launcher asks for it even where torchrun did not start the process
+    os.environ.setdefault("RANK", "0")  # vLLM asks for it even where torchrun did not start the process
     from trainer.rollout.vllm import VLLMEngine
 
     if share is not None:

@@ -34,9 +34,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
     ):
         """The model of a Hugging Face folder, still without weights; `update_weights` brings them (collective over the
-        world: vLLM makes its process groups)."""
-        from vllm import LLM
-
+        world: vLLM makes its process groups). Raises UserError for a model that vLLM refuses."""
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":
@@ -46,7 +44,7 @@ class VLLMEngine:
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
             _keep_plain_weights()
         with torch.random.fork_rng(self._rng_devices):  # vLLM seeds torch's generators, which training draws from
-            self._llm = LLM(
+            self._llm = _start(
                 model=folder,
                 dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy",
@@ -96,6 +94,16 @@ class VLLMEngine:
         with torch.random.fork_rng(self._rng_devices), _uncompiled(self.device):
             outputs = self._llm.generate(asked, params, use_tqdm=False)
         return [_completion(output.outputs[0]) for output in outputs]
+
+
+def _start(**options):
+    from vllm import LLM
+
+    try:
+        return LLM(**options)
+    except (ValueError, NotImplementedError) as error:
+        found = f"vllm, which refuses {options['model']}: {' '.join(str(error).split())[:300]}"
+        raise UserError("--rollout_engine", found, "hf") from None
 
 
 def _sampling_params(sampling: Sampling, seed: int | None):
