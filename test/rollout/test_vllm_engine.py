@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_the_embedded_engine(engines):
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_bias", "qwen2", "mistral"])
 def test_greedy_tokens_on_other_architectures(architecture, engines, tmp_path):
-    """97 words, which vLLM pads; tied and untied; with biases; heads of 32, the least that its CPU kernels take."""
+    """97 words, which vLLM pads; tied and untied; with biases; heads of 32."""
     config = CONFIGS[architecture]()
     config.head_dim, config.hidden_size, config.max_position_embeddings = 32, 256, 512
     model = shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed=2)
@@ -158,13 +158,13 @@ def test_stop_tokens_and_stop_texts_end_a_response(engines):
     assert_same(by_text, embedded.generate(PROMPTS, Sampling(0.0, 24, (), (stop,))))
 
 
-def test_a_model_that_vllm_refuses(engines, tmp_path):
-    """Heads of 8: its CPU kernels take none below 32."""
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    engines[3].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="--rollout_engine: vllm, which refuses"):
-        VLLMEngine(str(tmp_path), dtype=torch.float32, device=CPU, batch_size=4, max_len=64)
+def test_models_that_vllm_refuses(engines, demo, tmp_path):
+    options = {"dtype": torch.float32, "device": CPU, "batch_size": 4}
+    with pytest.raises(UserError, match=r"--rollout_engine: vllm, which refuses .*max_model_len"):
+        VLLMEngine(str(demo / "model"), **options, max_len=100_000)
+    CONFIGS["llama"]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--rollout_engine: vllm on the CPU with heads of 8"):
+        VLLMEngine(str(tmp_path), **options, max_len=64)
 
 
 def test_nothing_to_generate(engines):

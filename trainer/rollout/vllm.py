@@ -14,6 +14,7 @@ from trainer.rollout.checksum import Checksum
 from trainer.rollout.sampling import Completion, Sampling
 
 CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPU
+MIN_CPU_HEAD_DIM = 32
 MIN_CPU_CACHE_BYTES = 64 << 20
 
 
@@ -139,12 +140,15 @@ def _uncompiled(device: torch.device) -> Iterator[None]:
 
 
 def _cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_remote_code: bool) -> int:
-    """Room for `batch_size` responses of full length in every layer, all heads."""
+    """Room for `batch_size` responses of full length in every layer, all heads. Raises UserError for heads that vLLM's
+    CPU kernels do not take, which it would find out only while generating."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < MIN_CPU_HEAD_DIM:
+        raise UserError("--rollout_engine", f"vllm on the CPU with heads of {head_dim}", "hf; heads of 32 or more")
     token_bytes = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
     blocks = batch_size * (-(-max_len // CPU_BLOCK) + 1)
     return max(MIN_CPU_CACHE_BYTES, blocks * CPU_BLOCK * token_bytes)
