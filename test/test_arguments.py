@@ -59,9 +59,8 @@ def test_every_flag_reaches_the_command(field, tmp_path):
     assert changed <= {field.name}  # and nothing else moved
 
 
-# of its one choice there is no other value
 OWN_FIELDS = {
-    command: [f for f in dataclasses.fields(command) if f.name not in HINTS and f.name != "rollout_engine"]
+    command: [f for f in dataclasses.fields(command) if f.name not in HINTS]
     for command in (RMArguments, DPOArguments, PPOArguments)
 }
 

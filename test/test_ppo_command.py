@@ -1,5 +1,6 @@
 """train_ppo from the command line: every estimator and loss, exact resume, failing rewards, and one line for what is wrong."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -281,6 +282,7 @@ WRONG = {
     "--verify_resume": ["--verify_resume", "1"],
     "--param_dtype": ["--param_dtype", "fp16"],
     "--best_metric_key": ["--best_metric_key", "eval_loss"],
+    "--vllm_gpu_memory_utilization": ["--vllm_gpu_memory_utilization", "0.4"],
 }  # fmt: skip
 
 
@@ -293,6 +295,14 @@ def test_flags_that_do_not_go_together(flag, tmp_path):
     with pytest.raises(UserError) as error:
         validate(args)
     assert error.value.where == flag, str(error.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(folder):
+    code, output = train_alone(flags(folder, "absent", "--rollout_engine", "vllm", "--n_samples_per_prompt", "2"))
+    assert code == 2 and "Traceback" not in output, output[-3000:]
+    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert error == "error: --rollout_engine: vllm is not installed (allowed: hf; or pip install -e '.[vllm]')"
 
 
 def test_rollouts_that_are_none(tmp_path):

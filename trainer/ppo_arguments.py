@@ -39,7 +39,12 @@ class PromptArguments:
 class RolloutArguments:
     """Rollouts"""
 
-    rollout_engine: Literal["hf"] = arg("hf", "hf: a replica of the policy on every rank")
+    rollout_engine: Literal["hf", "vllm"] = arg(
+        "hf", "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm)"
+    )
+    vllm_gpu_memory_utilization: Optional[float] = arg(
+        None, "vllm on CUDA: the share of a GPU's memory for its weights and cache (default: 0.5)", type="PositiveFloat"
+    )
     rollout_batch_size: int = arg(128, "prompts per rollout, over all ranks", type="PositiveInt")
     micro_rollout_batch_size: int = arg(32, "responses that one rank generates at a time", type="PositiveInt")
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")

@@ -1,5 +1,7 @@
 """The flags of `train_ppo`: what goes together, and the options of the algorithm that they make."""
 
+import importlib.util
+
 from trainer.cli import common
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
@@ -25,9 +27,24 @@ def validate(args: PPOArguments) -> None:
         raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
+    _validate_engine(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
+
+
+def _validate_engine(args: PPOArguments) -> None:
+    share, flag = args.vllm_gpu_memory_utilization, "--vllm_gpu_memory_utilization"
+    if args.rollout_engine != "vllm":
+        if share is not None:
+            raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
+    if share is not None and share >= 1:
+        raise UserError(flag, f"{share:g}", "below 1")
+    if args.temperature < 0.01:  # vLLM raises it in silence, and log-probs would be of another temperature
+        raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
 
 
 def _validate_rewards(args: PPOArguments) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Optional
 
@@ -103,16 +105,41 @@ def _check_length(args: PPOArguments, config) -> None:
 
 
 def _engine(args: PPOArguments, setup: common.Setup):
+    options = {
+        "dtype": setup.strategy.param_dtype,
+        "device": setup.strategy.device,
+        "batch_size": args.micro_rollout_batch_size,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if args.rollout_engine == "vllm":
+        return _vllm_engine(args, setup, options)
     from trainer.rollout.hf import HFEngine
 
-    return HFEngine(
-        setup.folder,
-        setup.tokenizer,
-        dtype=setup.strategy.param_dtype,
-        device=setup.strategy.device,
-        batch_size=args.micro_rollout_batch_size,
-        trust_remote_code=args.trust_remote_code,
-    )
+    return HFEngine(setup.folder, setup.tokenizer, **options)
+
+
+def _vllm_engine(args: PPOArguments, setup: common.Setup, options: dict):
+    import torch
+
+    share, num_ranks = args.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
+        raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
+    if share is not None and setup.strategy.device.type != "cuda":
+        found = f"{share:g} on the CPU, where the cache has room for --micro_rollout_batch_size responses"
+        raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    os.environ.setdefault("RANK", "0")  # vLLM asks for it even where torchrun did not start the process
+    from trainer.rollout.vllm import VLLMEngine
+
+    if share is not None:
+        options["gpu_memory_utilization"] = share
+    max_len = args.prompt_max_len + args.generate_max_len
+    return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=args.tensor_parallel_size)
 
 
 def _reference(args: PPOArguments, setup: common.Setup):

