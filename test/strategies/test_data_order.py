@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from trainer.datasets.packing import best_fit_bins
 from trainer.errors import UserError
-from trainer.strategies.data_order import GlobalBatchLoader, contiguous_slice, cut_micro_batches, epoch_order
+from trainer.strategies.data_order import (
+    GlobalBatchLoader,
+    balanced_parts,
+    contiguous_slice,
+    cut_micro_batches,
+    epoch_order,
+)
 from trainer.strategies.mesh import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -73,6 +79,25 @@ def test_order_depends_on_seed_and_epoch_alone():
 def test_contiguous_slices():
     assert [contiguous_slice([1, 2, 3, 4, 5], part, 2) for part in (0, 1)] == [[1, 2, 3], [4, 5]]
     assert [contiguous_slice([1], part, 3) for part in (0, 1, 2)] == [[1], [], []]
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 4))
+def test_balanced_parts_differ_by_no_more_than_one_sample(lengths, num_parts):
+    parts = balanced_parts(list(range(len(lengths))), lengths, num_parts)
+    assert sorted(item for part in parts for item in part) == list(range(len(lengths)))
+    totals = [sum(lengths[item] for item in part) for part in parts]
+    assert max(totals) - min(totals) <= max(lengths)
+
+
+def test_a_bound_on_tokens_balances_the_ranks():
+    """Long samples first: contiguous halves would be 4 x 40 and 4 x 5 tokens, and one rank would wait for the other."""
+    assert balanced_parts([7, 8, 9, 6], {7: 5, 8: 4, 9: 3, 6: 2}, 2) == [[7, 6], [8, 9]]
+    options = {"batch_size": 8, "shuffle": False}
+    for max_tokens, expected in ((None, [[160], [20]]), (40, [[90], [90]])):
+        plans = loader_of([40] * 4 + [5] * 4, 0, 2, max_tokens=max_tokens, **options).plan(list(range(8)))
+        assert [[sum(40 if i < 4 else 5 for micro in plan for i in micro)] for plan in plans] == expected
+        assert {len(plan) for plan in plans} == ({2} if max_tokens is None else {3})
 
 
 def test_position_can_be_saved_and_restored_in_mid_epoch():
