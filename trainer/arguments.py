@@ -226,7 +226,9 @@ class PreferenceArguments:
     label_key: str = arg("label", "kto: column that says whether the answer is desirable")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
-    ref_offload: bool = arg(False, "keep the reference's weights in host memory while they are not in use")
+    ref_offload: bool = arg(
+        False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
+    )
     precompute_ref_logps: bool = arg(
         False, "compute the reference's log-probs once, keep them on disk, and train without it (not with kto)"
     )
