@@ -90,6 +90,12 @@ def test_aliases_are_the_same_flag(field):
         assert getattr(parse(f"--{alias}", *given), field.name) == expected
 
 
+@pytest.mark.parametrize("flag", ["--ref_offload", "--offload_ref"])
+def test_the_reference_is_offloaded_by_either_name(flag):
+    assert parse_arguments(DPOArguments, "train_dpo", [flag]).ref_offload
+    assert parse_arguments(PPOArguments, "train_ppo", [flag]).offload_ref
+
+
 def test_a_switch_takes_nothing_but_true_and_false():
     with pytest.raises(UserError, match="--no_save"):
         parse("--no_save", "perhaps")

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from launch import read_rows, read_steps, run_process, train_many
+from safetensors.torch import load_file
 
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
@@ -110,6 +111,28 @@ def test_samples_can_be_read_and_trained_on_again(chosen, folder):
         assert [row[key] for key in ("loss", "grad_norm", "reward")] == [
             expected[key] for key in ("loss", "grad_norm", "reward")
         ]
+
+
+def test_samples_appear_in_the_mirrors(folder):
+    """TensorBoard and wandb, offline: a table to each rollout, with what the policy wrote."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    line = flags(
+        folder, "mirrors", "--advantage_estimator", "dr_grpo", "--max_steps", "4", "--use_tensorboard", "--use_wandb"
+    )
+    command = [sys.executable, "-m", "trainer.cli.train_ppo", *line]
+    code, output = run_process(command, timeout=240, WANDB_MODE="offline")
+    assert code == 0, output[-3000:]
+    rows = [json.loads(line) for line in (folder / "mirrors/rollouts.jsonl").read_text().splitlines()]
+    texts = EventAccumulator(str(folder / "mirrors/tensorboard")).Reload().Tensors("samples/text_summary")
+    tables = [json.loads(path.read_text()) for path in (folder / "mirrors/wandb").rglob("samples*.table.json")]
+    assert [event.step for event in texts] == [0, 2] and len(tables) == 2
+    for rollout, event in enumerate(texts):
+        own = [row for row in rows if row["rollout"] == rollout]
+        text = event.tensor_proto.string_val[0].decode()
+        assert all(str(row["score"]) in text for row in own) and len(text.splitlines()) == 2 + len(own)
+        data = [[row[key] for key in ("prompt", "response", "label", "score", "finished")] for row in own]
+        assert data in [table["data"] for table in tables]
 
 
 # --- reward models
@@ -232,6 +255,69 @@ def test_backends_agree(resumed):
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
 
 
+EMA = ["--advantage_estimator", "dr_grpo", "--train_batch_size", "8", "--max_steps", "4", "--ema_beta", "0.75"]
+EMA_BACKENDS = {
+    "ema-fsdp2": ["fsdp2"],
+    "ema-zero0": ["deepspeed", "--zero_stage", "0"],
+    "ema-zero2": ["deepspeed", "--zero_stage", "2"],
+    "ema-zero3": ["deepspeed", "--zero_stage", "3"],
+}
+
+
+@pytest.fixture(scope="module")
+def averaged(folder):
+    """Two ranks: 4 steps with a checkpoint and its model after each; and the last 2 again, on every backend."""
+    lines = []
+    for name, backend in EMA_BACKENDS.items():
+        line = [flag for flag in flags(folder, name, *EMA, "--backend", *backend) if flag != "--no_save"]
+        lines.append(["train_ppo", *line, "--save_steps", "1", "--save_hf_ckpt"])
+        again = ["--output_dir", f"{folder}/half-{name}", "--load_checkpoint", f"{folder}/{name}/checkpoints/step_2"]
+        lines.append(["train_ppo", *line, *again])
+    train_many(2, lines, folder, timeout=900)
+    return folder
+
+
+@pytest.mark.parametrize("name", EMA_BACKENDS)
+def test_the_average_is_that_of_the_weights_after_each_step(averaged, folder, name):
+    expected = load_file(folder / "demo/model/model.safetensors")
+    for step in range(1, 5):
+        weights = load_file(folder / name / f"checkpoints/step_{step}/hf/model.safetensors")
+        expected = {key: 0.75 * tensor + 0.25 * weights[key] for key, tensor in expected.items()}
+    found, resumed = (load_file(folder / run / "model_ema/model.safetensors") for run in (name, f"half-{name}"))
+    trained = load_file(folder / name / "model/model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key] - tensor).norm() <= 1e-6 * tensor.norm(), key
+        assert found[key].equal(resumed[key]) and not found[key].equal(trained[key]), key
+        assert trained[key].equal(weights[key]), "the weights are back after the average was saved"
+
+
+OFFLOAD = ["--offload_ref", "--offload_critic", "--offload_actor_optimizer"]
+
+
+def test_memory_that_is_lent_to_generation_changes_nothing(folder, reward_model):
+    """One rank: all that can be moved to host memory, twice; the second run resumes from the middle of the first."""
+    line = flags(folder, "x", *RESUMED, "--micro_train_batch_size", "4")
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--reward_pretrain", str(reward_model)]
+    runs = {"plain": [], "lent": [*OFFLOAD, "--offload_reward", "--save_steps", "4"]}
+    runs["lent-half"] = [*runs["lent"], "--load_checkpoint", f"{folder}/lent/checkpoints/step_4"]
+    lines = []
+    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "2"], ["deepspeed", "--zero_stage", "3"]):
+        for name, more in runs.items():
+            where = "".join(backend)
+            more = [flag.replace(f"{folder}/lent/", f"{folder}/lent{where}/") for flag in more]
+            lines.append(["train_ppo", *line, *more, "--backend", *backend, "--output_dir", f"{folder}/{name}{where}"])
+    train_many(1, lines, folder, timeout=900)
+    for line in lines[::3]:
+        where = line[-1].rpartition("plain")[2]
+        plain, lent, half = (read_steps(folder / f"{name}{where}") for name in runs)
+        assert len(plain) == len(lent) == 8 and len(half) == 4
+        for key in BITWISE:
+            expected = [row[key] for row in plain]
+            assert [row[key] for row in lent] == expected and [row[key] for row in half] == expected[4:], key
+
+
 def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder):
     reward, count = folder / "failing.py", folder / "count"
     body = f"import os\nif os.path.getsize({str(count)!r}) >= 3: raise RuntimeError('gone')\n"
@@ -279,6 +365,11 @@ WRONG = {
     "--freezing_actor_steps": ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
     "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
     "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
+    "--min_p": ["--min_p", "0.1"],
+    "--offload_ref": ["--offload_ref"],
+    "--offload_reward": ["--offload_reward"],
+    "--offload_critic": ["--advantage_estimator", "rloo", "--offload_critic"],
+    "--offload_actor_optimizer": ["--offload_actor_optimizer", "--adam_offload"],
     "--verify_resume": ["--verify_resume", "1"],
     "--param_dtype": ["--param_dtype", "fp16"],
     "--best_metric_key": ["--best_metric_key", "eval_loss"],

@@ -2,9 +2,9 @@
 
     python test/trl_runs.py runs.json
 
-runs.json lists {"argv": a command line of train_dpo or train_rm, "trl": the trainer's name, "options": of its config}.
-Each run writes losses.json (one per step) and weights.safetensors into its --output_dir. What TRL does to a text is left
-out on purpose: it tokenizes prompt and answer together, the trainer each by itself.
+runs.json lists {"argv": a command line of train_dpo, train_rm or train_ppo, "trl": the trainer's name, "options": of its config}.
+Each run writes losses.json (one per step) and weights.safetensors into its --output_dir, GRPO the gradients of step 1 too. What
+TRL does to a text is left out on purpose: it tokenizes prompt and answer together, the trainer each by itself.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -26,6 +26,7 @@ from trl.trainer.utils import pad
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.models.reward import make_initial_reward_model
+from trainer.rollout.store import read_rollouts
 
 
 def split_pair(pair: dict) -> dict:
@@ -85,7 +86,69 @@ TRAINERS = {
 }
 
 
+def make_config(config_class, args, batch_size: int, options: dict):
+    return config_class(
+        output_dir=args.output_dir,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=args.train_batch_size // batch_size,
+        max_steps=args.max_steps,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=args.adam_betas[0],
+        adam_beta2=args.adam_betas[1],
+        max_grad_norm=args.max_norm,
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def train_grpo(argv: list[str], options: dict) -> None:
+    """GRPOTrainer on the samples and scores of --rollouts_from, one optimizer step to a whole rollout and pass over it."""
+    args, _ = importlib.import_module(f"trainer.cli.{argv[0]}").parse(argv[1:])
+    os.makedirs(args.output_dir, exist_ok=True)
+    rollouts, losses, grads = iter(read_rollouts(args.rollouts_from)), [], {}
+
+    def frozen_rollout(prompts: list[str], trainer) -> dict:
+        samples = next(rollouts)
+        assert len(samples) == len(prompts) == args.train_batch_size
+        ids = {"prompt_ids": [s.prompt_ids for s in samples], "completion_ids": [s.response_ids for s in samples]}
+        return {**ids, "logprobs": [s.log_probs for s in samples], "score": [s.score for s in samples]}
+
+    class Recording(GRPOTrainer):
+        def training_step(self, model, *rest):
+            loss = super().training_step(model, *rest)
+            losses.append(loss.item())
+            if len(losses) == 1:
+                grads.update({name: p.grad.clone() for name, p in model.named_parameters()})
+            return loss
+
+    options = {"num_generations": args.n_samples_per_prompt, "num_iterations": args.max_epochs, **options}
+    options |= {"max_completion_length": args.generate_max_len, "temperature": args.temperature}
+    num_prompts = args.train_batch_size // args.n_samples_per_prompt * args.max_steps
+    model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    Recording(
+        model=model,
+        reward_funcs=lambda completions, score, **_: score,
+        args=make_config(GRPOConfig, args, args.train_batch_size, {"shuffle_dataset": False, **options}),
+        train_dataset=Dataset.from_list([{"prompt": "not read"}] * num_prompts),
+        processing_class=AutoTokenizer.from_pretrained(args.pretrain),
+        rollout_func=frozen_rollout,
+    ).train()
+    with open(f"{args.output_dir}/losses.json", "w") as file:
+        json.dump(losses, file)
+    save_file(grads, f"{args.output_dir}/grads.safetensors")
+    save_file({k: p.detach().clone() for k, p in model.named_parameters()}, f"{args.output_dir}/weights.safetensors")
+
+
 def train(argv: list[str], name: str, options: dict) -> None:
+    if name == "GRPO":
+        return train_grpo(argv, options)
     command = importlib.import_module(f"trainer.cli.{argv[0]}")
     args, _ = command.parse(argv[1:])
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
@@ -99,27 +162,8 @@ def train(argv: list[str], name: str, options: dict) -> None:
         model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
     trainer_class, config_class = TRAINERS[name]
     batch_size = options.pop("per_device_train_batch_size", args.train_batch_size)
-    config = config_class(
-        output_dir=args.output_dir,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=args.train_batch_size // batch_size,
-        max_steps=args.max_steps,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=args.adam_betas[0],
-        adam_beta2=args.adam_betas[1],
-        max_grad_norm=args.max_norm,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        max_length=args.max_len,
-        **options,
-    )
+    options = {"train_sampling_strategy": "sequential", "max_length": args.max_len, **options}
+    config = make_config(config_class, args, batch_size, options)
     losses = []
 
     class Recording(trainer_class):

@@ -229,7 +229,9 @@ class PreferenceArguments:
         0.0, "mixture of experts: add this times the load-balancing loss, mean over answers", type="NonNegativeFloat"
     )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
-    ref_offload: bool = arg(False, "keep the reference's weights in host memory while they are not in use")
+    ref_offload: bool = arg(
+        False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
+    )
     precompute_ref_logps: bool = arg(
         False, "compute the reference's log-probs once, keep them on disk, and train without it (not with kto)"
     )

@@ -49,6 +49,16 @@ class MetricsLog:
         if self._wandb:
             self._wandb.log({"step": step, **numbers}, step=step)
 
+    def table(self, name: str, step: int, rows: list[dict]) -> None:
+        """Rows of texts and numbers, to look at in the mirrors; metrics.jsonl holds no texts."""
+        if self._tensorboard:
+            self._tensorboard.add_text(name, _markdown_table(rows), step)
+        if self._wandb:
+            import wandb
+
+            table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self._wandb.log({name: table}, step=step)
+
     def _append(self, row: dict) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -65,6 +75,12 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def _markdown_table(rows: list[dict]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[" ".join(str(value).replace("|", "\\|").split()) for value in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def _remove_torn_line(path: str) -> None:

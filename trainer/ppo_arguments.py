@@ -53,8 +53,12 @@ class RolloutArguments:
     temperature: float = arg(1.0, "of sampling, and of the log-probs in training", type="PositiveFloat")
     top_p: float = arg(1.0, "only 1: log-probs of a truncated distribution would not be the policy's")
     top_k: int = arg(0, "only 0 (off), for the same reason")
+    min_p: float = arg(0.0, "only 0 (off), for the same reason")
     stop: Optional[list[str]] = arg(
         None, "texts that end a response, beside the end-of-sequence token", type=str, nargs="+"
+    )
+    offload_actor_optimizer: bool = arg(
+        False, "while responses are generated, keep the optimizer states of the policy in host memory"
     )
     rollouts_from: Optional[str] = arg(None, "take responses and scores from this rollouts.jsonl instead of generating")
     dynamic_filtering: bool = arg(False, "replace prompts whose mean score is outside --dynamic_filtering_range")
@@ -70,6 +74,7 @@ class ScoreArguments:
     )
     reward_timeout: float = arg(60.0, "seconds that a call of --reward_func may take", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")
+    offload_reward: bool = arg(False, "keep the reward models' weights in host memory while they are not in use")
     reward_weights: Optional[list[float]] = arg(
         None, "weights of the reward models (default: 1 each)", type=float, nargs="+"
     )
@@ -106,6 +111,11 @@ class AdvantageArguments:
         "weigh tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
         type="PositiveFloat",
     )
+    ema_beta: Optional[float] = arg(
+        None,
+        "keep the moving average of the policy's weights, this times itself after each step; saved as model_ema",
+        type="ClosedUnitInterval",
+    )
     entropy_loss_coef: float = arg(0.0, "reward entropy by this much", type="NonNegativeFloat")
 
 
@@ -114,6 +124,9 @@ class KLArguments:
     """Distance to the reference"""
 
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
+    offload_ref: bool = arg(
+        False, "keep the reference's weights in host memory while they are not in use", "ref_offload"
+    )
     init_kl_coef: float = arg(0.0, "weight of the KL to the reference; 0: no reference", type="NonNegativeFloat")
     use_kl_loss: bool = arg(False, "the KL as a term of the loss instead of a penalty in the rewards")
     kl_estimator: Literal["k1", "k2", "k3"] = arg(
@@ -129,6 +142,9 @@ class CriticArguments:
 
     critic_pretrain: Optional[str] = arg(None, "gae: model folder that the critic starts from (default: --pretrain)")
     critic_learning_rate: float = arg(9e-6, "peak learning rate of the critic", type="NonNegativeFloat")
+    offload_critic: bool = arg(
+        False, "while responses are generated, keep weights, masters and optimizer states of the critic in host memory"
+    )
     value_clip: Optional[float] = arg(None, "values may move this far in a rollout", type="PositiveFloat")
     freezing_actor_steps: int = arg(
         0, "gae: so many first optimizer steps train the critic alone", type="NonNegativeInt"

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import importlib.util
 import json
 import threading
 import time
@@ -44,6 +45,32 @@ def test_final_answers(text):
 @pytest.mark.parametrize(("found", "wanted"), SAME + DIFFERENT)
 def test_answers_are_compared_by_value(found, wanted):
     assert math_reward([""], [f"#### {found}"], [wanted]) == [float((found, wanted) in SAME)]
+
+
+FORMULAS = {
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt2}{2}"): 1.0,
+    (r"\{2, 1\}", r"\{1, 2\}"): 1.0,
+    ("x=7", "7"): 1.0,
+    ("x + 2", "x + 1"): 0.0,
+    ("[0, 1)", "[0, 1]"): 0.0,
+    ("10^{10^{10^{10}}}", "x"): 0.0,  # on which sympy hangs
+    ("1 + x", "x + 1"): 1.0,  # judged by the process after the one that hung
+}
+
+
+def test_formulas_are_compared_by_math_verify_where_it_is_installed():
+    pytest.importorskip("math_verify")
+    found, wanted = ([pair[side] for pair in FORMULAS] for side in (0, 1))
+    assert math_reward(found, [f"\\boxed{{{text}}}" for text in found], wanted) == list(FORMULAS.values())
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_without_math_verify_and_for_gsm8k_nothing_but_numbers_and_texts_count(installed, monkeypatch):
+    """A label of GSM8K never starts another process, whatever the answer; without the package, none does."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found(name) if installed else None)
+    label = "#### 7" if installed else "7"
+    assert math_reward([""] * 3, [r"\boxed{x=7}", r"\boxed{7.0}", r"\boxed{7}"], [label] * 3) == [0.0, 1.0, 1.0]
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(1, 4))

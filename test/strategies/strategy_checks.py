@@ -180,7 +180,74 @@ def check_offload_and_gradient_checkpointing(stage: int) -> None:
         assert torch.allclose(tensor, others[name], rtol=1e-5, atol=1e-7), name
 
 
+def check_offload(stage: int) -> None:
+    """What is moved out frees its memory, comes back to the bit, and training goes on as if nothing had been."""
+    runs, sizes = [], []
+    for moves in (False, True):
+        strategy, model, optimizer, scheduler, loader = make(stage)
+        for _ in range(3):
+            forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+            strategy.optimizer_step(optimizer, model, scheduler)
+            if moves:
+                states, weights = strategy.offload(optimizer=optimizer), strategy.offload(model=model)
+                assert not any(storage.nbytes() for storage, _ in states + weights)
+                sizes.append([sum(copy.nbytes() for _, copy in moved) for moved in (states, weights)])
+                strategy.onload(states + weights)
+                strategy.onload(strategy.offload(model=model, optimizer=optimizer))
+        runs.append(full(strategy.iter_full_params(model)))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    whole, ranks = sum(tensor.nbytes for tensor in runs[0].values()), dist.get_world_size()
+    if BACKEND == "deepspeed" and stage == 0:  # every rank holds all; the weights are those of the mapped file
+        assert min(states for states, _ in sizes) >= 2 * whole
+        return
+    parts = 1 if BACKEND == "deepspeed" and stage < 3 else ranks
+    for states, weights in sizes:
+        assert states >= 0.9 * 2 * whole / ranks and weights >= 0.9 * whole / parts, (sizes, whole)
+
+
+def squared_surprise(model, micro_batch: dict) -> tuple:
+    """A loss that no command has: the squared log-prob of each loss token, with a metric beside it."""
+    labels = micro_batch["labels"]
+    keep = labels != -100
+    logits = model(input_ids=micro_batch["input_ids"], attention_mask=micro_batch["attention_mask"]).logits
+    log_probs = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0][keep]
+    return (
+        (log_probs**2).sum(),
+        keep.sum(),
+        {"surprise": -log_probs.sum(), "with_grad": keep.sum() * log_probs.requires_grad},
+    )
+
+
+def check_a_loss_of_the_caller(stage: int) -> None:
+    """Forward alone, forward and backward over micro-batches, update: the numbers of one plain model on all samples."""
+    strategy, model, optimizer, scheduler, loader = make(stage)
+    plain = AutoModelForCausalLM.from_pretrained(f"{DEMO}/model", dtype=torch.float32)
+    samples, total, surprise, count = make_samples(), 0.0, 0.0, 0
+    for sample in list.__iter__(samples):
+        micro_batch = collate_padded([sample], pad_token_id=0)
+        loss, targets, metrics = squared_surprise(plain, micro_batch)
+        total, surprise, count = total + loss, surprise + metrics["surprise"].item(), count + targets.item()
+    (total / count).backward()
+    before = full(strategy.iter_full_params(model))
+    forward_only, num = forward_backward(strategy, model, first_batch(loader), squared_surprise)
+    assert num == count and forward_only["with_grad"] == 0
+    assert math.isclose(forward_only["loss"], total.item(), rel_tol=1e-5)
+    assert math.isclose(forward_only["surprise"], surprise, rel_tol=1e-5)
+    assert len(first_batch(loader).micro_batches) > 1
+    sums, _ = forward_backward(strategy, model, first_batch(loader), squared_surprise, optimizer)
+    assert sums == {**forward_only, "with_grad": count}
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, grad in full(strategy.iter_full_grads(model)).items():
+        assert (grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
+    norm = torch.nn.utils.get_total_norm(expected.values()).item()
+    assert math.isclose(strategy.optimizer_step(optimizer, model, scheduler), norm, rel_tol=1e-4)
+    after = full(strategy.iter_full_params(model))
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
 CHECKS = [
+    check_a_loss_of_the_caller,
+    check_offload,
     check_masters_and_buffers,
     check_small_bf16_updates,
     check_not_finite,

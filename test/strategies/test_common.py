@@ -1,8 +1,8 @@
-"""Frozen weights that wait in host memory, and micro-batches within micro-batches."""
+"""Frozen weights that wait in host memory, storages emptied and filled again, and micro-batches within micro-batches."""
 
 import torch
 
-from trainer.strategies.common import keep_on_host, to_device
+from trainer.strategies.common import bring_back, keep_on_host, take_to_host, to_device
 
 
 def test_frozen_weights_are_on_the_device_only_during_a_forward_pass():
@@ -27,6 +27,18 @@ def test_a_failed_forward_pass_leaves_the_weights_on_the_host():
         assert model.weight.device.type == "cpu"
     else:
         raise AssertionError("3 weights took 4 inputs")
+
+
+def test_views_outlive_the_time_that_their_storage_is_away():
+    """As ZeRO's masters do, of which parameters are views: one copy, no memory meanwhile, the same values afterwards."""
+    flat = torch.arange(6.0)
+    view, other = flat[2:5], torch.full((3,), 7.0)
+    copies = take_to_host([view, flat, other, torch.empty(0)])
+    assert [storage.nbytes() for storage, _ in copies] == [0, 0]
+    bring_back(copies)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5] and view.tolist() == [2, 3, 4] and other.tolist() == [7, 7, 7]
+    flat[3] = -1
+    assert view.tolist() == [2, -1, 4]
 
 
 def test_a_batch_within_a_batch_moves_too():

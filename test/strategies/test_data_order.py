@@ -98,6 +98,16 @@ def test_balanced_parts_of_the_docstring():
     assert balanced_parts([0, 1, 2, 3], [9, 5, 4, 4], 2) == [[0, 3], [1, 2]]
 
 
+def test_a_bound_on_tokens_balances_the_ranks():
+    """Long samples first: contiguous halves would be 4 x 40 and 4 x 5 tokens, and one rank would wait for the other."""
+    assert balanced_parts([7, 8, 9, 6], {7: 5, 8: 4, 9: 3, 6: 2}, 2) == [[7, 6], [8, 9]]
+    options = {"batch_size": 8, "shuffle": False}
+    for max_tokens, expected in ((None, [[160], [20]]), (40, [[90], [90]])):
+        plans = loader_of([40] * 4 + [5] * 4, 0, 2, max_tokens=max_tokens, **options).plan(list(range(8)))
+        assert [[sum(40 if i < 4 else 5 for micro in plan for i in micro)] for plan in plans] == expected
+        assert {len(plan) for plan in plans} == ({2} if max_tokens is None else {3})
+
+
 def test_position_can_be_saved_and_restored_in_mid_epoch():
     lengths = list(range(1, 31))
     whole = loader_of(lengths)

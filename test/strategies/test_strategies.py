@@ -12,4 +12,4 @@ def test_strategy_stands_alone(backend, num_stages, tmp_path):
     script = str(ROOT / "test/strategies/strategy_checks.py")
     code, output = torchrun(2, script, backend, str(tmp_path / "demo"), timeout=400)
     assert code == 0, output[-6000:]
-    assert output.count("ok check_") == 6 * num_stages
+    assert output.count("ok check_") == 8 * num_stages

@@ -235,11 +235,11 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
             metrics.event("end", steps=total_steps)
 
 
-def save_model(args, setup: Setup, model, run: Run, progress) -> None:
+def save_model(args, setup: Setup, model, run: Run, progress, suffix: str = "") -> None:
     """Write the trained model and its card."""
     from trainer.cli.outputs import write_model_card
 
-    save_path = args.save_path or os.path.join(run.output_dir, "model")
+    save_path = (args.save_path or os.path.join(run.output_dir, "model")).rstrip("/") + suffix
     setup.strategy.save_model(model, setup.tokenizer, save_path)
     if setup.strategy.is_rank_0():
         write_model_card(save_path, run.command, args, progress, run.ledger)

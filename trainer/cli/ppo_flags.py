@@ -22,15 +22,32 @@ def validate(args: PPOArguments) -> None:
         raise UserError("--lora_rank" if args.lora_rank else "--load_in_4bit", "with train_ppo", "leave it out")
     if args.verify_resume:
         raise UserError("--verify_resume", "with train_ppo", "leave it out")
-    if args.top_p != 1 or args.top_k != 0:
-        flag, value, off = ("--top_p", args.top_p, 1) if args.top_p != 1 else ("--top_k", args.top_k, 0)
-        raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
+    for flag, value, off in (("--top_p", args.top_p, 1), ("--top_k", args.top_k, 0), ("--min_p", args.min_p, 0)):
+        if value != off:
+            raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
+    _validate_offload(args)
+
+
+def _validate_offload(args: PPOArguments) -> None:
+    while_generating = {
+        "--offload_critic": args.offload_critic,
+        "--offload_actor_optimizer": args.offload_actor_optimizer,
+    }
+    for flag, value in while_generating.items():
+        if value and args.adam_offload:
+            raise UserError(
+                flag, "with --adam_offload, which keeps optimizer states in host memory for good", "one of them"
+            )
+        if value and args.rollouts_from and not args.eval_dataset:
+            raise UserError(flag, "with --rollouts_from, where nothing is generated", "leave it out")
+    if args.offload_reward and not args.reward_pretrain:
+        raise UserError("--offload_reward", "without --reward_pretrain", "leave it out")
 
 
 def _validate_engine(args: PPOArguments) -> None:
@@ -97,6 +114,7 @@ def _validate_algorithm(args: PPOArguments) -> None:
         raise UserError("--eps_clip_high", "with --policy_loss reinforce, which clips nothing", "ppo, gspo, cispo")
     if not args.init_kl_coef:
         needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
+        needing["--offload_ref"] = args.offload_ref
         for flag, value in needing.items():
             if value:
                 raise UserError(flag, "with --init_kl_coef 0, which means no reference", "--init_kl_coef above 0")
@@ -110,6 +128,7 @@ def _validate_critic(args: PPOArguments) -> None:
         raise UserError("--sequence_parallel", "with a critic, whose head needs whole sequences", "leave it out")
     needing = {
         "--critic_pretrain": args.critic_pretrain,
+        "--offload_critic": args.offload_critic,
         "--value_clip": args.value_clip,
         "--freezing_actor_steps": args.freezing_actor_steps,
     }
@@ -122,8 +141,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.training.ppo`."""
     from trainer.rollout.sampling import Sampling
     from trainer.training.advantages import AdvantageOptions
-    from trainer.training.ppo import PPOOptions
     from trainer.training.ppo_roles import PolicyOptions
+    from trainer.training.ppo_state import PPOOptions
 
     advantages = AdvantageOptions(
         args.advantage_estimator, args.n_samples_per_prompt, args.gamma, args.lambd, not args.no_advantage_std_norm

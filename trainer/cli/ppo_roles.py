@@ -80,8 +80,9 @@ def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_
     """All models, prepared, each in the order load, shard, load the next: only one is ever whole."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.training.ppo import Roles
+    from trainer.training.ema import WeightAverage
     from trainer.training.ppo_roles import disable_dropout
+    from trainer.training.ppo_state import Roles
 
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     _check_length(args, model.config)
@@ -89,10 +90,13 @@ def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_
     actor = tuple(common.prepare_training(args, setup.strategy, model, total_steps))
     return Roles(
         actor=actor,
+        average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
         score=build_reward(args, setup, make_batches),
         engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
         critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
         reference=_reference(args, setup) if args.init_kl_coef else None,
+        offload_actor_optimizer=args.offload_actor_optimizer,
+        offload_critic=args.offload_critic,
     )
 
 
@@ -151,7 +155,7 @@ def _reference(args: PPOArguments, setup: common.Setup):
     if args.ref_model:
         folder = setup.strategy.rank_0_first(lambda: resolve_model_folder(args.ref_model))
     reference = common.load_model(args, setup, folder, AutoModelForCausalLM)
-    return setup.strategy.prepare(reference.eval().requires_grad_(False))
+    return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
 
 
 def _critic(args: PPOArguments, setup: common.Setup, output_dir: str, total_steps: int) -> tuple:
@@ -213,7 +217,7 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
         return_token_scores(model)
-        models.append(setup.strategy.prepare(model.eval().requires_grad_(False)))
+        models.append(setup.strategy.prepare(model.eval().requires_grad_(False), offload=args.offload_reward))
     weights = args.reward_weights or [1.0] * len(models)
 
     ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id

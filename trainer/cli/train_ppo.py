@@ -46,7 +46,8 @@ def run(argv: list[str]) -> None:
     from trainer.rollout.prompt_order import PromptOrder
     from trainer.rollout.store import RolloutsLog
     from trainer.training.checkpointing import Checkpoints, Trained
-    from trainer.training.ppo import RLState, train_ppo
+    from trainer.training.ppo import train_ppo
+    from trainer.training.ppo_state import RLState
 
     validate(args)
     setup = common.set_up(args, is_demo)
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> None:
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)
     others = {"critic": roles.critic} if roles.critic else None
-    trained = Trained(strategy, *roles.actor, state, tokenizer, others)
+    trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
     checkpoints = Checkpoints(output_dir, trained, save_policy(args), dataclasses.asdict(args))
     progress = checkpoints.resume(args.load_checkpoint)
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
@@ -88,10 +89,12 @@ def run(argv: list[str]) -> None:
             check_replicas_every=args.check_replicas_every,
             parity_dump=args.parity_dump,
         )
+        run_facts = common.Run(COMMAND, output_dir, ledger, None, None)
         if not args.no_save:
-            common.save_model(
-                args, setup, roles.actor[0], common.Run(COMMAND, output_dir, ledger, None, None), progress
-            )
+            common.save_model(args, setup, roles.actor[0], run_facts, progress)
+        if roles.average and not args.no_save:
+            with roles.average.in_place():
+                common.save_model(args, setup, roles.actor[0], run_facts, progress, suffix="_ema")
         if metrics:
             metrics.event("end", steps=total_steps)
 

@@ -199,3 +199,17 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "response": tokenizer.decode(sample.response_ids),
     }
     return {"rollout": rollout, **texts, **dataclasses.asdict(sample)}
+
+
+def as_table(samples: list[Sample], tokenizer) -> list[dict]:
+    """What of samples is for the eye."""
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response_ids),
+            "label": sample.label,
+            "score": sample.score,
+            "finished": sample.finished,
+        }
+        for sample in samples
+    ]

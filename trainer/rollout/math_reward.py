@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+from trainer.rollout.formulas import equal_as_formulas
+
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 
 
@@ -52,12 +54,19 @@ def same_answer(found: str, wanted: str) -> bool:
 
 
 def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
-    """1 where the final answer of the response is that of the label (a solution, or the answer alone), else 0."""
-    scores = []
+    """1 where the final answer of the response is that of the label (a solution, or the answer alone), else 0.
+
+    Answers that are no numbers and not the same text are compared as formulas, unless the label is one of GSM8K.
+    """
+    scores, doubtful = [], {}
     for response, label in zip(responses, labels):
         is_solution = "####" in label or "\\boxed{" in label
         found, wanted = final_answer(response), (final_answer(label) if is_solution else None) or label
         scores.append(float(found is not None and same_answer(found, wanted)))
+        if found and not scores[-1] and "####" not in label and None in (as_number(found), as_number(wanted)):
+            doubtful[len(scores) - 1] = (found, wanted)
+    for number, equal in zip(doubtful, equal_as_formulas(list(doubtful.values()))):
+        scores[number] = float(equal)
     return scores
 
 

@@ -5,10 +5,12 @@ import json
 import os
 
 from trainer.errors import UserError
-from trainer.rollout.experience import Sample, as_row
+from trainer.metrics import MetricsLog
+from trainer.rollout.experience import Sample, as_row, as_table
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 FLAG = "--rollouts_from"
+SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 
 
 class RolloutsLog:
@@ -17,6 +19,10 @@ class RolloutsLog:
 
     def __init__(self, output_dir: str, tokenizer):
         self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
+
+    def show(self, samples: list[Sample], metrics: MetricsLog, step: int) -> None:
+        """A table of the first samples for wandb and TensorBoard, where they are used."""
+        metrics.table("samples", step, as_table(samples[:SHOWN], self._tokenizer))
 
     def write(self, rollout: int, samples: list[Sample]) -> None:
         lines = [json.dumps(as_row(sample, rollout, self._tokenizer)) + "\n" for sample in samples]

@@ -1,7 +1,8 @@
-"""What both strategies do in the same words: dtypes, random seeds, decay groups and moving a batch."""
+"""What both strategies do in the same words: dtypes, random seeds, decay groups, moving a batch, and to host memory."""
 
 import os
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -52,6 +53,29 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     model.register_forward_pre_hook(lambda *_: put(True))
     model.register_forward_hook(lambda *_: put(False), always_call=True)
     return model
+
+
+def adam_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What AdamW remembers of its parameters, beside the step counts; nothing before the first step."""
+    return [state[kind] for state in optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq") if kind in state]
+
+
+def take_to_host(tensors: Iterable[torch.Tensor]) -> list[tuple]:
+    """Copy what `tensors` are made of to host memory and free it on the device, for `bring_back`. It is storages that are
+    emptied and filled again, so all views of them stay what they are."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    # what cannot be resized is not torch's to free: a mapped file, pinned memory
+    own = [storage for storage in storages.values() if storage.resizable()]
+    copies = [(storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()) for storage in own]
+    for storage, _ in copies:
+        storage.resize_(0)
+    return copies
+
+
+def bring_back(copies: list[tuple]) -> None:
+    for storage, copy in copies:
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy)
 
 
 def to_device(batch: dict, device: torch.device) -> dict:

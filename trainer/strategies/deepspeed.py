@@ -6,9 +6,10 @@ of (sum of all losses) / count, whatever the layout.
 """
 
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -16,9 +17,18 @@ import torch.distributed as dist
 
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
-from trainer.strategies import autotp, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel
+from trainer.strategies import autotp, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel, zero_masters
 from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
-from trainer.strategies.common import DTYPES, decay_groups, keep_on_host, seed_everything, to_device
+from trainer.strategies.common import (
+    DTYPES,
+    adam_moments,
+    bring_back,
+    decay_groups,
+    keep_on_host,
+    seed_everything,
+    take_to_host,
+    to_device,
+)
 from trainer.strategies.data_order import GlobalBatchLoader
 
 
@@ -383,6 +393,25 @@ class DeepspeedStrategy:
         model.zero_grad()
         return norm.item()
 
+    def offload(self, *, model=None, optimizer=None) -> list[tuple]:
+        """Move weights, Adam's states, or both to host memory until `onload` of the result; none of them may be used meanwhile.
+
+        Of a model with its optimizer, the fp32 masters go too.
+        """
+        tensors = (
+            adam_moments(optimizer if self.zero_stage == 0 else optimizer.optimizer) if optimizer is not None else []
+        )
+        if model is not None:
+            parameters = self.unwrap(model).parameters()
+            tensors += [p.ds_tensor for p in parameters] if self.zero_stage == 3 else list(parameters)
+        if model is not None and optimizer is not None and self.zero_stage > 0:
+            tensors += zero_masters.all_of(optimizer, self.zero_stage)
+        return take_to_host(tensors)
+
+    def onload(self, offloaded: list[tuple]) -> None:
+        """Bring back what `offload` moved."""
+        bring_back(offloaded)
+
     def _note_reached(self, model) -> None:
         """Write down which parameters autograd reaches: the engine takes gradients away and hides what never came."""
         model.reached_parameters = set()
@@ -457,10 +486,12 @@ class DeepspeedStrategy:
         background: bool = False,
         hf_weights: bool = False,
         others: Optional[dict[str, tuple]] = None,
+        further: Sequence[Piece] = (),
     ) -> run_state.PendingSave:
         """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
 
-        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic.
+        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic; `further` are pieces
+        of this rank besides, such as averaged weights.
         """
 
         def export(target: str) -> None:
@@ -469,13 +500,22 @@ class DeepspeedStrategy:
 
         own = self._own_state(model, scheduler)
         own["others"] = {role: self._own_state(other[0], other[2]) for role, other in (others or {}).items()}
-        pieces = self._all_pieces(model, optimizer, others)
+        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
         options = {"portable": portable, "background": background, "export": export}
         return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
 
-    def load_ckpt(self, folder: str, model, optimizer, scheduler, others: Optional[dict[str, tuple]] = None) -> dict:
+    def load_ckpt(
+        self,
+        folder: str,
+        model,
+        optimizer,
+        scheduler,
+        others: Optional[dict[str, tuple]] = None,
+        further: Sequence[Piece] = (),
+    ) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
-        state = run_state.load(folder, self._all_pieces(model, optimizer, others), self.device)
+        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
+        state = run_state.load(folder, pieces, self.device)
         self._restore_own_state(state, model, optimizer, scheduler)
         for role, other in (others or {}).items():
             self._restore_own_state(state["others"][role], *other)
@@ -491,6 +531,10 @@ class DeepspeedStrategy:
             scaler = model.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter = state["loss_scale"]["scale"], state["loss_scale"]["good_steps"]
             scaler.last_overflow_iter = -1
+
+    def weight_pieces(self, model, optimizer) -> Iterator[Piece]:
+        """This rank's parts of the weights in fp32, as they are now, to read and to write."""
+        return (piece for piece in self._pieces(model, optimizer) if piece.key.startswith("weight/"))
 
     def _all_pieces(self, model, optimizer, others: Optional[dict[str, tuple]]) -> Iterator[Piece]:
         yield from self._pieces(model, optimizer)
@@ -522,8 +566,8 @@ class DeepspeedStrategy:
             for kind, state in run_state.adam_states(optimizer, parameter).items():
                 yield whole_piece(f"{kind}/{name}", state, is_written)
         else:
-            part = _zero_3_part if self.zero_stage == 3 else _zero_2_part
-            yield from _master_pieces(name, optimizer.optimizer, *part(parameter, optimizer))
+            part = zero_masters.stage_3_part if self.zero_stage == 3 else zero_masters.stage_2_part
+            yield from zero_masters.pieces_of(name, optimizer.optimizer, *part(parameter, optimizer))
 
     def _untrained_piece(self, name: str, tensor: torch.Tensor, parameter) -> Piece:
         """A buffer or a frozen parameter, which has no master."""
@@ -554,33 +598,3 @@ class DeepspeedStrategy:
     rank_0_alone = ranks.rank_0_alone
     print = ranks.print
     is_rank_0 = ranks.is_rank_0
-
-
-def _zero_2_part(parameter, optimizer) -> tuple:
-    """(full shape, start of this rank's stretch, flat masters, where in them, how many) of a parameter in ZeRO 1 and 2."""
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return tuple(parameter.shape), 0, None, 0, 0
-    flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
-    within = mapping.hp_fragment_address
-    return tuple(parameter.shape), mapping.lp_fragment_address.start, flat, within.start, within.numel
-
-
-def _zero_3_part(parameter, optimizer) -> tuple:
-    """The same in ZeRO 3, where each parameter is cut into equal stretches, the last ones padded."""
-    group, where, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    start = size * optimizer._get_param_partition_rank(parameter)
-    used = max(0, min(size, parameter.ds_numel - start))
-    return tuple(parameter.ds_shape), start, optimizer.fp32_partitioned_groups_flat[group], where, used
-
-
-def _master_pieces(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[Piece]:
-    """The pieces of one parameter, `size` elements at `where` of this rank's flat masters; those at `start` of it all."""
-    if not size:
-        return
-    yield flat_piece(f"weight/{name}", shape, start, flat.narrow(0, where, size))
-    for kind, state in run_state.adam_states(adamw, flat).items():
-        if state.ndim:
-            yield flat_piece(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
-        else:  # the step count, the same in every part
-            yield whole_piece(f"{kind}/{name}", state, is_written=start == 0)

@@ -5,8 +5,9 @@ scales by `number of loss ranks / count`, and FSDP2 averages gradients over thos
 (sum of all losses) / count, whatever the layout.
 """
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -19,7 +20,15 @@ from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import adapter, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel
 from trainer.strategies.checkpoint_pieces import Piece, whole_piece
-from trainer.strategies.common import DTYPES, decay_groups, seed_everything, to_device
+from trainer.strategies.common import (
+    DTYPES,
+    adam_moments,
+    bring_back,
+    decay_groups,
+    seed_everything,
+    take_to_host,
+    to_device,
+)
 from trainer.strategies.data_order import GlobalBatchLoader
 
 
@@ -226,6 +235,16 @@ class FSDP2Strategy:
         optimizer.zero_grad(set_to_none=True)
         return norm.item()
 
+    def offload(self, *, model=None, optimizer=None) -> list[tuple]:
+        """Move weights, Adam's states, or both to host memory until `onload` of the result; none of them may be used meanwhile."""
+        tensors = list(checkpoint.all_tensors(model).values()) if model is not None else []
+        tensors += adam_moments(optimizer) if optimizer is not None else []
+        return take_to_host(map(gradients.to_local_if_dtensor, tensors))
+
+    def onload(self, offloaded: list[tuple]) -> None:
+        """Bring back what `offload` moved."""
+        bring_back(offloaded)
+
     def unreached_parameters(self, model) -> list[str]:
         """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
         return [
@@ -281,10 +300,12 @@ class FSDP2Strategy:
         background: bool = False,
         hf_weights: bool = False,
         others: Optional[dict[str, tuple]] = None,
+        further: Sequence[Piece] = (),
     ) -> run_state.PendingSave:
         """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
 
-        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic.
+        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic; `further` are pieces
+        of this rank besides, such as averaged weights.
         """
 
         def export(target: str) -> None:
@@ -293,18 +314,31 @@ class FSDP2Strategy:
 
         own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self.loss_scale.state_dict()}
         own["others"] = {role: {"scheduler_step": other[2].last_epoch} for role, other in (others or {}).items()}
-        pieces = self._all_pieces(model, optimizer, others)
+        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
         options = {"portable": portable, "background": background, "export": export}
         return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
 
-    def load_ckpt(self, folder: str, model, optimizer, scheduler, others: Optional[dict[str, tuple]] = None) -> dict:
+    def load_ckpt(
+        self,
+        folder: str,
+        model,
+        optimizer,
+        scheduler,
+        others: Optional[dict[str, tuple]] = None,
+        further: Sequence[Piece] = (),
+    ) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
-        state = run_state.load(folder, self._all_pieces(model, optimizer, others), self.device)
+        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
+        state = run_state.load(folder, pieces, self.device)
         run_state.set_scheduler_step(scheduler, state["scheduler_step"])
         for role, (_, _, its_scheduler) in (others or {}).items():
             run_state.set_scheduler_step(its_scheduler, state["others"][role]["scheduler_step"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         return state
+
+    def weight_pieces(self, model, optimizer) -> Iterator[Piece]:
+        """This rank's parts of the weights in fp32, as they are now, to read and to write."""
+        return (piece for piece in self._pieces(model, optimizer) if piece.key.startswith("weight/"))
 
     def _all_pieces(self, model, optimizer, others: Optional[dict[str, tuple]]) -> Iterator[Piece]:
         yield from self._pieces(model, optimizer)

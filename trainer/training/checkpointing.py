@@ -48,6 +48,11 @@ class Trained:
     loader: object  # has state_dict, load_state_dict and fingerprint
     tokenizer: object
     others: Optional[dict[str, tuple]] = None  # further (model, optimizer, scheduler) triples by role
+    average: object = None  # a WeightAverage of the model
+
+    def further(self) -> list:
+        """This rank's pieces of what stands beside the models."""
+        return self.average.pieces() if self.average else []
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Checkpoints:
     def load(self, folder: str) -> Progress:
         """Put the run where it was when it saved `folder`. Raises UserError if it is damaged or of other data."""
         t = self.trained
-        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler, t.others)
+        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler, t.others, t.further())
         mine = t.loader.fingerprint()
         for key, flag in DATA_FLAGS.items():
             if key in mine and state["data"].get(key) != mine[key]:
@@ -172,6 +177,7 @@ class Checkpoints:
             background=background,
             hf_weights=policy.hf_weights,
             others=t.others,
+            further=t.further(),
         )
         self._pending, self._saved_at = (pending, is_best), time.monotonic()
         if not background:

@@ -41,7 +41,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4
 
 
 def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=None) -> tuple[dict[str, float], int]:
-    """Run every micro-batch of this rank's part of a global batch; backward too where there is an `optimizer`.
+    """Run every micro-batch of this rank's part of a global batch: forward, and backward too where there is an `optimizer`.
 
     Returns the sums of losses ("loss") and of the method's metrics, and the count, over the global batch (one all-reduce
     over dp x sp, one more for a TwoPassLoss). The mean, and every gradient, has the global count as its only denominator.

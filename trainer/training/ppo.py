@@ -9,7 +9,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Optional
 
 import torch
@@ -18,79 +17,19 @@ from tqdm import tqdm
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, step_line
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread
-from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.store import RolloutsLog
 from trainer.rollout.sync import sync_weights
 from trainer.training import advantages as adv
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.loop import dump, forward_backward, inspect_gradients, mean_metrics, step_row, train_step
-from trainer.training.ppo_roles import PolicyOptions, critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.ppo_roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.signals import StopRequest
 
 # sums over response tokens in the metrics of the losses, shown as means over those
 TOKEN_METRICS = ("entropy", "clip_fraction", "ratio_deviation", "approx_kl", "kl_loss", "values")
 MAX_FILTERING_ROUNDS = 20  # times the prompts of a rollout are drawn before dynamic filtering gives up
-
-
-@dataclass(frozen=True)
-class PPOOptions:
-    """The algorithm of a run."""
-
-    advantages: adv.AdvantageOptions
-    policy: PolicyOptions
-    sampling: Sampling
-    seed: int
-    num_epochs: int = 1  # over each rollout
-    kl_estimator: str = "k1"
-    kl_in_rewards: bool = False
-    kl_target: Optional[float] = None
-    kl_horizon: int = 10000
-    tis_cap: Optional[float] = None
-    normalize_reward: bool = False
-    reward_clip_range: Optional[tuple[float, float]] = None
-    overlong_buffer_len: int = 0
-    overlong_penalty_factor: float = 1.0
-    filtering_range: Optional[tuple[float, float]] = None
-    freezing_actor_steps: int = 0
-
-
-@dataclass
-class Roles:
-    """The models of a run. `score(samples)` sets the score of every sample, on every rank alike (collective)."""
-
-    actor: tuple  # (model, optimizer, scheduler), prepared
-    score: Callable[[list[Sample]], None]
-    engine: object = None  # None where rollouts come from a file and nothing is evaluated
-    critic: Optional[tuple] = None
-    reference: object = None
-    synced_step: Optional[int] = None  # the step whose weights the engine holds
-    sync_facts: dict = field(default_factory=dict)  # of that sync
-
-
-@dataclass
-class RLState:
-    """What a run remembers between rollouts beside its models; stands in a checkpoint as its position in the data."""
-
-    prompts: PromptOrder
-    kl_coef: float
-    rollout: int = 0
-    moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
-    facts: dict = field(default_factory=dict)  # flags that must not change for a position to mean the same
-
-    def state_dict(self) -> dict:
-        position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}
-        return {**position, "rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.prompts.episode, self.prompts.next_index = state["episode"], state["next_index"]
-        self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
-        self.moments = adv.RunningMoments(**state["moments"])
-
-    def fingerprint(self) -> dict:
-        prompts = self.prompts
-        own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
-        return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}
 
 
 @contextlib.contextmanager
@@ -110,6 +49,17 @@ def sync(strategy, roles: Roles, progress: Progress) -> dict:
         roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
         roles.synced_step = progress.step
     return roles.sync_facts
+
+
+@contextlib.contextmanager
+def offloaded(strategy, roles: Roles):
+    """Inside, while weights are synced and responses generated, what the flags name is in host memory."""
+    kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
+    kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
+    try:
+        yield
+    finally:
+        strategy.onload(kept)
 
 
 def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
@@ -237,7 +187,10 @@ def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, fro
     """One step of the policy; while it is frozen, its loss alone."""
     model, optimizer, scheduler = roles.actor
     if not frozen:
-        return per_token(train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect))
+        row = per_token(train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect))
+        if roles.average and not row.get("skipped"):
+            roles.average.update()
+        return row
     started = time.perf_counter()
     sums, count = forward_backward(strategy, model, batch, loss_fn)
     progress.step += 1
@@ -261,10 +214,11 @@ def update_critic(strategy, critic: tuple, batch, loss_fn) -> dict[str, float]:
 
 def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
     """Greedy answers to `prompts`: mean score, the share that scores 1 or more (pass@1), lengths (collective)."""
-    facts = sync(strategy, roles, progress)
     greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
-    samples = generate_samples(roles.engine, prompts, 1, greedy, seed=0, rollout=0)
-    roles.score(samples)
+    with offloaded(strategy, roles):
+        facts = sync(strategy, roles, progress)
+        samples = generate_samples(roles.engine, prompts, 1, greedy, seed=0, rollout=0)
+        roles.score(samples)
     found = sample_facts(samples)
     found["pass_at_1"] = (_scores(samples) >= 1).double().mean().item()
     return {f"eval_{name}": value for name, value in found.items()} | facts
@@ -321,17 +275,20 @@ def train_ppo(
     with StopRequest() as stop:
         while progress.step < total_steps:
             first_step, before = progress.step, state.state_dict()
-            facts = {"rollout": state.rollout, **sync(strategy, roles, progress)}
+            facts = {"rollout": state.rollout}
             try:
-                samples = make_samples(roles, state, options, frozen_rollouts, facts)
+                with offloaded(strategy, roles):
+                    facts |= sync(strategy, roles, progress)
+                    samples = make_samples(roles, state, options, frozen_rollouts, facts)
+                    if roles.engine is not None:
+                        roles.engine.sleep()
             except UserError:  # of a reward, on every rank alike: nothing of the finished steps is lost
                 state.load_state_dict(before)
                 checkpoints.save(progress)
                 raise
-            if roles.engine is not None:
-                roles.engine.sleep()
             if rollouts_log:
                 rollouts_log.write(state.rollout, samples)
+                rollouts_log.show(samples, metrics, progress.step)
             batches, num_response_tokens = make_batches(samples, before["episode"])
             with timed(facts, "logprobs"):
                 flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)

@@ -1,0 +1,75 @@
+"""What a run of train_ppo is made of: the options of its algorithm, its roles, and what it remembers between rollouts."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Optional
+
+from trainer.rollout.experience import Sample
+from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.sampling import Sampling
+from trainer.training import advantages as adv
+from trainer.training.ema import WeightAverage
+from trainer.training.ppo_roles import PolicyOptions
+
+
+@dataclass(frozen=True)
+class PPOOptions:
+    """The algorithm of a run."""
+
+    advantages: adv.AdvantageOptions
+    policy: PolicyOptions
+    sampling: Sampling
+    seed: int
+    num_epochs: int = 1  # over each rollout
+    kl_estimator: str = "k1"
+    kl_in_rewards: bool = False
+    kl_target: Optional[float] = None
+    kl_horizon: int = 10000
+    tis_cap: Optional[float] = None
+    normalize_reward: bool = False
+    reward_clip_range: Optional[tuple[float, float]] = None
+    overlong_buffer_len: int = 0
+    overlong_penalty_factor: float = 1.0
+    filtering_range: Optional[tuple[float, float]] = None
+    freezing_actor_steps: int = 0
+
+
+@dataclass
+class Roles:
+    """The models of a run. `score(samples)` sets the score of every sample, on every rank alike (collective)."""
+
+    actor: tuple  # (model, optimizer, scheduler), prepared
+    score: Callable[[list[Sample]], None]
+    engine: object = None  # None where rollouts come from a file and nothing is evaluated
+    critic: Optional[tuple] = None
+    reference: object = None
+    average: Optional[WeightAverage] = None  # of the actor's weights
+    offload_actor_optimizer: bool = False  # while responses are generated
+    offload_critic: bool = False  # likewise
+    synced_step: Optional[int] = None  # the step whose weights the engine holds
+    sync_facts: dict = field(default_factory=dict)  # of that sync
+
+
+@dataclass
+class RLState:
+    """What a run remembers between rollouts beside its models; stands in a checkpoint as its position in the data."""
+
+    prompts: PromptOrder
+    kl_coef: float
+    rollout: int = 0
+    moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
+    facts: dict = field(default_factory=dict)  # flags that must not change for a position to mean the same
+
+    def state_dict(self) -> dict:
+        position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}
+        return {**position, "rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.prompts.episode, self.prompts.next_index = state["episode"], state["next_index"]
+        self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
+        self.moments = adv.RunningMoments(**state["moments"])
+
+    def fingerprint(self) -> dict:
+        prompts = self.prompts
+        own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
+        return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}
