@@ -341,10 +341,11 @@ def test_bf16(run):
     assert len(rows) == 4 and all(row["rollout_logprob_diff"] < 0.05 for row in rows)
 
 
-def test_the_share_of_a_gpu_needs_one(demo):
+def test_the_share_of_a_gpu_needs_one(demo, monkeypatch):
+    monkeypatch.delenv("RANK"), monkeypatch.delenv("LOCAL_RANK")
     flags = ["--pretrain", f"{demo}/model", "--dataset", f"{demo}/prompts.jsonl", "--label_key", "label"]
     flags += ["--reward_func", "math", "--rollout_engine", "vllm", "--vllm_gpu_memory_utilization", "0.3"]
-    flags += ["--device", "cpu", "--no_save", "--n_samples_per_prompt", "2", "--output_dir", f"{demo}/share"]
+    flags += ["--device", "cpu", "--prompt_max_len", "64", "--generate_max_len", "8", "--output_dir", f"{demo}/share"]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_ppo", *flags])
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1, output[-3000:]

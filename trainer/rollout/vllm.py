@@ -44,6 +44,7 @@ class VLLMEngine:
             cache_bytes = _cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
             _keep_plain_weights()
+            _communicate_by_gloo()
         with torch.random.fork_rng(self._rng_devices):  # vLLM seeds torch's generators, which training draws from
             self._llm = _start(
                 model=folder,
@@ -160,6 +161,14 @@ def _keep_plain_weights() -> None:
     from vllm.model_executor.layers.linear import LinearBase
 
     LinearBase._cpu_skip_gemm_dispatch = True
+
+
+def _communicate_by_gloo() -> None:
+    """On CPU vLLM's tp groups talk through shared memory, under one name for all that the external launcher starts: a
+    second run beside it, or after one that was killed, could not start."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _use_plain_embeddings(model: torch.nn.Module) -> None:
