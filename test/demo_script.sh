@@ -7,5 +7,5 @@ source scripts/setup_env.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 OUT="$(mktemp -d)"
 trap 'rm -rf "$OUT"' EXIT
-bash "scripts/$SCRIPT" --logging_steps 20 --output_dir "$OUT/run" "$@"
+bash "scripts/$SCRIPT" --max_steps 30 --logging_steps 10 --output_dir "$OUT/run" "$@"
 python test/assert_learned.py "$OUT/run"
