@@ -52,7 +52,7 @@ def make_long_rows(source: Path, target: Path, per_row: int = 4) -> None:
     target.write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
 
 
-def contenders(job: str, steps: int, folder: Path, data: Path) -> dict[str, list[str]]:
+def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -> dict[str, list[str]]:
     """The command of each contender, without its --output_dir."""
     flags = ["--pretrain", str(folder / "model"), "--param_dtype", "fp32", "--no_save", "--learning_rate", "1e-4"]
     flags += ["--logging_steps", "1000", "--no_shuffle", "--weight_decay", "0.1"]
@@ -73,7 +73,7 @@ def contenders(job: str, steps: int, folder: Path, data: Path) -> dict[str, list
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
     others = {"plain loop": "plain_loop.py", "TRL SFTTrainer": "trl_loop.py"}
     by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
-    return {**own, **by_hand, **two}
+    return {**own, **by_hand, **(two if max_ranks > 1 else {})}
 
 
 def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
@@ -99,13 +99,13 @@ def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
     }
 
 
-def measure(job: str, rounds: int, steps: int, data: Path) -> dict[str, list[dict]]:
+def measure(job: str, rounds: int, steps: int, data: Path, max_ranks: int) -> dict[str, list[dict]]:
     """The figures of every round by contender."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", data / "models/stories260K-hf")
         make_long_rows(data / "gsm8k/train.jsonl", folder / "long.jsonl")
-        commands = contenders(job, steps, folder, data)
+        commands = contenders(job, steps, folder, data, max_ranks)
         found: dict[str, list[dict]] = {name: [] for name in commands}
         for number in range(rounds):
             for name, command in commands.items():
@@ -173,10 +173,11 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--max_ranks", type=int, choices=[1, 2], default=2)
     parser.add_argument("--json", type=Path, default=Path("sft_speed.json"))
     parser.add_argument("--update", type=Path, help="Markdown file to write the tables into, and a picture beside it")
     args = parser.parse_args()
-    results = {job: measure(job, args.rounds, args.steps, args.data.resolve()) for job in args.jobs}
+    results = {job: measure(job, args.rounds, args.steps, args.data.resolve(), args.max_ranks) for job in args.jobs}
     args.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
     lines = [
         "## SFT speed",
