@@ -14,16 +14,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 
 
+def _environment(**env: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+
+
 def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
     """(exit code, stdout and stderr together) of a command; all it started is killed when it is over or too slow."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
-        env=environment,
+        env=_environment(**env),
         start_new_session=True,
     )
     try:
@@ -40,9 +43,8 @@ def run_until_gone(command: list[str], *, timeout: float, cwd: Path = ROOT) -> t
 
     Measured from that line on, so that a busy machine's start-up does not count.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **streams)
+    process = subprocess.Popen(command, cwd=cwd, env=_environment(), start_new_session=True, **streams)
     killer = threading.Timer(timeout, lambda: os.killpg(process.pid, signal.SIGTERM))
     killer.start()
     lines, told = [], None
@@ -71,6 +73,14 @@ def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, tim
     code, output = torchrun(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
     assert code == 0, output[-6000:]
     return output
+
+
+def train_many_with_trl(runs: list[dict], folder: Path) -> None:
+    """Run TRL's trainers one after the other in one process; see test/trl_runs.py."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    script, packages = str(ROOT / "test/trl_runs.py"), os.pathsep.join(filter(None, sys.path))
+    code, output = run_process([sys.executable, script, str(folder / "runs.json")], timeout=900, PYTHONPATH=packages)
+    assert code == 0, output[-6000:]
 
 
 def read_steps(run_folder: Path) -> list[dict]:

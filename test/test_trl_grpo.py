@@ -7,11 +7,9 @@ last step within 2e-5 and 1e-4 of their norm. Where a convention differs, the ca
 
 import importlib.util
 import json
-import os
-import sys
 
 import pytest
-from launch import ROOT, read_steps, run_process, train_many
+from launch import read_steps, train_many, train_many_with_trl
 from safetensors.torch import load_file
 from test_parity_ppo import EACH, PROMPTS, write_rollouts
 
@@ -74,10 +72,7 @@ def runs(tmp_path_factory, shared_data):
         options = {"scale_rewards": "none", "beta": 0.0, **options}
         theirs.append({"argv": [*argv, "--output_dir", f"{folder}/{name}/trl"], "trl": "GRPO", "options": options})
     train_many(1, ours, folder, timeout=900)
-    (folder / "runs.json").write_text(json.dumps(theirs))
-    script, packages = str(ROOT / "test/trl_runs.py"), os.pathsep.join(filter(None, sys.path))
-    code, output = run_process([sys.executable, script, str(folder / "runs.json")], timeout=900, PYTHONPATH=packages)
-    assert code == 0, output[-6000:]
+    train_many_with_trl(theirs, folder)
     return folder
 
 

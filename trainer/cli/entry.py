@@ -19,7 +19,8 @@ MEMORY_FLAGS = "a smaller --micro_train_batch_size or --max_len, --gradient_chec
 
 
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Run `main(argv)` and end the process. What ends it early is told once, in one line where the cause is known, with the exit code for it."""
+    """Run `main(argv)` and end the process. What ends it early is told once, in one line where the cause is known, with the
+    exit code for it."""
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where torchrun did not start the process
     try:
         main(sys.argv[1:] if argv is None else argv)
