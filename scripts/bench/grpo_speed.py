@@ -13,10 +13,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from sft_speed import ROOT, machine, update
+from sft_speed import ROOT, machine, timed, update
 
 SAMPLES, GROUP, MAX_NEW = 128, 8, 32
 SHORT, LONG = 2, 12  # steps
@@ -27,6 +26,7 @@ def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
+    from trl_loop import FASTEST_ON_CPU
 
     rows = [json.loads(line) for line in (demo / "prompts.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["messages"], "label": row["label"]} for row in rows])
@@ -43,13 +43,7 @@ def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
         max_steps=steps,
         learning_rate=2e-4,
         beta=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+        **FASTEST_ON_CPU,
     )
     GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(demo / "model"),
@@ -73,15 +67,6 @@ def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
 
 
-def seconds(line: list[str]) -> float:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(line)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return time.perf_counter() - started
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         train_with_trl(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
@@ -98,7 +83,7 @@ def main() -> None:
         subprocess.run(make_demo, check=True, cwd=ROOT, capture_output=True)
         for number in range(args.rounds):
             for name in names:
-                short, long = (seconds(command(name, demo, steps, folder)) for steps in (SHORT, LONG))
+                short, long = (timed(command(name, demo, steps, folder), os.cpu_count()) for steps in (SHORT, LONG))
                 found[name].append((LONG - SHORT) * SAMPLES / (long - short))
                 print(f"round {number + 1}: {name}: {found[name][-1]:.1f} samples/s", flush=True)
     lines = ["## GRPO end to end", "", f"`python scripts/bench/grpo_speed.py`, {args.rounds} rounds: {machine()}.", ""]

@@ -8,16 +8,14 @@ step and the seconds per row before the first step; of the long run, steps and m
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from sft_speed import ROOT, machine, update
+from sft_speed import ROOT, machine, timed, update
 
 
 def make_data(folder: Path, num_rows: int) -> Path:
@@ -45,11 +43,7 @@ def run(folder: Path, backend: str, data: Path, steps: int) -> tuple[float, list
         str(folder / "run"),
         "--overwrite",
     ]
-    cache = {"HF_DATASETS_CACHE": tempfile.mkdtemp(dir=folder)}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **cache}
-    started = time.perf_counter()
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    wall = time.perf_counter() - started
+    wall = timed(command, 1, HF_DATASETS_CACHE=tempfile.mkdtemp(dir=folder))
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_time" in row]
     return wall - sum(row["step_time"] for row in rows), rows

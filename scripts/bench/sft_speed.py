@@ -76,16 +76,21 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     return {**own, **by_hand, **(two if max_ranks > 1 else {})}
 
 
+def timed(command: list[str], threads: int, **env: str) -> float:
+    """Seconds of a whole process with so many threads; ends the bench with its output where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+    started = time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return time.perf_counter() - started
+
+
 def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
     """Figures of one process: its median step in tokens/s, that step's spread, seconds around the steps, peak memory."""
     shutil.rmtree(folder, ignore_errors=True)
     threads = max(1, (os.cpu_count() or 1) // (2 if two_ranks else 1))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    done = subprocess.run([*command, "--output_dir", str(folder)], env=environment, capture_output=True, text=True)
-    wall = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    wall = timed([*command, "--output_dir", str(folder)], threads)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_time" in row]
     # train_sft writes the speed itself; its "tokens" are those with a loss
