@@ -14,7 +14,7 @@ import statistics
 import sys
 
 import torch
-from reference import dump
+from reference import add_lora, dump, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
@@ -31,6 +31,7 @@ def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, to
 
 def values_of(critic, sample: dict) -> torch.Tensor:
     ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
+    critic = critic.get_base_model() if hasattr(critic, "get_base_model") else critic
     return critic.score(critic.model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0].double()
 
 
@@ -105,7 +106,7 @@ class Trained:
 
     def __init__(self, args, model, lr: float):
         self.model, self.max_norm = model, args.max_norm or math.inf
-        groups = [[p for p in model.parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
+        groups = [[p for _, p in trained(model) if (p.ndim >= 2) == matrix] for matrix in (True, False)]
         decays = [{"params": p, "weight_decay": d} for p, d in zip(groups, (args.weight_decay, 0.0)) if p]
         self.optimizer = torch.optim.AdamW(decays, lr=lr, betas=tuple(args.adam_betas))
         warmup = math.ceil(args.lr_warmup_ratio * args.max_steps)
@@ -140,11 +141,13 @@ def main(argv: list[str]) -> None:
     args, _ = parse(argv)
     os.makedirs(args.output_dir, exist_ok=True)
     model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+    model = add_lora(model, args) if args.lora_rank else model
     actor, critic = Trained(args, model, args.learning_rate), None
     if args.advantage_estimator == "gae":
         make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)
         kind = AutoModelForSequenceClassification
         scorer = kind.from_pretrained(f"{args.output_dir}/initial", dtype=torch.float32)
+        scorer = add_lora(scorer, args, "SEQ_CLS") if args.lora_rank else scorer
         critic = Trained(args, scorer, args.critic_learning_rate)
     rows, step = [], 0
     for samples in read(args.rollouts_from):
@@ -161,7 +164,7 @@ def main(argv: list[str]) -> None:
             step, batch = step + 1, samples[start : start + args.train_batch_size]
             row = {"step": step, "loss": actor.backward(args, batch, policy_loss)}
             if step == 1 and args.parity_dump:
-                dump({name: p.grad for name, p in actor.model.named_parameters()}, args.parity_dump, "grads_step1")
+                dump({name: p.grad for name, p in trained(actor.model)}, args.parity_dump, "grads_step1")
             row["grad_norm"] = actor.step()
             if critic:
                 row["value_loss"] = critic.backward(args, batch, value_loss)
@@ -170,7 +173,7 @@ def main(argv: list[str]) -> None:
     with open(f"{args.output_dir}/metrics.jsonl", "w") as log:
         log.writelines(json.dumps(row) + "\n" for row in rows)
     if args.parity_dump:
-        dump(dict(actor.model.named_parameters()), args.parity_dump, "weights_final")
+        dump(dict(trained(actor.model)), args.parity_dump, "weights_final")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 
@@ -370,7 +371,8 @@ WRONG = {
     "--offload_reward": ["--offload_reward"],
     "--offload_critic": ["--advantage_estimator", "rloo", "--offload_critic"],
     "--offload_actor_optimizer": ["--offload_actor_optimizer", "--adam_offload"],
-    "--verify_resume": ["--verify_resume", "1"],
+    "--lora_dropout": ["--lora_rank", "4", "--lora_dropout", "0.1"],
+    "--load_in_4bit": ["--lora_rank", "4", "--load_in_4bit"],
     "--param_dtype": ["--param_dtype", "fp16"],
     "--best_metric_key": ["--best_metric_key", "eval_loss"],
     "--vllm_gpu_memory_utilization": ["--vllm_gpu_memory_utilization", "0.4"],
@@ -386,6 +388,25 @@ def test_flags_that_do_not_go_together(flag, tmp_path):
     with pytest.raises(UserError) as error:
         validate(args)
     assert error.value.where == flag, str(error.value)
+
+
+def test_the_reference_of_an_adapter_cannot_be_offloaded(tmp_path):
+    from trainer.cli.ppo_flags import validate
+    from trainer.cli.train_ppo import parse
+
+    line = ["--lora_rank", "4", "--init_kl_coef", "0.1", "--offload_ref"]
+    args, _ = parse(flags(tmp_path, "wrong", *line))
+    with pytest.raises(UserError, match="--lora_rank"):
+        validate(args)
+    validate(parse(flags(tmp_path, "right", *line, "--ref_model", "x"))[0])
+
+
+def test_verify_resume_replays_rollouts_of_policy_and_critic_with_adapters(folder):
+    """Three steps of two to a rollout, so that the checkpoint stands in the middle of one."""
+    line = ["--advantage_estimator", "gae", "--init_kl_coef", "0.05", "--normalize_reward", "--lora_rank", "4"]
+    code, output = train_alone(flags(folder, "verify", *line, "--verify_resume", "3"))
+    assert code == 0, output[-3000:]
+    assert re.search(r"^verify_resume: 3 steps from .*step_3 replayed, bitwise the same$", output, re.MULTILINE)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

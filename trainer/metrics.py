@@ -77,6 +77,16 @@ class MetricsLog:
             self._wandb.finish()
 
 
+class Rows:
+    """The rows of steps in memory, instead of a log."""
+
+    def __init__(self):
+        self.found: list[dict] = []
+
+    def row(self, step: int, **values) -> None:
+        self.found.append({"step": step, **values})
+
+
 def _markdown_table(rows: list[dict]) -> str:
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     cells = [[" ".join(str(value).replace("|", "\\|").split()) for value in line] for line in lines]

@@ -18,10 +18,10 @@ def demo_defaults() -> dict:
 def validate(args: PPOArguments) -> None:
     """Raises UserError for flags that contradict each other or would do nothing."""
     common.validate_shared(args, EVAL_METRICS)
-    if args.lora_rank or args.load_in_4bit:
-        raise UserError("--lora_rank" if args.lora_rank else "--load_in_4bit", "with train_ppo", "leave it out")
-    if args.verify_resume:
-        raise UserError("--verify_resume", "with train_ppo", "leave it out")
+    if args.load_in_4bit:  # the engine would need the weights that they stand for
+        raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
+    if args.lora_dropout:  # the ratio of policies would not be 1 on the first update
+        raise UserError("--lora_dropout", f"{args.lora_dropout:g} with train_ppo", "0")
     for flag, value, off in (("--top_p", args.top_p, 1), ("--top_k", args.top_k, 0), ("--min_p", args.min_p, 0)):
         if value != off:
             raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
@@ -32,6 +32,11 @@ def validate(args: PPOArguments) -> None:
     _validate_algorithm(args)
     _validate_critic(args)
     _validate_offload(args)
+
+
+def reference_is_base(args: PPOArguments) -> bool:
+    """Whether the reference is no model of its own, but the policy with its adapter off."""
+    return bool(args.lora_rank) and not args.ref_model
 
 
 def _validate_offload(args: PPOArguments) -> None:
@@ -46,6 +51,10 @@ def _validate_offload(args: PPOArguments) -> None:
             )
         if value and args.rollouts_from and not args.eval_dataset:
             raise UserError(flag, "with --rollouts_from, where nothing is generated", "leave it out")
+    if args.offload_ref and reference_is_base(args):
+        raise UserError(
+            "--offload_ref", "with --lora_rank, where the policy without its adapter is the reference", "leave it out"
+        )
     if args.offload_reward and not args.reward_pretrain:
         raise UserError("--offload_reward", "without --reward_pretrain", "leave it out")
 

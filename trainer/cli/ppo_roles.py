@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Optional
 
 from trainer.cli import common
+from trainer.cli.adapter import add_adapter_of_flags
+from trainer.cli.ppo_flags import reference_is_base
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
@@ -87,6 +89,8 @@ def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     _check_length(args, model.config)
     disable_dropout(model)
+    if args.lora_rank:
+        add_adapter_of_flags(args, setup.strategy, model)
     actor = tuple(common.prepare_training(args, setup.strategy, model, total_steps))
     return Roles(
         actor=actor,
@@ -94,7 +98,8 @@ def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_
         score=build_reward(args, setup, make_batches),
         engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
         critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
-        reference=_reference(args, setup) if args.init_kl_coef else None,
+        has_reference=bool(args.init_kl_coef),
+        reference=_reference(args, setup) if args.init_kl_coef and not reference_is_base(args) else None,
         offload_actor_optimizer=args.offload_actor_optimizer,
         offload_critic=args.offload_critic,
     )
@@ -172,6 +177,8 @@ def _critic(args: PPOArguments, setup: common.Setup, output_dir: str, total_step
     strategy.rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code))
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
     disable_dropout(model)
+    if args.lora_rank:
+        add_adapter_of_flags(args, strategy, model)
     return_token_scores(model)
     flags = dataclasses.replace(args, learning_rate=args.critic_learning_rate)
     return tuple(common.prepare_training(flags, strategy, model, total_steps))

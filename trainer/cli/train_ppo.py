@@ -6,6 +6,8 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from trainer.cli import common
 from trainer.cli.entry import quiet_libraries, run_command
@@ -36,6 +38,19 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
     )
 
 
+def verify_resume(train: Callable, roles, checkpoints, progress, num_steps: int) -> str:
+    """--verify_resume, of all that a rollout goes through; returns the line that says so."""
+    from trainer.metrics import Rows
+    from trainer.training.verify_resume import verify_replay
+
+    def some_steps(progress) -> list[dict]:
+        rows, roles.synced_step = Rows(), None  # a replay brings the loaded weights to the engine
+        train(progress=progress, total_steps=progress.step + num_steps, metrics=rows, rollouts_log=None)
+        return rows.found
+
+    return verify_replay(checkpoints, progress, some_steps)
+
+
 def run(argv: list[str]) -> None:
     args, is_demo = parse(argv)
     quiet_libraries()
@@ -45,7 +60,7 @@ def run(argv: list[str]) -> None:
     from trainer.datasets.prompts import render_prompt_text
     from trainer.rollout.prompt_order import PromptOrder
     from trainer.rollout.store import RolloutsLog
-    from trainer.training.checkpointing import Checkpoints, Trained
+    from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
     from trainer.training.ppo import train_ppo
     from trainer.training.ppo_state import RLState
 
@@ -64,29 +79,36 @@ def run(argv: list[str]) -> None:
     state = RLState(order, args.init_kl_coef, facts=facts)
     others = {"critic": roles.critic} if roles.critic else None
     trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
-    checkpoints = Checkpoints(output_dir, trained, save_policy(args), dataclasses.asdict(args))
+    policy = SavePolicy() if args.verify_resume else save_policy(args)
+    checkpoints = Checkpoints(output_dir, trained, policy, dataclasses.asdict(args))
     progress = checkpoints.resume(args.load_checkpoint)
+    train = functools.partial(
+        train_ppo,
+        strategy,
+        roles,
+        state,
+        options,
+        make_batches,
+        sp_group=setup.sp_group,
+        checkpoints=checkpoints,
+        frozen_rollouts=frozen,
+        logging_steps=args.logging_steps,
+        max_skipped_steps=args.max_skipped_steps,
+        check_replicas_every=args.check_replicas_every,
+    )
+    if args.verify_resume:
+        strategy.print(verify_resume(train, roles, checkpoints, progress, args.verify_resume))
+        return
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
-        train_ppo(
-            strategy,
-            roles,
-            state,
-            options,
-            make_batches,
-            sp_group=setup.sp_group,
+        train(
+            progress=progress,
             total_steps=total_steps,
             metrics=metrics,
             rollouts_log=RolloutsLog(output_dir, tokenizer) if strategy.is_rank_0() else None,
-            checkpoints=checkpoints,
-            progress=progress,
-            frozen_rollouts=frozen,
             eval_prompts=list(eval_prompts) if eval_prompts else None,
             eval_steps=args.eval_steps,
-            logging_steps=args.logging_steps,
-            max_skipped_steps=args.max_skipped_steps,
-            check_replicas_every=args.check_replicas_every,
             parity_dump=args.parity_dump,
         )
         run_facts = common.Run(COMMAND, output_dir, ledger, None, None)

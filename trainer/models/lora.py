@@ -87,6 +87,13 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+@contextlib.contextmanager
+def fixed_model(policy, reference) -> Iterator:
+    """The model of the reference's log-probs, without gradients: where `reference` is None, the policy's adapter is off."""
+    with torch.no_grad(), contextlib.nullcontext() if reference is not None else adapter_off(policy):
+        yield policy if reference is None else reference
+
+
 def _fill(model) -> None:
     """Give an adapter that is in memory its values; on the meta device the strategy will read them."""
     parameters = dict(model.named_parameters())

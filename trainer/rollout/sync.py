@@ -6,14 +6,15 @@ import torch.distributed as dist
 
 
 def sync_weights(strategy, model, engine) -> dict:
-    """Stream the full weights of `model`, one tensor at a time, into the engine of every rank (collective over all ranks).
+    """Stream the full weights of `model`, one tensor at a time, into the engine of every rank (collective over all ranks);
+    of a model with an adapter, those of the plain model that it makes.
 
     Returns the metrics of it. Raises RuntimeError unless all engines hold, bit for bit, the same weights, and each of
     them those that it was sent.
     """
     started = time.perf_counter()
     engine.wake()
-    checksum, num_bytes = engine.update_weights(strategy.iter_full_params(model))
+    checksum, num_bytes = engine.update_weights(strategy.iter_full_params(model, merged=True))
     checksums: list = [None] * dist.get_world_size()
     dist.all_gather_object(checksums, checksum)
     if len(set(checksums)) > 1:

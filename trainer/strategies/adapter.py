@@ -2,6 +2,7 @@
 folder and in peft's files, and how a tensor-parallel plan cuts them."""
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
@@ -44,6 +45,21 @@ def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
     config = copy.copy(adapter_config(model))
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)
     config.save_pretrained(folder)
+
+
+def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterator[tuple[str, torch.Tensor]]:
+    """All full tensors of a model with an adapter as those of a plain one: W + alpha / rank B A, in fp32 (Hu et al. 2021,
+    section 4.1). Of a model without an adapter, what comes. Holds back the weight of one layer at a time."""
+    config, held = adapter_config(model), {}  # held: weight, A and B of layers that are not complete, in this order
+    for name, tensor in tensors:
+        layer, _, _ = name.removesuffix(".base_layer.weight").partition(".lora_")
+        if config is None or layer == name:
+            yield base_name(name), tensor
+            continue
+        held.setdefault(layer, []).append(tensor.float())
+        if len(held[layer]) == 3:
+            weight, a, b = held.pop(layer)
+            yield f"{layer}.weight", weight + (config.lora_alpha / config.r) * (b @ a)
 
 
 class WeightsWithAdapter:

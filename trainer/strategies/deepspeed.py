@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import autotp, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel, zero_masters
+from trainer.strategies.adapter import merge_adapter
 from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
 from trainer.strategies.common import (
     DTYPES,
@@ -443,16 +444,13 @@ class DeepspeedStrategy:
     def unwrap(self, model) -> torch.nn.Module:
         return model.module if hasattr(model, "module") else model
 
-    def iter_full_params(self, model) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp)."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        module = self.unwrap(model)
-        parameters = dict(module.named_parameters())
-        for name, tensor in checkpoint.stored_tensors(module).items():
-            master = safe_get_full_fp32_param(parameters[name]) if name in parameters else None
-            full = (tensor if master is None else master).detach()
-            yield name, autotp.gather(parameters[name], full, self._tp_group) if name in parameters else full
+    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp). With an adapter, what is
+        trained; `merged`, the plain model that it makes of its base."""
+        module, find = self.unwrap(model), checkpoint.all_tensors if merged else checkpoint.stored_tensors
+        parts = {**(names := find(module)), **dict(module.named_parameters())}  # parameters, which know their masters
+        pairs = ((name, autotp.gather(parts[name], zero_masters.full(parts[name]), self._tp_group)) for name in names)
+        return merge_adapter(pairs, module) if merged else pairs
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""

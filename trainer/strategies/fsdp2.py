@@ -267,10 +267,12 @@ class FSDP2Strategy:
     def unwrap(self, model) -> torch.nn.Module:
         return model
 
-    def iter_full_params(self, model) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter)."""
-        for name, tensor in checkpoint.stored_tensors(model).items():
-            yield name, _full(tensor)
+    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter). With an
+        adapter, what is trained; `merged`, the plain model that it makes of its base."""
+        tensors = checkpoint.all_tensors(model) if merged else checkpoint.stored_tensors(model)
+        pairs = ((name, _full(tensor)) for name, tensor in tensors.items())
+        return adapter.merge_adapter(pairs, model) if merged else pairs
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""

@@ -15,6 +15,18 @@ def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a parameter, whole; of a frozen one or a buffer, itself (all-gather over dp x sp)."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    master = safe_get_full_fp32_param(tensor) if tensor.requires_grad else None
+    if master is not None:
+        return master.detach()
+    with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+        return tensor.detach().clone() if hasattr(tensor, "ds_id") else tensor.detach()
+
+
 def stage_2_part(parameter, optimizer) -> tuple:
     """(full shape, start of this rank's stretch, flat masters, where in them, how many) of a parameter in ZeRO 1 and 2."""
     mapping = parameter._hp_mapping

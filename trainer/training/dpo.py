@@ -1,7 +1,6 @@
 """Preference optimization: the mean loss over the pairs of the global batch, from log-probs of whole answers."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
 
@@ -10,6 +9,7 @@ import torch
 from trainer.datasets.packing import IGNORE
 from trainer.models import preference_loss as losses
 from trainer.models.log_probs import counts_here, label_log_probs, sum_by_sequence
+from trainer.models.lora import fixed_model
 from trainer.models.preference_loss import AnswerLogProbs
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -42,19 +42,6 @@ def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
     n = len(micro_batch["margins"])  # 0 on a rank to which a short batch gives nothing
     sums, lengths = sequence_log_probs(model, micro_batch, 2 * n, sp_group)
     return AnswerLogProbs(sums[:n], sums[n:], lengths[:n], lengths[n:])
-
-
-@contextlib.contextmanager
-def fixed_model(policy, reference) -> Iterator:
-    """The model of the reference's log-probs, without gradients: where `reference` is None, the policy's adapter is off."""
-    with torch.no_grad():
-        if reference is not None:
-            yield reference
-        else:
-            from trainer.models.lora import adapter_off
-
-            with adapter_off(policy):
-                yield policy
 
 
 def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:

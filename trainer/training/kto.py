@@ -7,8 +7,9 @@ does not depend on how the batch is cut. It takes a first pass over the batch, w
 import torch
 
 from trainer.models.log_probs import counts_here
+from trainer.models.lora import fixed_model
 from trainer.models.preference_loss import kto_loss
-from trainer.training.dpo import fixed_model, sequence_log_probs
+from trainer.training.dpo import sequence_log_probs
 from trainer.training.loop import TwoPassLoss
 
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, step_line
+from trainer.models.lora import fixed_model
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.store import RolloutsLog
@@ -126,15 +127,16 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
 def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, total: int) -> dict[str, torch.Tensor]:
     """Log-probs of policy and reference and values of the critic into the micro-batches, which are those of training, so
     that the ratio on the first update is exactly 1. Returns their flat vectors (all-reduces over dp x sp)."""
-    temperature = options.policy.temperature
-    models = {"old_log_probs": (roles.actor[0], functools.partial(policy_log_probs, temperature=temperature))}
-    if roles.reference is not None:
-        models["ref_log_probs"] = (roles.reference, models["old_log_probs"][1])
+    log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
+    models = {"old_log_probs": (contextlib.nullcontext(actor), log_probs)}
+    if roles.has_reference:
+        models["ref_log_probs"] = (fixed_model(actor, roles.reference), log_probs)
     if roles.critic is not None:
-        models["old_values"] = (roles.critic[0], critic_values)
+        models["old_values"] = (contextlib.nullcontext(roles.critic[0]), critic_values)
     flat = {}
-    for name, (model, function) in models.items():
-        compute(batches, name, functools.partial(function, model))
+    for name, (context, function) in models.items():
+        with context as model:
+            compute(batches, name, functools.partial(function, model))
         flat[name] = collect(strategy, batches, name, total)
     return flat
 

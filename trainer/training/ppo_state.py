@@ -42,7 +42,8 @@ class Roles:
     score: Callable[[list[Sample]], None]
     engine: object = None  # None where rollouts come from a file and nothing is evaluated
     critic: Optional[tuple] = None
-    reference: object = None
+    has_reference: bool = False
+    reference: object = None  # None where there is none, or the actor with its adapter off is it
     average: Optional[WeightAverage] = None  # of the actor's weights
     offload_actor_optimizer: bool = False  # while responses are generated
     offload_critic: bool = False  # likewise

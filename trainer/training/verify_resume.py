@@ -2,10 +2,13 @@
 
 import hashlib
 import itertools
+from collections.abc import Callable
 
 from trainer.errors import UserError
 from trainer.training.checkpointing import Checkpoints, Progress, Trained
 from trainer.training.loop import LossFunction, endless, train_step
+
+COMPARED = ("batch_hash", "loss", "grad_norm", "lr", "reward", "weights_checksum", "value_loss", "critic_grad_norm")
 
 
 def verify_resume(checkpoints: Checkpoints, progress: Progress, loss_fn: LossFunction, num_steps: int) -> str:
@@ -13,20 +16,25 @@ def verify_resume(checkpoints: Checkpoints, progress: Progress, loss_fn: LossFun
 
     Returns the line that says so.
     """
+    checkpoints.trained.model.train()
+    return verify_replay(checkpoints, progress, lambda now: _run(checkpoints.trained, now, loss_fn, num_steps))
+
+
+def verify_replay(checkpoints: Checkpoints, progress: Progress, run: Callable[[Progress], list[dict]]) -> str:
+    """`verify_resume` of any kind of training: `run(progress)` does some steps and returns their rows."""
     t = checkpoints.trained
-    t.model.train()
-    _run(t, progress, loss_fn, num_steps)
+    run(progress)
     folder = checkpoints.save(progress)
-    first, first_weights = _run(t, progress, loss_fn, num_steps), weights_hash(t.strategy, t.model)
+    first, first_weights = run(progress), weights_hash(t.strategy, t.model)
     progress = checkpoints.load(folder)
-    second, second_weights = _run(t, progress, loss_fn, num_steps), weights_hash(t.strategy, t.model)
-    for row, again in zip(first, second):
-        for key in ("batch_hash", "loss", "grad_norm", "lr"):
+    second, second_weights = run(progress), weights_hash(t.strategy, t.model)
+    for row, again in zip(first, second, strict=True):
+        for key in [key for key in COMPARED if key in row]:
             if row[key] != again[key]:
                 raise UserError("--verify_resume", f"step {row['step']}: {key} {row[key]!r}, replayed {again[key]!r}")
     if first_weights != second_weights:
         raise UserError("--verify_resume", f"equal losses, but other weights after step {progress.step}")
-    return f"verify_resume: {num_steps} steps from {folder} replayed, bitwise the same"
+    return f"verify_resume: {len(first)} steps from {folder} replayed, bitwise the same"
 
 
 def _run(t: Trained, progress: Progress, loss_fn: LossFunction, num_steps: int) -> list[dict]:
