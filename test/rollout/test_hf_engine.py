@@ -55,7 +55,10 @@ def test_greedy_tokens_are_those_of_transformers(architecture, tokenizer, tmp_pa
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_log_probs_are_those_of_a_plain_forward_pass(architecture, tokenizer, tmp_path):
     model, engine = make_engine(architecture, tokenizer, tmp_path)
-    for completion, prompt in zip(engine.generate(PROMPTS, Sampling(0.8, 16, (1, 2, 3)), SEEDS), PROMPTS):
+    prompts = [PROMPTS[0], *PROMPTS, PROMPTS[-1]]  # those that are alike are read once
+    completions = engine.generate(prompts, Sampling(0.8, 16, (1, 2, 3)), [11, *SEEDS, 12])
+    assert len({tuple(completion.token_ids) for completion in completions}) == len(prompts)
+    for completion, prompt in zip(completions, prompts):
         expected = plain_log_probs(model, prompt, completion.token_ids, 0.8)
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
         assert completion.finished == (completion.token_ids[-1] in (1, 2, 3))

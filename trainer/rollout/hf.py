@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from trainer.rollout.checksum import Checksum
+from trainer.rollout.decoding import make_cache, register_attention
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 from trainer.strategies.checkpoint import restore_computed_buffers, stored_tensors
 
@@ -38,6 +39,7 @@ class HFEngine:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
             )
+        model.set_attn_implementation(register_attention())  # now that transformers has agreed to sdpa for this model
         model.to_empty(device=device)
         model.tie_weights(recompute_mapping=False)
         restore_computed_buffers(model, device)
@@ -85,9 +87,14 @@ class HFEngine:
     def _generate_batch(self, prompts, sampling: Sampling, seeds) -> list[Completion]:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
-        input_ids, attention_mask = self._left_padded(prompts)
+        rows = list(range(len(prompts)))  # which prompts are still being continued
+        # prompts that are alike are read once, and from then on their rows go on from the same cache
+        places = {tuple(prompt): None for prompt in prompts}
+        places = {prompt: place for place, prompt in enumerate(places)}
+        copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=self.device)
+        input_ids, attention_mask = self._left_padded(list(places))
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        rows, cache = list(range(len(prompts))), None  # rows: which prompts are still being continued
+        cache = make_cache(self.model.config, input_ids.shape[1] + sampling.max_new_tokens)
         for step in range(sampling.max_new_tokens):
             out = self.model(
                 input_ids=input_ids,
@@ -97,7 +104,10 @@ class HFEngine:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache, logits = out.past_key_values, out.logits[:, -1].float()  # (rows, vocab)
+            logits = out.logits[:, -1].float()  # (rows, vocab)
+            if step == 0 and len(places) < len(prompts):
+                cache.batch_select_indices(copies)
+                logits, attention_mask, position_ids = logits[copies], attention_mask[copies], position_ids[copies]
             log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)

@@ -97,6 +97,10 @@ def _scores(samples: list[Sample]) -> torch.Tensor:
     return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
 
 
+def _rollout_log_probs(samples: list[Sample]) -> torch.Tensor:
+    return torch.tensor([p for sample in samples for p in sample.log_probs], dtype=torch.float64)
+
+
 def sample_facts(samples: list[Sample]) -> dict[str, float]:
     """Metrics of the samples alone."""
     scores, lengths = _scores(samples), [len(sample.response_ids) for sample in samples]
@@ -126,9 +130,15 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
 
 def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, total: int) -> dict[str, torch.Tensor]:
     """Log-probs of policy and reference and values of the critic into the micro-batches, which are those of training, so
-    that the ratio on the first update is exactly 1. Returns their flat vectors (all-reduces over dp x sp)."""
+    that the ratio on the first update is exactly 1. Returns their flat vectors (all-reduces over dp x sp).
+
+    Where a rollout is for one update alone, and advantages need no log-probs of the policy, those of the update's own
+    forward pass are the old ones: the loss notes them.
+    """
     log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
-    models = {"old_log_probs": (contextlib.nullcontext(actor), log_probs)}
+    models: dict[str, tuple] = {}
+    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or options.tis_cap is not None:
+        models["old_log_probs"] = (contextlib.nullcontext(actor), log_probs)
     if roles.has_reference:
         models["ref_log_probs"] = (fixed_model(actor, roles.reference), log_probs)
     if roles.critic is not None:
@@ -141,11 +151,15 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, to
     return flat
 
 
-def mismatch_facts(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> dict[str, float]:
-    """How far the log-probs of the rollout engine are from those of training: mean, largest, and KL(rollout || training)
-    by the k3 estimator."""
-    difference = old_log_probs - rollout_log_probs
-    return {
+def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
+    """The KL to the reference, and how far the log-probs of the rollout engine are from those of training: mean, largest,
+    and KL(rollout || training) by the k3 estimator."""
+    old_log_probs, rollout_log_probs = flat["old_log_probs"], _rollout_log_probs(samples)
+    difference, facts = old_log_probs - rollout_log_probs, {}
+    if "ref_log_probs" in flat:
+        kl = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
+        facts = {"kl": kl.mean().item(), "kl_coef": state.kl_coef, "kl_per_response": kl.sum().item() / len(samples)}
+    return facts | {
         "rollout_logprob_diff": difference.abs().mean().item(),
         "rollout_logprob_diff_max": difference.abs().max().item(),
         "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(),
@@ -156,24 +170,20 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
     """Advantages, returns and importance weights into the micro-batches; returns the metrics of them."""
     lengths = [len(sample.response_ids) for sample in samples]
     mask, facts, penalty = adv.rows_mask(lengths), {}, None
-    if "ref_log_probs" in flat:
+    if options.kl_in_rewards:
         kl = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
-        facts |= {"kl": kl.mean().item(), "kl_coef": state.kl_coef, "kl_per_response": kl.sum().item() / len(samples)}
-        penalty = state.kl_coef * adv.to_rows(kl, lengths) if options.kl_in_rewards else None
+        penalty = state.kl_coef * adv.to_rows(kl, lengths)
     values = adv.to_rows(flat["old_values"], lengths) if "old_values" in flat else None
     scores = shaped_scores(samples, state, options)
     advantages, returns = adv.estimate_advantages(options.advantages, scores, mask, penalty, values)
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])
-    rollout_log_probs = torch.tensor([p for sample in samples for p in sample.log_probs], dtype=torch.float64)
-    if (
-        options.tis_cap is not None
-    ):  # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
-        weights = (flat["old_log_probs"] - rollout_log_probs).exp().clamp(max=options.tis_cap)
+    if options.tis_cap is not None:
+        # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
+        weights = (flat["old_log_probs"] - _rollout_log_probs(samples)).exp().clamp(max=options.tis_cap)
         spread(batches, "tis_weights", weights)
         facts["tis_weight"] = weights.mean().item()
-    facts["advantage_abs"] = advantages[mask].abs().mean().item()
-    return {**facts, **mismatch_facts(flat["old_log_probs"], rollout_log_probs)}
+    return {**facts, "advantage_abs": advantages[mask].abs().mean().item()}
 
 
 # --- updates
@@ -295,13 +305,17 @@ def train_ppo(
             with timed(facts, "logprobs"):
                 flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
             facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
-            for batch in [batch for _ in range(options.num_epochs) for batch in batches]:
+            for number, batch in enumerate(batches * options.num_epochs):
                 critic_row = update_critic(strategy, roles.critic, batch, value_loss) if roles.critic else {}
                 inspect = None
                 if progress.step == options.freezing_actor_steps:
                     inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], parity_dump)
                 frozen = progress.step < options.freezing_actor_steps
                 row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+                if number == 0:
+                    if "old_log_probs" not in flat:
+                        flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", num_response_tokens)
+                    facts |= log_prob_facts(samples, flat, state, options)
                 row = {**row, "mfu": None, **critic_row, **facts}
                 _log(strategy, row, total_steps, metrics, bar, logging_steps)
                 _stop_if_never_finite(row, progress, batch, max_skipped_steps)

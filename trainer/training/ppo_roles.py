@@ -61,7 +61,7 @@ def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
 
 
 def make_policy_loss(options: PolicyOptions, kl_coef: Callable[[], float], sp_group) -> Callable:
-    """The loss function of the policy, for `loop.forward_backward`. Micro-batches carry old_log_probs, advantages and,
+    """The loss function of the policy, for `loop.forward_backward`. Micro-batches carry advantages, old_log_probs and,
     where they are asked for, ref_log_probs and tis_weights (rows, tokens). `kl_coef()` is the coefficient of the moment.
 
     Its metrics are sums over response tokens, to be divided by response_tokens; policy_loss is summed like the loss.
@@ -72,7 +72,8 @@ def make_policy_loss(options: PolicyOptions, kl_coef: Callable[[], float], sp_gr
         keep = labels != IGNORE
         logits = causal_lm_logits(model, micro_batch)
         log_probs = token_log_probs(logits, labels, temperature=options.temperature).double()
-        log_ratio = log_probs - micro_batch["old_log_probs"]
+        # on the only update of a rollout, nothing has noted them before
+        log_ratio = log_probs - micro_batch.setdefault("old_log_probs", log_probs.detach())
         values, clipped, used_ratio = _policy_losses(options, log_probs, log_ratio, micro_batch, sp_group)
         if "tis_weights" in micro_batch:
             values = values * micro_batch["tis_weights"]

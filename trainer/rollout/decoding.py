@@ -1,0 +1,67 @@
+"""What makes generation with a KV cache by transformers cheap: memory reserved once, and no copies of shared key heads."""
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "sdpa_for_decoding"
+
+
+class _ReservedLayer(DynamicLayer):
+    """Keys and values of one layer with room for `length` tokens: a new token is written to its place, where transformers'
+    own layer copies all tokens before it."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append (rows, heads, tokens, head_dim); returns all keys and values so far."""
+        start = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._rooms = tuple(_room(states, self.length) for states in (key_states, value_states))
+        end = start + key_states.shape[-2]
+        for room, states in zip(self._rooms, (key_states, value_states)):
+            room[..., start:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        end = self.get_seq_length()
+        self._rooms = tuple(room[indices] for room in self._rooms)
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
+
+
+def _room(states: torch.Tensor, length: int) -> torch.Tensor:
+    return states.new_zeros(*states.shape[:-2], length, states.shape[-1])
+
+
+def make_cache(config, length: int) -> DynamicCache:
+    """A cache for up to `length` tokens; layers that are not of plain attention are those of transformers."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_ReservedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def register_attention() -> str:
+    """The name under which transformers finds `decoding_attention`."""
+    AttentionInterface.register(NAME, decoding_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+def decoding_attention(module, query, key, value, attention_mask, *, scaling=None, **kwargs):
+    """sdpa. For one new token per row, the query heads (rows, heads, 1, head_dim) that share a key head are taken as so
+    many queries of that head: the same sums, and keys need not be repeated for each of them."""
+    rows, num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    # a learned bias differs from head to head
+    if num_tokens > 1 or num_kv_heads == num_heads or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    grouped = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(rows, 1, num_heads, out.shape[-1]), None
