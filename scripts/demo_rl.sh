@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Reinforcement learning from nothing: SFT on the embedded demo until about half of its answers are right, then GRPO with
-# both backends on 2 ranks, and a picture of their rewards.
+# Reinforcement learning from nothing: SFT on the embedded demo until about half of its answers are right, then GRPO and PPO
+# with both backends on 2 ranks, and a picture of their rewards.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
@@ -11,23 +11,22 @@ rm -rf "$OUT"
 torchrun --standalone --nproc_per_node 2 -m trainer.cli.train_sft \
     --backend fsdp2 \
     --param_dtype fp32 \
-    --max_steps 200 \
-    --logging_steps 20 \
-    --eval_steps 100 \
+    --max_steps 150 \
+    --logging_steps 30 \
     --output_dir "$OUT/sft"
 
-for BACKEND in fsdp2 deepspeed; do
+GRPO=(--advantage_estimator group_norm --rollout_batch_size 16 --n_samples_per_prompt 8)
+PPO=(--advantage_estimator gae --rollout_batch_size 128 --critic_learning_rate 1e-3 --freezing_actor_steps 5)
+
+train() {  # NAME BACKEND FLAG...
     torchrun --standalone --nproc_per_node 2 -m trainer.cli.train_ppo \
-        --backend "$BACKEND" \
+        --backend "$2" \
         --param_dtype fp32 \
         --pretrain "$OUT/sft/model" \
         --dataset demo/prompts.jsonl \
         --eval_dataset demo/prompts_eval.jsonl \
         --reward_func exact_match \
         --label_key label \
-        --advantage_estimator group_norm \
-        --rollout_batch_size 16 \
-        --n_samples_per_prompt 8 \
         --micro_rollout_batch_size 64 \
         --train_batch_size 128 \
         --micro_train_batch_size 64 \
@@ -35,10 +34,16 @@ for BACKEND in fsdp2 deepspeed; do
         --generate_max_len 32 \
         --learning_rate 2e-4 \
         --lr_scheduler constant \
-        --max_steps 40 \
+        --max_steps 60 \
         --eval_steps 10 \
-        --output_dir "$OUT/grpo-$BACKEND" \
-        "$@"
+        --logging_steps 10 \
+        --output_dir "$OUT/$1-$2" \
+        "${@:3}"
+}
+
+for BACKEND in fsdp2 deepspeed; do
+    train grpo "$BACKEND" "${GRPO[@]}" "$@"
+    train ppo "$BACKEND" "${PPO[@]}" "$@"
 done
-python scripts/plot_rewards.py "$OUT/rewards.png" "$OUT/grpo-fsdp2" "$OUT/grpo-deepspeed"
+python scripts/plot_rewards.py "$OUT/rewards.png" "$OUT"/{grpo,ppo}-{fsdp2,deepspeed}
 echo "reward curves: $OUT/rewards.png"
