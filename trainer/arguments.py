@@ -29,6 +29,7 @@ class ModelArguments:
     param_dtype: Literal["bf16", "fp16", "fp32"] = arg("bf16", "compute dtype; masters, Adam and reduction stay fp32")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = arg("sdpa", "attention kernel")
     gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")
+    compile: bool = arg(False, "torch.compile of each decoder layer: quicker steps after a slow first one")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
