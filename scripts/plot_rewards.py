@@ -16,7 +16,7 @@ def read(run: str) -> tuple[list[tuple], list[tuple]]:
 
 
 def main(path: str, runs: list[str]) -> None:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(runs):
         sampled, held_out = read(run)
@@ -25,7 +25,7 @@ def main(path: str, runs: list[str]) -> None:
         axes.plot(*zip(*held_out), color=f"C{number}", marker="o", label=f"{name}: held-out prompts, greedy")
     axes.set(xlabel="optimizer step", ylabel="mean reward", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
