@@ -18,7 +18,7 @@ from pathlib import Path
 from sft_speed import ROOT, machine, timed, update
 
 SAMPLES, GROUP, MAX_NEW = 128, 8, 32
-SHORT, LONG = 2, 12  # steps
+SHORT, LONG = 2, 42  # steps
 
 
 def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
