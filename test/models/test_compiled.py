@@ -24,5 +24,6 @@ def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
 def test_it_is_refused_where_it_fails(tmp_path):
     line = ["--pretrain", "x", "--dataset", "y", "--output_dir", str(tmp_path), "--compile"]
     validate_shared(parse([*line, "--backend", "deepspeed", "--tensor_parallel_size", "2"])[0], ())
-    with pytest.raises(UserError, match="--compile"):
-        validate_shared(parse([*line, "--backend", "fsdp2", "--tensor_parallel_size", "2"])[0], ())
+    for flags in (["fsdp2", "--tensor_parallel_size", "2"], ["deepspeed", "--zero_stage", "3"]):
+        with pytest.raises(UserError, match="--compile"):
+            validate_shared(parse([*line, "--backend", *flags])[0], ())

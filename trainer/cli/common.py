@@ -43,6 +43,9 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         raise UserError(
             "--compile", f"with fsdp2 and --tensor_parallel_size {args.tensor_parallel_size}", "deepspeed, 1"
         )
+    if args.compile and args.backend == "deepspeed" and args.zero_stage == 3:
+        # its hooks in every module leave pieces too small to gain from, and minutes of compilation
+        raise UserError("--compile", "with --zero_stage 3 of deepspeed", "--zero_stage 0, 1, 2; or fsdp2")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
