@@ -148,6 +148,10 @@ class LayoutArguments:
         "ring", "how those ranks attend: keys and values travel, or heads are exchanged for tokens"
     )
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
+    reduce_once: bool = arg(
+        False,
+        "fsdp2: reduce gradients after the last micro-batch of a step alone; until then each rank holds them whole",
+    )
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
     check_replicas_every: Optional[int] = arg(

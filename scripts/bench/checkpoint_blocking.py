@@ -13,20 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from trainer.datasets.demo import make_demo
-from trainer.strategies import get_strategy
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="fsdp2")
+    parser.add_argument("--backend", choices=["fsdp2", "deepspeed"], default="fsdp2")
     parser.add_argument("--zero_stage", type=int)
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    fixed = {"seed": 0, "param_dtype": "fp32", "max_norm": 1.0, "adam_offload": False, "tensor_parallel_size": 1}
-    fixed |= {"ring_attn_size": 1, "dp_replicate_size": 1, "dist_backend": "auto", "deterministic": False}
-    parser.set_defaults(**fixed)
     return parser.parse_args()
 
 
@@ -38,7 +34,11 @@ def make_model(folder: str, hidden_size: int, layers: int) -> None:
 
 def main() -> None:
     args = parse()
-    strategy = get_strategy(args)
+    if args.backend == "deepspeed":
+        from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
+    else:
+        from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
+    strategy = Strategy(param_dtype="fp32", zero_stage=args.zero_stage, device=args.device, deterministic=False)
     strategy.setup_distributed()
     folder = strategy.broadcast_object(tempfile.mkdtemp(prefix="checkpoint-bench-"))
     strategy.rank_0_first(

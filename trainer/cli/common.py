@@ -46,6 +46,10 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
     if args.compile and args.backend == "deepspeed" and args.zero_stage == 3:
         # its hooks in every module leave pieces too small to gain from, and minutes of compilation
         raise UserError("--compile", "with --zero_stage 3 of deepspeed", "--zero_stage 0, 1, 2; or fsdp2")
+    if args.reduce_once and args.backend == "deepspeed":
+        raise UserError("--reduce_once", "with deepspeed, whose --zero_stage 0 and 1 always do", "fsdp2")
+    if args.reduce_once and args.adam_offload:  # gradients go to host memory as soon as they are reduced
+        raise UserError("--reduce_once", "with --adam_offload", "one of them")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:

@@ -32,6 +32,8 @@ class _ReservedLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         end = self.get_seq_length()
+        if end == 0:  # a layer that takes its keys from another
+            return
         self._rooms = tuple(room[indices] for room in self._rooms)
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
