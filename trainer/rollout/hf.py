@@ -89,8 +89,7 @@ class HFEngine:
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
         # prompts that are alike are read once, and from then on their rows go on from the same cache
-        places = {tuple(prompt): None for prompt in prompts}
-        places = {prompt: place for place, prompt in enumerate(places)}
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=self.device)
         input_ids, attention_mask = self._left_padded(list(places))
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
