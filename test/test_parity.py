@@ -27,8 +27,7 @@ GRID = [
     "fsdp2-1r-mb1-packed", "fsdp2-1r-mb4-padded",
     "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb1-packed", "deepspeed-z3-2r-mb4-packed",
     "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed", "fsdp2-2r-mb4-packed",
-    "fsdp2-2r-mb4-padded-compiled", "deepspeed-z2-2r-mb4-packed-compiled",
-    "fsdp2-2r-mb1-padded-once",
+    "fsdp2-2r-mb4-padded-compiled", "fsdp2-2r-mb1-padded-once",
 ]  # fmt: skip
 BF16_GRID = [f"{backend}-2r-bf16" for backend in BACKENDS]
 # 45 samples in batches of 16 over two epochs: the last batch of each epoch is short and leaves a rank with less
