@@ -106,12 +106,3 @@ def test_flags_after_a_config_override_it(tmp_path):
     config.write_text("no_save: true\nseed: 5\n")
     args = parse("--config", str(config), "--no_save", "false")
     assert (args.no_save, args.seed) == (False, 5)
-
-
-@pytest.mark.parametrize("others", [["--backend", "deepspeed"], ["--backend", "fsdp2", "--adam_offload"]])
-def test_reduce_once_is_refused_where_it_would_do_nothing(others):
-    from trainer.cli.common import validate_shared
-    from trainer.cli.train_sft import parse
-
-    with pytest.raises(UserError, match="--reduce_once"):
-        validate_shared(parse(["--pretrain", "x", "--dataset", "y", "--reduce_once", *others])[0], ())

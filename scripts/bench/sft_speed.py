@@ -68,8 +68,6 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     own = {
         f"train_sft {name}": [sys.executable, "-m", "trainer.cli.train_sft", *ours, *b] for name, b in BACKENDS.items()
     }
-    if job == "fixed":  # one shape, compiled in the first step, which no figure counts
-        own |= {f"{name}, --compile": [*line, "--compile"] for name, line in own.items()}
     ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}

@@ -38,18 +38,6 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
-    if args.compile and args.backend == "fsdp2" and args.tensor_parallel_size > 1:
-        # the backward pass of layers cut over tp fails in torch 2.13: views of its distributed tensors
-        raise UserError(
-            "--compile", f"with fsdp2 and --tensor_parallel_size {args.tensor_parallel_size}", "deepspeed, 1"
-        )
-    if args.compile and args.backend == "deepspeed" and args.zero_stage == 3:
-        # its hooks in every module leave pieces too small to gain from, and minutes of compilation
-        raise UserError("--compile", "with --zero_stage 3 of deepspeed", "--zero_stage 0, 1, 2; or fsdp2")
-    if args.reduce_once and args.backend == "deepspeed":
-        raise UserError("--reduce_once", "with deepspeed, whose --zero_stage 0 and 1 always do", "fsdp2")
-    if args.reduce_once and args.adam_offload:  # gradients go to host memory as soon as they are reduced
-        raise UserError("--reduce_once", "with --adam_offload", "one of them")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
@@ -162,10 +150,6 @@ def prepare_training(args, strategy, model, total_steps: int):
     """(model, optimizer, scheduler), wrapped."""
     from trainer.training.schedule import build_scheduler
 
-    if args.compile:
-        from trainer.models.compiled import compile_layers
-
-        compile_layers(model)
     optimizer = strategy.create_optimizer(
         model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
     )

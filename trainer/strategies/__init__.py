@@ -27,4 +27,4 @@ def get_strategy(args):
         return DeepspeedStrategy(**options)
     from trainer.strategies.fsdp2 import FSDP2Strategy
 
-    return FSDP2Strategy(**options, reduce_once=args.reduce_once)
+    return FSDP2Strategy(**options)

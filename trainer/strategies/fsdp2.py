@@ -12,7 +12,7 @@ from typing import Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -52,7 +52,6 @@ class FSDP2Strategy:
         deterministic: bool = True,
         lora: bool = False,
         load_in_4bit: bool = False,
-        reduce_once: bool = False,
     ):
         if load_in_4bit:
             raise UserError("--load_in_4bit", "with --backend fsdp2", "--backend deepspeed with --zero_stage 0, 1, 2")
@@ -65,7 +64,7 @@ class FSDP2Strategy:
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.reshard_after_forward = zero_stage != 2
-        self.adam_offload, self.reduce_once = adam_offload, reduce_once
+        self.adam_offload = adam_offload
         self.sizes = mesh.resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=dp_replicate_size,
@@ -218,10 +217,7 @@ class FSDP2Strategy:
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch. Gradients are reduced into fp32 shards at once; with `reduce_once`, whole ones are
-        summed in fp32 until the last micro-batch of the step."""
-        if self.reduce_once and isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last)
+        """Backward of one micro-batch; gradients are reduced into fp32 shards at once, so `is_last` changes nothing here."""
         factor = self.meshes.loss.size() * self.loss_scale.scale / num_targets
         (loss_sum * factor).backward()
 
