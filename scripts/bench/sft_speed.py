@@ -76,11 +76,15 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     return {**own, **by_hand, **(two if max_ranks > 1 else {})}
 
 
+def environment(threads: int, **env: str) -> dict[str, str]:
+    """That of a measured process with so many threads."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+
+
 def timed(command: list[str], threads: int, **env: str) -> float:
     """Seconds of a whole process with so many threads; ends the bench with its output where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
     started = time.perf_counter()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(threads, **env), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return time.perf_counter() - started

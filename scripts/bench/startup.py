@@ -8,7 +8,6 @@ for its backend, and ends. Rounds alternate; a ratio is taken within a round.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,17 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from sft_speed import ROOT, machine, update
+from sft_speed import ROOT, environment, machine, timed, update
 
 BARE = "import torch, transformers; from transformers import AutoTokenizer, Qwen3ForCausalLM"
 IMPORTS = {"fsdp2": BARE, "deepspeed": f"{BARE}; import deepspeed"}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-
-
-def seconds_to_import(statement: str) -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", statement], check=True, env=ENVIRONMENT, capture_output=True)
-    return time.perf_counter() - started
 
 
 def seconds_to_first_step(backend: str, demo: Path, folder: Path) -> float:
@@ -36,7 +28,8 @@ def seconds_to_first_step(backend: str, demo: Path, folder: Path) -> float:
     command += ["--dataset", str(demo / "sft.jsonl"), "--apply_chat_template", "--max_len", "128"]
     command += ["--max_steps", "1", "--no_save", "--output_dir", str(folder), "--overwrite"]
     started, metrics = time.time(), folder / "metrics.jsonl"
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(1), **quiet)
     rows: list[dict] = []
     while not any("loss" in row for row in rows):
         if process.poll() not in (None, 0):
@@ -59,10 +52,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         demo = Path(name) / "demo"
         make_demo = [sys.executable, "-m", "trainer.cli.make_demo", "--output_dir", str(demo)]
-        subprocess.run(make_demo, check=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
+        timed(make_demo, 1)
         for number in range(args.rounds):
             for backend, statement in IMPORTS.items():
-                bare[backend].append(seconds_to_import(statement))
+                bare[backend].append(timed([sys.executable, "-c", statement], 1))
                 step[backend].append(seconds_to_first_step(backend, demo, Path(name) / backend))
                 print(
                     f"round {number + 1}: {backend}: {bare[backend][-1]:.2f} s, {step[backend][-1]:.2f} s", flush=True
