@@ -30,7 +30,7 @@ SFT_DEFAULTS: dict = {
 
 # Of train_rm and train_dpo: with these, held-out pairs are ranked right far more often than not, see test_preference_demo.
 RM_DEFAULTS: dict = {
-    "learning_rate": 2e-3,
+    "learning_rate": 5e-4,
     "lr_scheduler": "constant",
     "train_batch_size": 32,
     "micro_train_batch_size": 16,

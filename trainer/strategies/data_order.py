@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from trainer.datasets.packing import best_fit_bins
+from trainer.datasets.sequence_split import split_micro_batch
+from trainer.strategies.common import to_device
 
 
 @dataclass
@@ -173,3 +175,32 @@ class GlobalBatchLoader:
             batch_hash=digest,
             micro_batches=[self.collate(self._samples(ids, previous)) for ids in mine],
         )
+
+
+def setup_dataloader(
+    strategy,
+    dataset,
+    collate: Callable[[list[dict]], dict],
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    max_tokens: Optional[int] = None,
+    packed_capacity: Optional[int] = None,
+    shuffle: bool = True,
+    with_previous: bool = False,
+) -> GlobalBatchLoader:
+    """The loader of this rank, each sequence split over sp. A method of both strategies."""
+    sp_rank, sp_size = strategy.meshes.root.get_local_rank("sp"), strategy.sizes.sp
+    return GlobalBatchLoader(
+        dataset,
+        lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, sp_size), strategy.device),
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        max_tokens=max_tokens,
+        packed_capacity=packed_capacity,
+        seed=strategy.seed,
+        shuffle=shuffle,
+        dp_rank=strategy.meshes.dp.get_local_rank(),
+        dp_size=strategy.sizes.dp,
+        with_previous=with_previous,
+    )

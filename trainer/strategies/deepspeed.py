@@ -9,13 +9,12 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 import torch
 import torch.distributed as dist
 
-from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import autotp, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel, zero_masters
 from trainer.strategies.adapter import merge_adapter
@@ -28,9 +27,8 @@ from trainer.strategies.common import (
     keep_on_host,
     seed_everything,
     take_to_host,
-    to_device,
 )
-from trainer.strategies.data_order import GlobalBatchLoader
+from trainer.strategies.data_order import setup_dataloader
 
 
 class DeepspeedStrategy:
@@ -337,36 +335,6 @@ class DeepspeedStrategy:
             local[: part.numel()] = part
             safe_set_local_fp32_param(parameter, local)
 
-    # --- data
-
-    def setup_dataloader(
-        self,
-        dataset,
-        collate: Callable[[list[dict]], dict],
-        *,
-        batch_size: int,
-        micro_batch_size: int,
-        max_tokens: Optional[int] = None,
-        packed_capacity: Optional[int] = None,
-        shuffle: bool = True,
-        with_previous: bool = False,
-    ) -> GlobalBatchLoader:
-        """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
-        sp_rank = self.meshes.root.get_local_rank("sp")
-        return GlobalBatchLoader(
-            dataset,
-            lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, self.sizes.sp), self.device),
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            max_tokens=max_tokens,
-            packed_capacity=packed_capacity,
-            seed=self.seed,
-            shuffle=shuffle,
-            dp_rank=self.meshes.dp.get_local_rank(),
-            dp_size=self.sizes.dp,
-            with_previous=with_previous,
-        )
-
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
@@ -588,6 +556,7 @@ class DeepspeedStrategy:
                 kept[0].all_gather(kept)
 
     # --- helpers that know the mesh
+    setup_dataloader = setup_dataloader  # in the same words on both, see `data_order`
     all_reduce = ranks.all_reduce
     all_gather = ranks.all_gather
     max_over_all_ranks = ranks.max_over_all_ranks

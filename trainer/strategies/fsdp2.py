@@ -7,7 +7,7 @@ scales by `number of loss ranks / count`, and FSDP2 averages gradients over thos
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.datasets.sequence_split import split_micro_batch
 from trainer.errors import UserError
 from trainer.strategies import adapter, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel
 from trainer.strategies.checkpoint_pieces import Piece, whole_piece
@@ -27,9 +26,8 @@ from trainer.strategies.common import (
     decay_groups,
     seed_everything,
     take_to_host,
-    to_device,
 )
-from trainer.strategies.data_order import GlobalBatchLoader
+from trainer.strategies.data_order import setup_dataloader
 
 
 class FSDP2Strategy:
@@ -184,36 +182,6 @@ class FSDP2Strategy:
             prepared.append(item)
         return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
 
-    # --- data
-
-    def setup_dataloader(
-        self,
-        dataset,
-        collate: Callable[[list[dict]], dict],
-        *,
-        batch_size: int,
-        micro_batch_size: int,
-        max_tokens: Optional[int] = None,
-        packed_capacity: Optional[int] = None,
-        shuffle: bool = True,
-        with_previous: bool = False,
-    ) -> GlobalBatchLoader:
-        """Global batches in an order that depends on the seed alone (see `data_order`), each sequence split over sp."""
-        sp_rank = self.meshes.root.get_local_rank("sp")
-        return GlobalBatchLoader(
-            dataset,
-            lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, self.sizes.sp), self.device),
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            max_tokens=max_tokens,
-            packed_capacity=packed_capacity,
-            seed=self.seed,
-            shuffle=shuffle,
-            dp_rank=self.meshes.dp.get_local_rank(),
-            dp_size=self.sizes.dp,
-            with_previous=with_previous,
-        )
-
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
@@ -358,6 +326,7 @@ class FSDP2Strategy:
                     yield _piece(f"{kind}/{names[parameter]}", state)
 
     # --- helpers that know the mesh
+    setup_dataloader = setup_dataloader  # in the same words on both, see `data_order`
     all_reduce = ranks.all_reduce
     all_gather = ranks.all_gather
     max_over_all_ranks = ranks.max_over_all_ranks
