@@ -27,6 +27,8 @@ GRID = [
     "fsdp2-1r-mb1-packed", "fsdp2-1r-mb4-padded",
     "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb1-packed", "deepspeed-z3-2r-mb4-packed",
     "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed", "fsdp2-2r-mb4-packed",
+    "fsdp2-2r-mb4-padded-compiled", "deepspeed-z2-2r-mb4-packed-compiled", "fsdp2-2r-mb1-padded-once",
+    "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
 BF16_GRID = [f"{backend}-2r-bf16" for backend in BACKENDS]
 # 45 samples in batches of 16 over two epochs: the last batch of each epoch is short and leaves a rank with less
@@ -49,6 +51,9 @@ def command_line(name: str, folder, data) -> list[str]:
             flags += backend_flags
     flags += ["--micro_train_batch_size", "1" if "mb1" in name else "2" if shuffled else "4"]
     flags += ["--packing_samples"] if "-packed" in name else []
+    flags += ["--reduce_once"] if "-once" in name else []
+    flags += ["--compile"] if "-compiled" in name else []
+    flags += ["--selective_checkpointing"] if "-selective" in name else []
     flags += ["--max_tokens_per_micro_batch", "600"] if name == "fsdp2-1r-shuffled" else []
     return [*flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 

@@ -29,6 +29,13 @@ class ModelArguments:
     param_dtype: Literal["bf16", "fp16", "fp32"] = arg("bf16", "compute dtype; masters, Adam and reduction stay fp32")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = arg("sdpa", "attention kernel")
     gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")
+    selective_checkpointing: bool = arg(
+        False, "as --gradient_checkpointing, but keep the results of attention and of matrix products"
+    )
+    activation_offload: bool = arg(
+        False, "with --gradient_checkpointing on CUDA: keep each decoder layer's input in host memory"
+    )
+    compile: bool = arg(False, "torch.compile of each decoder layer: quicker steps after a slow first one")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
@@ -147,6 +154,9 @@ class LayoutArguments:
         "ring", "how those ranks attend: keys and values travel, or heads are exchanged for tokens"
     )
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
+    reduce_once: bool = arg(
+        False, "reduce gradients after the last micro-batch of a step alone; until then each rank holds them whole"
+    )
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
     check_replicas_every: Optional[int] = arg(

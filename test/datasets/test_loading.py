@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.datasets.loading import find_json_fault, load_rows
+from trainer.datasets.json_faults import find_json_fault
+from trainer.datasets.loading import load_rows
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,6 +19,7 @@ from trainer.cli.entry import end_well
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.errors import UserError
 from trainer.models import linear_loss
+from trainer.models.activations import recompute_layers
 from trainer.models.actor import resolve_attention
 from trainer.models.loss import token_cross_entropy
 from trainer.models.vocab_parallel import vocab_parallel_cross_entropy
@@ -100,9 +101,9 @@ def make(folder: str, samples: Samples, packed: bool, dtype: str = "fp32", recom
     strategy = strategy_class(param_dtype=dtype, **options)
     strategy.setup_distributed()
     attention = resolve_attention("sdpa", packed)
-    model = strategy.load_model(
-        folder, AutoModelForCausalLM, attn_implementation=attention, gradient_checkpointing=recompute
-    )
+    model = strategy.load_model(folder, AutoModelForCausalLM, attn_implementation=attention)
+    if recompute:
+        recompute_layers(model)
     optimizer = strategy.create_optimizer(model, lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))

@@ -38,6 +38,10 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
+    if args.activation_offload and not args.gradient_checkpointing:
+        raise UserError("--activation_offload", "without --gradient_checkpointing", "both")
+    if args.gradient_checkpointing and args.selective_checkpointing:
+        raise UserError("--gradient_checkpointing", "with --selective_checkpointing", "one of them")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
     if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
@@ -76,6 +80,8 @@ def set_up(args, is_demo: bool) -> Setup:
     strategy = get_strategy(args)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
+    if args.activation_offload and strategy.device.type == "cpu":
+        raise UserError("--activation_offload", "on CPU, where activations are in host memory already", "CUDA")
     attention = resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
     strategy.setup_distributed()
     if is_demo:
@@ -137,19 +143,26 @@ def build_loader(
 
 
 def load_model(args, setup: Setup, folder: str, auto_class):
-    return setup.strategy.load_model(
-        folder,
-        auto_class,
-        attn_implementation=setup.attention,
-        gradient_checkpointing=args.gradient_checkpointing,
-        trust_remote_code=args.trust_remote_code,
+    model = setup.strategy.load_model(
+        folder, auto_class, attn_implementation=setup.attention, trust_remote_code=args.trust_remote_code
     )
+    if args.gradient_checkpointing or args.selective_checkpointing:
+        from trainer.models.activations import offload_layer_inputs, recompute_layers
+
+        recompute_layers(model, selective=args.selective_checkpointing)
+        if args.activation_offload:
+            offload_layer_inputs(model)
+    return model
 
 
 def prepare_training(args, strategy, model, total_steps: int):
     """(model, optimizer, scheduler), wrapped."""
     from trainer.training.schedule import build_scheduler
 
+    if args.compile:
+        from trainer.models.compiled import compile_layers
+
+        compile_layers(model)
     optimizer = strategy.create_optimizer(
         model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
     )

@@ -1,7 +1,6 @@
 """Rows from files, folders and the hub, mixed into one dataset; what is wrong with a file is told by file and line."""
 
 import csv
-import json
 import math
 import os
 import re
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 # The JSON reader fixes the columns by its first chunk, so a key that first appears later is an error: look far ahead.
 JSON_CHUNK_BYTES = 64 << 20
-KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 
 
 def load_rows(
@@ -226,6 +225,8 @@ def _read_hub(name: str, where: str) -> dict[str, "Dataset"]:
 
 
 def _explain(error: Exception, json_files: list[str], where: str) -> UserError:
+    from trainer.datasets.json_faults import find_json_fault
+
     for name in json_files:
         fault = find_json_fault(name)
         if fault:
@@ -238,6 +239,8 @@ def _explain(error: Exception, json_files: list[str], where: str) -> UserError:
 
 def _refuse_mixed_columns(files: list[str], where: str) -> None:
     """The reader lets a column hold texts here and numbers there; no training key may."""
+    from trainer.datasets.json_faults import find_json_fault
+
     for name in files:
         fault = find_json_fault(name, nested=False)
         if fault:
@@ -250,81 +253,3 @@ def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
 
 def _one_line(error: BaseException | None) -> str:
     return " ".join(str(error).split())[:300] if error else ""
-
-
-def find_json_fault(path: str, *, nested: bool = True) -> tuple[str, str] | None:
-    """(place, what is wrong there) of the first row of a JSON or JSON Lines file that cannot be one of its rows.
-
-    Broken lines, rows that are not objects, and keys whose type differs from earlier rows; the types of values
-    within lists and objects are looked at last and only if nested.
-    """
-    for deep in (False, True) if nested else (False,):
-        fault = _first_fault(path, deep)
-        if fault:
-            return fault
-    return None
-
-
-def _first_fault(path: str, deep: bool) -> tuple[str, str] | None:
-    seen: dict[str, tuple[str, str]] = {}
-    rows = _json_rows(path)
-    while True:
-        try:
-            place, row = next(rows)
-        except StopIteration:
-            return None
-        except _Broken as fault:
-            return fault.args
-        if row is not None and not isinstance(row, dict):
-            return place, f"a {KINDS[type(row)]} where an object with keys belongs"
-        for key, kind in _kinds(row or {}, "", deep):
-            first_kind, first_place = seen.setdefault(key, (kind, place))
-            if kind != first_kind:
-                return place, f"{key!r} is a {kind} here but a {first_kind} in {first_place}"
-
-
-class _Broken(Exception):
-    """args: place, what is wrong there."""
-
-
-def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of each row; raises _Broken where there is no JSON."""
-    with open(path, "rb") as file:
-        start = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")
-        file.seek(0)
-        if start.startswith(b"["):
-            rows = _parse(file.read(), first_line=1)
-            yield from ((f"item {number}", row) for number, row in enumerate(rows, 1))
-            return
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"line {number}", _parse(line.rstrip(), first_line=number)
-
-
-def _parse(text: bytes, first_line: int) -> Any:
-    try:
-        return json.loads(text.decode("utf-8-sig"), parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise _Broken(
-            f"line {first_line + error.lineno - 1}", f"broken JSON ({error.msg}, column {error.colno})"
-        ) from None
-    except UnicodeDecodeError:
-        raise _Broken(f"line {first_line}", "not UTF-8 text") from None
-    except ValueError as error:
-        raise _Broken(f"line {first_line}", f"broken JSON ({error})") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _kinds(value: Any, path: str, deep: bool) -> Iterator[tuple[str, str]]:
-    """(path, kind) of each value of a row: {"m": [{"c": "x"}]} -> m list, m[] object, m[].c string."""
-    children = value.items() if isinstance(value, dict) else (("[]", item) for item in value)
-    for key, child in children:
-        if child is None:
-            continue
-        name = f"{path}{key}" if key == "[]" or not path else f"{path}.{key}"
-        yield name, KINDS[type(child)]
-        if deep and isinstance(child, (dict, list)):
-            yield from _kinds(child, name, deep)

@@ -20,6 +20,8 @@ def get_strategy(args):
         "deterministic": args.deterministic,
         "lora": args.lora_rank is not None,
         "load_in_4bit": args.load_in_4bit,
+        "compile": args.compile,
+        "reduce_once": args.reduce_once,
     }
     if args.backend == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy

@@ -51,6 +51,8 @@ class DeepspeedStrategy:
         deterministic: bool = True,
         lora: bool = False,
         load_in_4bit: bool = False,
+        compile: bool = False,
+        reduce_once: bool = False,
     ):
         self.zero_stage = 2 if zero_stage is None else zero_stage
         if self.zero_stage not in (0, 1, 2, 3):
@@ -73,6 +75,12 @@ class DeepspeedStrategy:
             raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
         if load_in_4bit and self.zero_stage == 3:
             raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
+        if compile and self.zero_stage == 3:
+            # the hooks of ZeRO 3 leave pieces too small to gain from, and minutes of compilation
+            raise UserError("--compile", "with --backend deepspeed and --zero_stage 3", "--zero_stage 0, 1, 2")
+        if reduce_once and self.zero_stage > 1:  # below, DeepSpeed does nothing else
+            found = f"with --backend deepspeed and --zero_stage {self.zero_stage}"
+            raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
         self.load_in_4bit = load_in_4bit
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
@@ -164,7 +172,6 @@ class DeepspeedStrategy:
         auto_class,
         *,
         attn_implementation: str = "sdpa",
-        gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder; under ZeRO 3 partitioned while it is loaded."""
@@ -186,8 +193,6 @@ class DeepspeedStrategy:
                 **self._quantization(),
             )
             model.new_tensors = {}
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         model.pretrained_folder = folder
         return model
 

@@ -12,7 +12,7 @@ from typing import Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -50,11 +50,19 @@ class FSDP2Strategy:
         deterministic: bool = True,
         lora: bool = False,
         load_in_4bit: bool = False,
+        compile: bool = False,
+        reduce_once: bool = False,
     ):
         if load_in_4bit:
             raise UserError("--load_in_4bit", "with --backend fsdp2", "--backend deepspeed with --zero_stage 0, 1, 2")
         if lora and sequence_parallel:
             raise UserError("--lora_rank", "with --sequence_parallel", "one of them")
+        if compile and tensor_parallel_size > 1:
+            # torch 2.13 fails in the backward pass of compiled layers that are cut over tp: views of distributed tensors
+            found = f"with --backend fsdp2 and --tensor_parallel_size {tensor_parallel_size}"
+            raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
+        if reduce_once and adam_offload:  # gradients go to host memory as soon as they are reduced
+            raise UserError("--reduce_once", "with --adam_offload", "one of them")
         if zero_stage not in (None, 2, 3):
             raise UserError(
                 "--zero_stage", f"{zero_stage} with --backend fsdp2", "3 (the default), 2 (keep weights gathered)"
@@ -62,7 +70,7 @@ class FSDP2Strategy:
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.reshard_after_forward = zero_stage != 2
-        self.adam_offload = adam_offload
+        self.adam_offload, self.reduce_once = adam_offload, reduce_once
         self.sizes = mesh.resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=dp_replicate_size,
@@ -95,7 +103,6 @@ class FSDP2Strategy:
         auto_class,
         *,
         attn_implementation: str = "sdpa",
-        gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder, without memory for its weights until it is sharded in `prepare`."""
@@ -110,8 +117,6 @@ class FSDP2Strategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         model.pretrained_folder, model.new_tensors = folder, {}
         return model
 
@@ -185,7 +190,10 @@ class FSDP2Strategy:
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch; gradients are reduced into fp32 shards at once, so `is_last` changes nothing here."""
+        """Backward of one micro-batch. Gradients are reduced into fp32 shards at once; with `reduce_once`, whole ones are
+        summed in fp32 until the last micro-batch of the step."""
+        if self.reduce_once and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
         factor = self.meshes.loss.size() * self.loss_scale.scale / num_targets
         (loss_sum * factor).backward()
 

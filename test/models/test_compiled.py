@@ -1,0 +1,39 @@
+"""--compile touches the decoder layers and no name of a weight. That it changes no loss is among the runs of test_parity.py."""
+
+import copy
+
+import pytest
+from tiny_models import make_model
+
+from trainer.errors import UserError
+from trainer.models.compiled import compile_layers
+from trainer.strategies.deepspeed import DeepspeedStrategy
+from trainer.strategies.fsdp2 import FSDP2Strategy
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
+    model = make_model(architecture)
+    names = list(copy.deepcopy(model).state_dict())
+    compile_layers(model)
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    "strategy, options",
+    [(DeepspeedStrategy, {"zero_stage": 3}), (FSDP2Strategy, {"tensor_parallel_size": 2})],
+)
+def test_it_is_refused_where_it_fails(strategy, options):
+    with pytest.raises(UserError, match="--compile"):
+        strategy(compile=True, **options)
+
+
+@pytest.mark.parametrize(
+    "strategy, options",
+    [(DeepspeedStrategy, {"zero_stage": 2}), (DeepspeedStrategy, {}), (FSDP2Strategy, {"adam_offload": True})],
+)
+def test_reduce_once_is_refused_where_it_would_do_nothing(strategy, options):
+    with pytest.raises(UserError, match="--reduce_once"):
+        strategy(reduce_once=True, **options)

@@ -1,0 +1,43 @@
+"""What a forward pass keeps for the backward pass: everything, each decoder layer's input, or the dear results besides."""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+_aten = torch.ops.aten
+# Products of matrices and attention cost most to compute again and are small beside what lies between them: norms in
+# fp32, rotary embeddings, activation functions (Korthikanti et al. 2022, Reducing Activation Recomputation).
+KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def recompute_layers(model: torch.nn.Module, selective: bool = False) -> None:
+    """Compute each decoder layer again in the backward pass; `selective`, without the operations in `KEPT`."""
+    options = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    model.gradient_checkpointing_enable(options)
+
+
+def offload_layer_inputs(model: torch.nn.Module) -> None:
+    """Keep in host memory what the decoder keeps for the backward pass: with `recompute_layers`, the layers' inputs.
+
+    The head stays outside, whose weight would be copied as well.
+    """
+    decoder = model.base_model
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def offloaded(*args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    decoder.forward = offloaded
