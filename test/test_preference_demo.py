@@ -7,12 +7,17 @@ import torch
 from launch import ROOT, read_rows, read_steps, run_process
 
 RUNS = {"train_rm": "eval_accuracy", "train_dpo": "eval_reward_accuracy"}
+SAME_CURVE = {"train_rm": (150, 1e-2), "train_dpo": (20, 1e-3)}  # steps, and how near their losses are
 WANTED = {"train_rm": 0.9, "train_dpo": 0.8}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs of the four scripts, each on the demo in fp32 on two ranks."""
+    """The runs of the four scripts, each on the demo in fp32 on two ranks.
+
+    Roundings of 1e-7 grow tenfold in every ten or so steps here, between the micro-batch sizes of one backend as well. At the
+    learning rate of train_rm they are 1e-3 after all 150 steps; at that of train_dpo the curves have parted by then.
+    """
     folder = tmp_path_factory.mktemp("preference_demo")
     for command in RUNS:
         for backend in ("fsdp2", "deepspeed"):
@@ -28,15 +33,17 @@ def runs(tmp_path_factory):
 def test_held_out_pairs_are_ranked_right(runs, command, backend):
     rows = [row for row in read_rows(runs / f"{command}-{backend}") if "eval_loss" in row]
     assert rows[-1][RUNS[command]] > WANTED[command], rows[-1]
-    # chance is log 2; from the first evaluation on, held-out losses of 0.10 to 0.28 no longer fall with every evaluation
-    assert all(row["eval_loss"] < 0.6931 / 2 for row in rows), rows
+    assert all(row["eval_loss"] < 0.6931 / 2 for row in rows), rows  # chance is log 2
+    assert rows[-1]["eval_loss"] < rows[0]["eval_loss"], rows
 
 
 @pytest.mark.parametrize("command", RUNS)
 def test_both_backends_have_one_loss_curve(runs, command):
     first, second = (read_steps(runs / f"{command}-{backend}") for backend in ("fsdp2", "deepspeed"))
-    for a, b in zip(first[:20], second[:20], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3), a["step"]
+    steps, tolerance = SAME_CURVE[command]
+    assert len(first) == len(second) == 150
+    for a, b in zip(first[:steps], second[:steps], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=tolerance), a["step"]
 
 
 def test_a_saved_reward_model_scores_alike_in_transformers_alone(runs):

@@ -67,6 +67,36 @@ def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
 
 
+def measure(names: list[str], command, rounds: int, steps: tuple[int, int], per_step: int, unit: str) -> dict:
+    """`unit`s per second of every round by name: those of the steps between a short and a long run, whole processes.
+
+    `command(name, steps)` is what to run.
+    """
+    short, long = steps
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names:
+            seconds = [timed(command(name, count), os.cpu_count()) for count in steps]
+            found[name].append((long - short) * per_step / (seconds[1] - seconds[0]))
+            print(f"round {number + 1}: {name}: {found[name][-1]:.1f} {unit}/s", flush=True)
+    return found
+
+
+def report(title: str, found: dict[str, list[float]], unit: str, other: str, target: Path | None) -> None:
+    """Print the table of `measure` with ratios to `other`, medians of those within a round; into `target` as well."""
+    script = Path(sys.argv[0]).name
+    rounds = len(found[other])
+    lines = [f"## {title}", "", f"`python scripts/bench/{script}`, {rounds} rounds: {machine()}.", ""]
+    lines += [f"| | {unit}/s (median, min to max) | / {other.split()[0]} |", "|---|---:|---:|"]
+    for name, speeds in found.items():
+        ratio = statistics.median(own / its for own, its in zip(speeds, found[other]))
+        spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+        lines.append(f"| {name} | {spread} | {ratio:.2f} |")
+    print("\n".join(lines))
+    if target:
+        update(target, script.removesuffix(".py"), "\n".join(lines))
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         train_with_trl(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
@@ -76,25 +106,19 @@ def main() -> None:
     parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
     args = parser.parse_args()
     names = ["train_ppo fsdp2", "TRL GRPOTrainer", "train_ppo deepspeed"]
-    found: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         demo, folder = Path(name) / "demo", Path(name) / "run"
         make_demo = [sys.executable, "-m", "trainer.cli.make_demo", "--output_dir", str(demo)]
         subprocess.run(make_demo, check=True, cwd=ROOT, capture_output=True)
-        for number in range(args.rounds):
-            for name in names:
-                short, long = (timed(command(name, demo, steps, folder), os.cpu_count()) for steps in (SHORT, LONG))
-                found[name].append((LONG - SHORT) * SAMPLES / (long - short))
-                print(f"round {number + 1}: {name}: {found[name][-1]:.1f} samples/s", flush=True)
-    lines = ["## GRPO end to end", "", f"`python scripts/bench/grpo_speed.py`, {args.rounds} rounds: {machine()}.", ""]
-    lines += ["| | samples/s (median, min to max) | / TRL |", "|---|---:|---:|"]
-    for name, speeds in found.items():
-        ratio = statistics.median(own / other for own, other in zip(speeds, found["TRL GRPOTrainer"]))
-        spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
-        lines.append(f"| {name} | {spread} | {ratio:.2f} |")
-    print("\n".join(lines))
-    if args.update:
-        update(args.update, "grpo_speed", "\n".join(lines))
+        found = measure(
+            names,
+            lambda name, steps: command(name, demo, steps, folder),
+            args.rounds,
+            (SHORT, LONG),
+            SAMPLES,
+            "samples",
+        )
+    report("GRPO end to end", found, "samples", "TRL GRPOTrainer", args.update)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Te
     }
 
 
-def collate_packed(samples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), and cu_seqlens.
+def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
+    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), cu_seqlens, and the
+    most tokens of a document, max_length (an int, so that a GPU need not be asked for it).
 
     Positions restart in each document; documents of 3 and 2 tokens give cu_seqlens [0, 3, 5].
     """
@@ -65,4 +66,5 @@ def collate_packed(samples: list[dict], pad_token_id: int) -> dict[str, torch.Te
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.tensor([labels]),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "max_length": max(lengths),
     }

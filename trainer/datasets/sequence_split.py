@@ -36,6 +36,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
     _check_right_padding(split.pop("attention_mask", None))
     if "cu_seqlens" in batch and padding:
         split["cu_seqlens"] = F.pad(batch["cu_seqlens"], (0, 1), value=num_tokens + padding)
+        split["max_length"] = max(batch["max_length"], padding)
     for name, tensor in split.items():
         if isinstance(tensor, dict):
             split[name] = split_micro_batch(tensor, sp_rank, sp_size, pad_token_id)

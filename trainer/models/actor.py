@@ -96,11 +96,10 @@ def model_inputs(batch: dict) -> dict:
     """
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:
-        longest = int((batch["cu_seqlens"][1:] - batch["cu_seqlens"][:-1]).max())
         inputs.update(
             cu_seqlens=batch["cu_seqlens"],  # read by our attention function
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
-            max_length_q=longest, max_length_k=longest,
+            max_length_q=batch["max_length"], max_length_k=batch["max_length"],
         )  # fmt: skip
     return inputs
 

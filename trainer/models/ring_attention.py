@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from trainer.errors import UserError
 from trainer.models.attention_kernels import block_backward, block_forward
 from trainer.models.ulysses_attention import ulysses_attention
-from trainer.models.varlen_attention import validate_attention_layers
+from trainer.models.varlen_attention import document_bounds, validate_attention_layers
 
 
 def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
@@ -38,7 +38,7 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
         _refuse_unsupported(module, attention_mask, dropout, kwargs)
         if key.shape != value.shape:
             raise NotImplementedError("attention over a split sequence needs keys and values of one head_dim")
-        bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else cu_seqlens.tolist()
+        bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else document_bounds(cu_seqlens)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention(query, key, value, bounds, sliding_window, scaling, group), None
 

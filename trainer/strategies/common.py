@@ -84,6 +84,9 @@ def to_device(batch: dict, device: torch.device) -> dict:
     def moved(value):
         if isinstance(value, dict):
             return to_device(value, device)
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        pinned = device.type == "cuda" and value.device.type == "cpu"  # without it, the copy would be waited for
+        return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
 
     return {key: moved(value) for key, value in batch.items()}
