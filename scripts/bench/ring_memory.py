@@ -1,4 +1,4 @@
-"""Activation memory per rank of a row of fixed length, over 1, 2 and 4 sequence-parallel ranks: a table and JSON.
+"""Activation memory per rank, and time, of a row of fixed length over 1, 2 and 4 sequence-parallel ranks: a table and JSON.
 
     python scripts/bench/ring_memory.py [--num_tokens 4096] [--per_rank] [--sp_mode ring]
 
@@ -6,14 +6,17 @@ With --per_rank the row is num_tokens long on one rank and grows with the ranks:
 
 saved MiB: storages that autograd keeps between forward and backward, weights not counted, of the rank with the most.
 peak MiB: growth of the process's peak resident memory over one forward and backward, gradients included.
+seconds: of one more forward and backward, the median of 5, of the slowest rank; the ranks share the cores of the machine.
 """
 
 import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.datasets.packing import collate_packed
 from trainer.datasets.sequence_split import split_micro_batch
+from trainer.models.actor import causal_lm_logits
 from trainer.models.loss import token_cross_entropy
 from trainer.models.ring_attention import register_ring_attention
 
@@ -41,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
-    """One forward and backward of a small Llama on two documents, this rank's shard of them; figures in MiB."""
+    """Forward and backward of a small Llama on two documents, this rank's shard of them."""
     torch.manual_seed(0)
     name = register_ring_attention(dist.group.WORLD, sp_mode)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), attn_implementation=name)
@@ -57,13 +61,22 @@ def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def forward() -> torch.Tensor:
+        return token_cross_entropy(causal_lm_logits(model, shard), shard["labels"])[0]
+
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        labels = shard.pop("labels")
-        loss, _ = token_cross_entropy(model(**shard, use_cache=False).logits, labels)
+        loss = forward()
     loss.backward()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"saved_mib": sum(saved.values()) / MIB, "peak_mib": (after - before) / 1024}
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        started = time.perf_counter()
+        forward().backward()
+        times.append(time.perf_counter() - started)
+    memory = {"saved_mib": sum(saved.values()) / MIB, "peak_mib": (after - before) / 1024}
+    return {**memory, "seconds": statistics.median(times)}
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -83,12 +96,13 @@ def main() -> None:
     rows = []
     for sp_size in SP_SIZES:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sp_size)]
-        output = subprocess.run([*command, *sys.argv], check=True, stdout=subprocess.PIPE, text=True).stdout
+        env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sp_size))}
+        output = subprocess.run([*command, *sys.argv], check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         rows.append({"sp": sp_size, **json.loads(output.splitlines()[-1])})
     of = "tokens per rank" if arguments.per_rank else "tokens"
-    print(f"{arguments.sp_mode}, {arguments.num_tokens} {of}\n sp | saved MiB per rank | peak MiB per rank")
+    print(f"{arguments.sp_mode}, {arguments.num_tokens} {of}\n sp | saved MiB per rank | peak MiB per rank | seconds")
     for row in rows:
-        print(f"{row['sp']:3} | {row['saved_mib']:18.1f} | {row['peak_mib']:17.1f}")
+        print(f"{row['sp']:3} | {row['saved_mib']:18.1f} | {row['peak_mib']:17.1f} | {row['seconds']:7.2f}")
     print(json.dumps({**vars(arguments), "config": CONFIG, "rows": rows}))
 
 

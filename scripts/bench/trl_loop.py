@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on the samples that train_sft reads: python scripts/bench/trl_loop.py STEPS MICRO_BATCH_SIZE <flags of train_sft>
 
-Its defaults where they are the faster choice (fused AdamW); no gradient checkpointing, which its defaults have on. Packing
+Its defaults where they are the faster choice (fused AdamW), with --compile its torch_compile; no gradient checkpointing, which its defaults have on. Packing
 needs flash-attn there, so on a CPU it pads. Writes rows like plain_loop.py.
 """
 
@@ -63,6 +63,7 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
         max_grad_norm=args.max_norm,
         max_length=args.max_len,
         train_sampling_strategy="sequential",
+        torch_compile=args.compile,
         **FASTEST_ON_CPU,
     )
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)

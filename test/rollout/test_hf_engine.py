@@ -8,7 +8,7 @@ from tiny_models import make_model
 from transformers import AutoTokenizer
 
 from trainer.datasets.demo import make_demo
-from trainer.rollout.checksum import Checksum, bits_sum
+from trainer.rollout.checksum import CHUNK, PRIME, Checksum, bits_sum
 from trainer.rollout.hf import HFEngine
 from trainer.rollout.sampling import Sampling, pick_tokens, sample_seed, uniform_numbers
 
@@ -123,6 +123,13 @@ def test_the_checksum_sees_every_bit_and_every_place(dtype):
     first.add("a", tensor), first.add("b", changed)
     second.add("b", changed), second.add("a", tensor)
     assert first.hexdigest() == second.hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 1, PRIME, CHUNK + 1, 2 * CHUNK + 3 * PRIME + 5])
+def test_the_checksum_of_long_tensors_is_its_formula(size):
+    bits = torch.randint(-(2**31), 2**31, (size,), generator=torch.Generator().manual_seed(3))
+    expected = (bits * (torch.arange(size) % PRIME + 1)).sum().item()
+    assert bits_sum(bits.to(torch.int32)) == expected
 
 
 def test_weights_that_do_not_arrive_are_noticed(tokenizer, tmp_path):

@@ -5,19 +5,21 @@ import hashlib
 import torch
 
 PRIME = 65521  # as in Adler-32
-CHUNK = 1 << 22
+CHUNK = 64 * PRIME
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_sum(tensor: torch.Tensor) -> int:
     """The sum over all elements of their bits as an integer times (position modulo PRIME + 1), modulo 2^64."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().contiguous().flatten()
-    for start in range(0, flat.numel(), CHUNK):
-        bits = flat[start : start + CHUNK].view(INTEGERS[tensor.element_size()]).to(torch.int64)
-        places = torch.arange(start, start + len(bits), device=tensor.device) % PRIME + 1
-        total += (bits * places).sum()
-    return total.item()
+    bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+    # elements PRIME apart have the same factor: they are added first, and multiplied once
+    period = min(PRIME, bits.numel())
+    sums = torch.zeros(period, dtype=torch.int64, device=tensor.device)
+    whole = bits.numel() // PRIME * PRIME
+    for start in range(0, whole, CHUNK):
+        sums += bits[start : min(start + CHUNK, whole)].view(-1, PRIME).sum(0, dtype=torch.int64)
+    sums[: bits.numel() - whole] += bits[whole:]
+    return (sums * torch.arange(1, period + 1, device=tensor.device)).sum().item()
 
 
 class Checksum:
