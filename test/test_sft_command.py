@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import yaml
-from launch import ROOT, read_rows, read_steps, run_process, train_many
+from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.datasets.demo import make_demo
@@ -32,6 +32,17 @@ def runs(tmp_path_factory):
     output = train_many(2, lines, folder, timeout=400)
     (folder / "output.txt").write_text(output)
     return folder
+
+
+def test_processes_that_tokenize_change_no_batch(runs, tmp_path):
+    flags = ["--dataset", f"{runs}/demo/sft.jsonl", "--pretrain", f"{runs}/demo/model", "--apply_chat_template"]
+    flags += ["--max_len", "128", "--train_batch_size", "32", "--micro_train_batch_size", "16", "--param_dtype", "fp32"]
+    flags += ["--max_steps", "2", "--no_save", "--dataset_num_proc", "2", "--output_dir", str(tmp_path / "run")]
+    code, output = torchrun(2, "-m", "trainer.cli.train_sft", *flags, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    assert code == 0, output[-4000:]
+    assert len(list((tmp_path / "cache/trainer_sft").glob("*_of_00002.arrow"))) == 2
+    hashes = [row["batch_hash"] for row in read_steps(runs / "fsdp2")]
+    assert [row["batch_hash"] for row in read_steps(tmp_path / "run")] == hashes[:2]
 
 
 @pytest.mark.parametrize("name", RUNS)

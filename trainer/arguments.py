@@ -72,6 +72,7 @@ class DataArguments:
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset")
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
+    dataset_num_proc: int = arg(1, "processes that tokenize, at the first sight of a set", type="PositiveInt")
     max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
     input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")

@@ -29,6 +29,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
         input_template=args.input_template,
         apply_chat_template=args.apply_chat_template,
         max_len=args.max_len,
+        num_proc=args.dataset_num_proc,
     )
 
 
@@ -50,6 +51,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
         input_template=args.input_template,
         apply_chat_template=args.apply_chat_template,
         max_len=args.max_len,
+        num_proc=args.dataset_num_proc,
     )
 
 

@@ -35,6 +35,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
         input_template=args.input_template,
         apply_chat_template=args.apply_chat_template,
         max_len=args.prompt_max_len,
+        num_proc=args.dataset_num_proc,
     )
 
 

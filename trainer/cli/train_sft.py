@@ -36,6 +36,7 @@ def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
         multiturn=args.multiturn,
         pretrain_mode=args.pretrain_mode,
         max_len=args.max_len,
+        num_proc=args.dataset_num_proc,
     )
 
 

@@ -67,6 +67,7 @@ def tokenize_unpaired(
     input_template: str | None,
     apply_chat_template: bool,
     max_len: int,
+    num_proc: int | None = None,
 ) -> tuple["Dataset", UnpairedLedger]:
     """Answers in row order, and the ledger; cached on disk by rows, tokenizer and options.
 
@@ -85,6 +86,7 @@ def tokenize_unpaired(
         folder="trainer_unpaired",
         key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), completion_key, label_key],
         features=_features(),
+        num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
         completion_key=completion_key,
