@@ -71,7 +71,9 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
-    others = {"plain loop": "plain_loop.py", "TRL SFTTrainer": "trl_loop.py"}
+    others = {"plain loop": "plain_loop.py"}
+    if job == "fixed":  # at real lengths TRL pads like the plain loop, for want of flash-attn
+        others["TRL SFTTrainer"] = "trl_loop.py"
     by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
     if job == "fixed":  # one shape, compiled in the first step, which no figure counts
         for commands, names in ((own, list(own)), (by_hand, ["TRL SFTTrainer"])):
