@@ -7,13 +7,12 @@ forward pass, no gradient checkpointing. A figure is (pairs of the long run - pa
 run - those of the short run), whole processes.
 """
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-from grpo_speed import measure, report
+from grpo_speed import bench_parser, measure, report
 from sft_speed import make_model
 
 PAIRS, MICRO, MAX_LEN = 16, 8, 512
@@ -63,10 +62,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         train_with_trl(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/ and models/stories260K-hf/")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
     args = parser.parse_args()
     names = ["train_dpo fsdp2", "train_dpo fsdp2 packed", "TRL DPOTrainer", "train_dpo deepspeed"]
     with tempfile.TemporaryDirectory() as name:

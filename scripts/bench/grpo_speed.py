@@ -67,6 +67,13 @@ def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
 
 
+def bench_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
+    return parser
+
+
 def measure(names: list[str], command, rounds: int, steps: tuple[int, int], per_step: int, unit: str) -> dict:
     """`unit`s per second of every round by name: those of the steps between a short and a long run, whole processes.
 
@@ -101,9 +108,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         train_with_trl(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     names = ["train_ppo fsdp2", "TRL GRPOTrainer", "train_ppo deepspeed"]
     with tempfile.TemporaryDirectory() as name:
