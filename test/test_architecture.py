@@ -1,6 +1,7 @@
 """The rules of the house, checked on the source: one API for both strategies, floors, and who may know a backend."""
 
 import ast
+import dataclasses
 import inspect
 import sys
 from pathlib import Path
@@ -81,6 +82,21 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and node.value in ("deepspeed", "fsdp2"):
                 raise AssertionError(f"{name}:{node.lineno} names the backend {node.value!r}")
+
+
+def test_a_command_reads_only_flags_that_it_has():
+    from trainer.arguments import DPOArguments, RMArguments, SFTArguments
+    from trainer.ppo_arguments import PPOArguments
+
+    flags = {
+        name: {field.name for field in dataclasses.fields(kind)}
+        for name, kind in {"sft": SFTArguments, "rm": RMArguments, "dpo": DPOArguments, "ppo": PPOArguments}.items()
+    }
+    for path in (PACKAGE / "cli").glob("*.py"):
+        commands = [name for name in flags if path.stem in (f"train_{name}", f"{name}_flags", f"{name}_roles")]
+        for node in ast.walk(ast.parse(path.read_text())) if commands else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
+                assert node.attr in flags[commands[0]], f"{path.name}:{node.lineno} reads args.{node.attr}"
 
 
 def test_files_are_small():

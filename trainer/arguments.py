@@ -64,19 +64,27 @@ class LoraArguments:
 class DataArguments:
     """Data"""
 
-    dataset: Optional[str] = arg(None, "training data: comma-separated files, folders or hub names")
+    dataset: Optional[str] = arg(
+        None, "training data (train_ppo: prompts): comma-separated files, folders or hub names"
+    )
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set of --dataset; the mixture ends when one set is used up"
     )
-    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset")
+    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it greedily")
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
     dataset_num_proc: int = arg(1, "processes that tokenize, at the first sight of a set", type="PositiveInt")
-    max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
     input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
     tokenizer_chat_template: Optional[str] = arg(None, "chat template to use instead: Jinja text or a file")
+
+
+@dataclass
+class LengthArguments:
+    """Length"""
+
+    max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
 
 
 @dataclass
@@ -256,6 +264,7 @@ class SFTArguments(
     OptimizerArguments,
     BatchArguments,
     SFTDataArguments,
+    LengthArguments,
     DataArguments,
     LoraArguments,
     ModelArguments,
@@ -272,6 +281,7 @@ class RMArguments(
     BatchArguments,
     RewardArguments,
     PreferenceDataArguments,
+    LengthArguments,
     DataArguments,
     LoraArguments,
     ModelArguments,
@@ -288,6 +298,7 @@ class DPOArguments(
     BatchArguments,
     PreferenceArguments,
     PreferenceDataArguments,
+    LengthArguments,
     DataArguments,
     LoraArguments,
     ModelArguments,

@@ -6,6 +6,7 @@ from typing import Literal, Optional
 from trainer.arguments import (
     BatchArguments,
     CheckpointArguments,
+    DataArguments,
     LayoutArguments,
     LoraArguments,
     ModelArguments,
@@ -19,19 +20,8 @@ from trainer.arguments import (
 class PromptArguments:
     """Prompts"""
 
-    dataset: Optional[str] = arg(None, "prompts: comma-separated files, folders or hub names")
-    dataset_split: str = arg("train", "split of --dataset")
-    dataset_probs: Optional[str] = arg(
-        None, "mixing probabilities, one per set of --dataset; the mixture ends when one set is used up"
-    )
-    eval_dataset: Optional[str] = arg(None, "prompts to evaluate on, like --dataset; answered greedily")
-    eval_split: str = arg("train", "split of --eval_dataset")
-    max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
     input_key: Optional[str] = arg(None, "column of the prompt, a text or messages (default: messages)")
     label_key: Optional[str] = arg(None, "column of the reference answer, handed to the reward as its label")
-    input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
-    apply_chat_template: bool = arg(False, "render prompts with the tokenizer's chat template")
-    tokenizer_chat_template: Optional[str] = arg(None, "chat template to use instead: Jinja text or a file")
     prompt_max_len: int = arg(1024, "longer prompts are left out, and counted", type="PositiveInt")
 
 
@@ -164,6 +154,7 @@ class PPOArguments(
     ScoreArguments,
     RolloutArguments,
     PromptArguments,
+    DataArguments,
     LoraArguments,
     ModelArguments,
 ):
