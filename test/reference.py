@@ -2,7 +2,7 @@
 
     python test/reference.py <the flags of train_sft>
 
-A transformers model, torch AdamW and this file: no strategy, no wrapper, no packing, no padding, no collectives. It
+A transformers model, an optimizer of torch and this file: no strategy, no wrapper, no packing, no padding, no collectives. It
 takes the flags of train_sft and ignores those that only choose a layout. It shares with the trainer the parsing of flags
 and the reading of data (which have tests of their own), and nothing of the training.
 """
@@ -66,6 +66,23 @@ def trained(model) -> list[tuple[str, torch.nn.Parameter]]:
     return [(n.removeprefix("base_model.model.").replace(".modules_to_save.default", ""), p) for n, p in named]
 
 
+def svd_orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """What five rounds of Muon's polynomial make of a matrix: of its singular values, in fp64."""
+    u, s, v = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+@torch.no_grad()
+def muon_step(matrices: list, momenta: dict, lr: float, weight_decay: float) -> None:
+    """Liu et al. 2025, equation 4, with Nesterov momentum 0.95."""
+    for matrix in matrices:
+        momenta[matrix] = 0.95 * momenta.get(matrix, 0.0) + 0.05 * matrix.grad
+        update = svd_orthogonalized(0.05 * matrix.grad + 0.95 * momenta[matrix])
+        matrix.copy_(matrix * (1 - lr * weight_decay) - lr * 0.2 * max(matrix.shape) ** 0.5 * update)
+
+
 def dump(tensors: dict, folder: str, name: str) -> None:
     os.makedirs(folder, exist_ok=True)
     save_file({key: value.detach().clone() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
@@ -87,11 +104,15 @@ def main(argv: list[str]) -> None:
     named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=args.learning_rate,
-        betas=tuple(args.adam_betas),
-    )
+    matrices, momenta = [], {}
+    if args.optim == "muon":
+        matrices = [parameter for name, parameter in named if ".layers." in name and parameter.ndim == 2]
+        decayed = [parameter for name, parameter in named if ".layers." not in name and parameter.ndim == 2]
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if args.optim == "adafactor":
+        optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
     per_epoch = math.ceil(len(samples) / args.train_batch_size)
     total_steps = args.max_steps or args.max_epochs * per_epoch
     specific = {"min_lr_rate": args.min_lr_ratio} if args.lr_scheduler == "cosine_with_min_lr" else {}
@@ -119,9 +140,10 @@ def main(argv: list[str]) -> None:
             digests = "".join(sample["digest"] for sample in batch).encode()
             row["batch_hash"] = hashlib.blake2b(digests, digest_size=8).hexdigest()
             row["lr"] = scheduler.get_last_lr()[0]
+            muon_step(matrices, momenta, row["lr"], args.weight_decay)
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()
+            model.zero_grad()
             log.write(json.dumps(row) + "\n")
             print(f"step {step}/{total_steps} | loss {loss:.9g} | grad_norm {grad_norm:.9g}", flush=True)
         log.write(json.dumps({"event": "end", "steps": total_steps}) + "\n")

@@ -16,7 +16,7 @@ FLOORS = [
     {"datasets", "models.loss", "models.policy_loss", "training.advantages"},
     {"models", "strategies.adapter", "strategies.autotp", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
      "strategies.data_order", "strategies.tensor_parallel", "strategies.replicas", "strategies.ranks", "strategies.checkpoint_store",
-     "strategies.checkpoint_pieces", "strategies.run_state", "strategies.zero_masters"},
+     "strategies.checkpoint_pieces", "strategies.run_state", "strategies.zero_masters", "strategies.matrix_optimizers"},
     {"strategies", "rollout"},
     {"training"},
     {"cli"},

@@ -64,9 +64,7 @@ class LoraArguments:
 class DataArguments:
     """Data"""
 
-    dataset: Optional[str] = arg(
-        None, "training data (train_ppo: prompts): comma-separated files, folders or hub names"
-    )
+    dataset: Optional[str] = arg(None, "training data, or prompts: comma-separated files, folders or hub names")
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set of --dataset; the mixture ends when one set is used up"
@@ -137,8 +135,9 @@ class OptimizerArguments:
     min_lr_ratio: float = arg(
         0.1, "lowest rate of *_with_min_lr schedulers, relative to the peak", type="ClosedUnitInterval"
     )
+    optim: Literal["adamw", "muon", "adafactor"] = arg("adamw", "muon, adafactor: fsdp2, or ZeRO 0 without tp")
     adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
-    weight_decay: float = arg(0.0, "AdamW weight decay (not on norms and biases)", type="NonNegativeFloat")
+    weight_decay: float = arg(0.0, "decoupled weight decay (not on norms and biases)", type="NonNegativeFloat")
     max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")
     max_skipped_steps: int = arg(10, "end after this many non-finite steps in a row", type="PositiveInt")
 

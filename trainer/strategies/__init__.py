@@ -22,6 +22,7 @@ def get_strategy(args):
         "load_in_4bit": args.load_in_4bit,
         "compile": args.compile,
         "reduce_once": args.reduce_once,
+        "optim": args.optim,
     }
     if args.backend == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy

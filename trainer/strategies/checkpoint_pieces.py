@@ -1,7 +1,7 @@
 """Tensors of a checkpoint: every rank writes the pieces it holds, any other layout reads whatever it needs of them.
 
-A tensor has one key on every backend and layout: `weight/`, `exp_avg/`, `exp_avg_sq/` or `step/` and the Hugging Face
-name of the parameter. A piece is a box of the full tensor, or a stretch of a flattened box (ZeRO's partitions). The files
+A tensor has one key on every backend and layout: `weight/`, or what the optimizer calls it, such as `exp_avg/`, and the
+Hugging Face name of the parameter. A piece is a box of the full tensor, or a stretch of a flattened box (ZeRO's partitions). The files
 are safetensors; where all pieces are boxes, torch.distributed.checkpoint's HuggingFaceStorageReader reads them as well.
 """
 
@@ -20,7 +20,6 @@ from trainer.errors import UserError
 from trainer.strategies import checkpoint_store as store
 
 MAX_FILE_BYTES = 256 << 20  # what a rank holds in host memory, besides its state, while it saves
-KINDS = ("weight", "exp_avg", "exp_avg_sq", "step")
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size
 
 

@@ -55,9 +55,9 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     return model
 
 
-def adam_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What AdamW remembers of its parameters, beside the step counts; nothing before the first step."""
-    return [state[kind] for state in optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq") if kind in state]
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer remembers of its parameters, beside the step counts; nothing before the first step."""
+    return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
 
 
 def take_to_host(tensors: Iterable[torch.Tensor]) -> list[tuple]:

@@ -21,10 +21,10 @@ from trainer.strategies.adapter import merge_adapter
 from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
 from trainer.strategies.common import (
     DTYPES,
-    adam_moments,
     bring_back,
     decay_groups,
     keep_on_host,
+    optimizer_tensors,
     seed_everything,
     take_to_host,
 )
@@ -53,6 +53,7 @@ class DeepspeedStrategy:
         load_in_4bit: bool = False,
         compile: bool = False,
         reduce_once: bool = False,
+        optim: str = "adamw",
     ):
         self.zero_stage = 2 if zero_stage is None else zero_stage
         if self.zero_stage not in (0, 1, 2, 3):
@@ -81,7 +82,12 @@ class DeepspeedStrategy:
         if reduce_once and self.zero_stage > 1:  # below, DeepSpeed does nothing else
             found = f"with --backend deepspeed and --zero_stage {self.zero_stage}"
             raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
-        self.load_in_4bit = load_in_4bit
+        if optim != "adamw" and (self.zero_stage > 0 or tensor_parallel_size > 1):
+            # ZeRO hands an optimizer flat stretches of many weights, AutoTP parts of them; neither is a matrix
+            layout = f"--zero_stage {self.zero_stage} and --tensor_parallel_size {tensor_parallel_size}"
+            found = f"{optim} with --backend deepspeed, {layout}"
+            raise UserError("--optim", found, "adamw; or --zero_stage 0 without tp, or --backend fsdp2")
+        self.load_in_4bit, self.optim = load_in_4bit, optim
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.adam_offload = adam_offload
@@ -253,7 +259,12 @@ class DeepspeedStrategy:
     def create_optimizer(
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.Optimizer:
-        """AdamW; `prepare` makes it work on fp32 masters."""
+        """AdamW, or what --optim asks for; `prepare` makes it work on fp32 masters."""
+        if self.optim != "adamw":
+            from trainer.strategies import matrix_optimizers
+
+            options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            return matrix_optimizers.build(self.optim, model, **options)
 
         def num_dims(parameter) -> int:  # a ZeRO-3 parameter is empty here; ds_shape is its real shape
             # but not that of an adapter, which the engine partitions later
@@ -368,12 +379,14 @@ class DeepspeedStrategy:
         return norm.item()
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, Adam's states, or both to host memory until `onload` of the result; none of them may be used meanwhile.
+        """Move weights, the optimizer's states, or both to host memory until `onload` of the result; none of them may be used meanwhile.
 
         Of a model with its optimizer, the fp32 masters go too.
         """
         tensors = (
-            adam_moments(optimizer if self.zero_stage == 0 else optimizer.optimizer) if optimizer is not None else []
+            optimizer_tensors(optimizer if self.zero_stage == 0 else optimizer.optimizer)
+            if optimizer is not None
+            else []
         )
         if model is not None:
             parameters = self.unwrap(model).parameters()
@@ -459,7 +472,7 @@ class DeepspeedStrategy:
         others: Optional[dict[str, tuple]] = None,
         further: Sequence[Piece] = (),
     ) -> run_state.PendingSave:
-        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
+        """Start to save a run: weights, optimizer states, random states, and `state` (JSON). `finish()` of the result ends it.
 
         `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic; `further` are pieces
         of this rank besides, such as averaged weights.
@@ -469,7 +482,7 @@ class DeepspeedStrategy:
             tensors, module = self.iter_full_params(model) if hf_weights else None, self.unwrap(model)
             checkpoint.save_pretrained(tensors, module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = self._own_state(model, scheduler)
+        own = {**self._own_state(model, scheduler), "optim": self.optim}
         own["others"] = {role: self._own_state(other[0], other[2]) for role, other in (others or {}).items()}
         pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
         options = {"portable": portable, "background": background, "export": export}
@@ -486,7 +499,7 @@ class DeepspeedStrategy:
     ) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
         pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
-        state = run_state.load(folder, pieces, self.device)
+        state = run_state.load(folder, pieces, self.device, self.optim)
         self._restore_own_state(state, model, optimizer, scheduler)
         for role, other in (others or {}).items():
             self._restore_own_state(state["others"][role], *other)
@@ -519,7 +532,7 @@ class DeepspeedStrategy:
         return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
 
     def _pieces(self, model, optimizer) -> Iterator[Piece]:
-        """This rank's parts of the masters and of Adam's states, and what has no master, under Hugging Face names."""
+        """This rank's parts of the masters and of the optimizer's states, and what has no master, under Hugging Face names."""
         module = self.unwrap(model)
         parameters, tp_rank = dict(module.named_parameters()), self.meshes.root.get_local_rank("tp")
         for name, tensor in checkpoint.stored_tensors(module).items():
@@ -534,7 +547,7 @@ class DeepspeedStrategy:
         elif self.zero_stage == 0:
             is_written = self.meshes.loss.get_local_rank() == 0
             yield whole_piece(f"weight/{name}", parameter, is_written)
-            for kind, state in run_state.adam_states(optimizer, parameter).items():
+            for kind, state in run_state.states_of(optimizer, parameter).items():
                 yield whole_piece(f"{kind}/{name}", state, is_written)
         else:
             part = zero_masters.stage_3_part if self.zero_stage == 3 else zero_masters.stage_2_part

@@ -21,9 +21,9 @@ from trainer.strategies import adapter, checkpoint, gradients, mesh, ranks, run_
 from trainer.strategies.checkpoint_pieces import Piece, whole_piece
 from trainer.strategies.common import (
     DTYPES,
-    adam_moments,
     bring_back,
     decay_groups,
+    optimizer_tensors,
     seed_everything,
     take_to_host,
 )
@@ -52,6 +52,7 @@ class FSDP2Strategy:
         load_in_4bit: bool = False,
         compile: bool = False,
         reduce_once: bool = False,
+        optim: str = "adamw",
     ):
         if load_in_4bit:
             raise UserError("--load_in_4bit", "with --backend fsdp2", "--backend deepspeed with --zero_stage 0, 1, 2")
@@ -63,6 +64,8 @@ class FSDP2Strategy:
             raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
         if reduce_once and adam_offload:  # gradients go to host memory as soon as they are reduced
             raise UserError("--reduce_once", "with --adam_offload", "one of them")
+        if optim != "adamw" and adam_offload:  # gathers what is on the device
+            raise UserError("--optim", f"{optim} with --adam_offload", "adamw")
         if zero_stage not in (None, 2, 3):
             raise UserError(
                 "--zero_stage", f"{zero_stage} with --backend fsdp2", "3 (the default), 2 (keep weights gathered)"
@@ -70,7 +73,7 @@ class FSDP2Strategy:
         self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
         self.param_dtype = DTYPES[param_dtype]
         self.reshard_after_forward = zero_stage != 2
-        self.adam_offload, self.reduce_once = adam_offload, reduce_once
+        self.optim, self.adam_offload, self.reduce_once = optim, adam_offload, reduce_once
         self.sizes = mesh.resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=dp_replicate_size,
@@ -161,15 +164,20 @@ class FSDP2Strategy:
         weights = checkpoint.open_weights(model, model.pretrained_folder, list(tensors))
         with torch.no_grad():
             for name, tensor in tensors.items():
-                gradients.to_local_if_dtensor(tensor).copy_(weights.read(name, _local_region(tensor)))
+                gradients.to_local_if_dtensor(tensor).copy_(weights.read(name, gradients.local_region(tensor)))
         checkpoint.restore_computed_buffers(model, self.device)
         model.pretrained_folder, model.new_tensors = None, {}
 
     def create_optimizer(
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.Optimizer:
-        """AdamW over fp32 masters. The model is sharded here, so that the optimizer holds its final parameters."""
+        """AdamW, or what --optim asks for, over fp32 masters. The model is sharded here, so that the optimizer holds its final parameters."""
         self._shard(model)
+        if self.optim != "adamw":
+            from trainer.strategies import matrix_optimizers
+
+            options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            return matrix_optimizers.build(self.optim, model, **options)
         groups = decay_groups(model.named_parameters(), weight_decay)
         return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
 
@@ -212,9 +220,9 @@ class FSDP2Strategy:
         return norm.item()
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, Adam's states, or both to host memory until `onload` of the result; none of them may be used meanwhile."""
+        """Move weights, the optimizer's states, or both to host memory until `onload` of the result; none of them may be used meanwhile."""
         tensors = list(checkpoint.all_tensors(model).values()) if model is not None else []
-        tensors += adam_moments(optimizer) if optimizer is not None else []
+        tensors += optimizer_tensors(optimizer) if optimizer is not None else []
         return take_to_host(map(gradients.to_local_if_dtensor, tensors))
 
     def onload(self, offloaded: list[tuple]) -> None:
@@ -247,14 +255,14 @@ class FSDP2Strategy:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter). With an
         adapter, what is trained; `merged`, the plain model that it makes of its base."""
         tensors = checkpoint.all_tensors(model) if merged else checkpoint.stored_tensors(model)
-        pairs = ((name, _full(tensor)) for name, tensor in tensors.items())
+        pairs = ((name, gradients.whole(tensor)) for name, tensor in tensors.items())
         return adapter.merge_adapter(pairs, model) if merged else pairs
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                yield name, _full(parameter.grad) / self.loss_scale.scale
+                yield name, gradients.whole(parameter.grad) / self.loss_scale.scale
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `checkpoint.save_pretrained`."""
@@ -280,7 +288,7 @@ class FSDP2Strategy:
         others: Optional[dict[str, tuple]] = None,
         further: Sequence[Piece] = (),
     ) -> run_state.PendingSave:
-        """Start to save a run: weights, Adam states, random states, and `state` (JSON). `finish()` of the result ends it.
+        """Start to save a run: weights, optimizer states, random states, and `state` (JSON). `finish()` of the result ends it.
 
         `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic; `further` are pieces
         of this rank besides, such as averaged weights.
@@ -290,7 +298,7 @@ class FSDP2Strategy:
             tensors = self.iter_full_params(model) if hf_weights else None
             checkpoint.save_pretrained(tensors, model, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self.loss_scale.state_dict()}
+        own = {"scheduler_step": scheduler.last_epoch, "loss_scale": self.loss_scale.state_dict(), "optim": self.optim}
         own["others"] = {role: {"scheduler_step": other[2].last_epoch} for role, other in (others or {}).items()}
         pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
         options = {"portable": portable, "background": background, "export": export}
@@ -307,7 +315,7 @@ class FSDP2Strategy:
     ) -> dict:
         """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
         pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
-        state = run_state.load(folder, pieces, self.device)
+        state = run_state.load(folder, pieces, self.device, self.optim)
         run_state.set_scheduler_step(scheduler, state["scheduler_step"])
         for role, (_, _, its_scheduler) in (others or {}).items():
             run_state.set_scheduler_step(its_scheduler, state["others"][role]["scheduler_step"])
@@ -324,13 +332,13 @@ class FSDP2Strategy:
             yield from run_state.of_role(role, self._pieces(other, its_optimizer))
 
     def _pieces(self, model, optimizer) -> Iterator[Piece]:
-        """This rank's parts of the weights and of Adam's states, which are made here where no step has made them yet."""
+        """This rank's parts of the weights and of the optimizer's states, which are made here where no step has made them yet."""
         for name, tensor in checkpoint.stored_tensors(model).items():  # shards again what a forward pass left gathered
             yield _piece(f"weight/{name}", tensor)
         names = {parameter: name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for kind, state in run_state.adam_states(optimizer, parameter).items():
+                for kind, state in run_state.states_of(optimizer, parameter).items():
                     yield _piece(f"{kind}/{names[parameter]}", state)
 
     # --- helpers that know the mesh
@@ -345,10 +353,6 @@ class FSDP2Strategy:
     is_rank_0 = ranks.is_rank_0
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
     """The mesh axes along which all ranks should hold the same local tensor."""
     sharded = set()
@@ -356,14 +360,6 @@ def _replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
         names = tensor.device_mesh.mesh_dim_names
         sharded = {name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()}
     return [axis for axis in axes if axis not in sharded]
-
-
-def _local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
-    """The part of the full weight that this rank holds, as one slice per dimension; None for all of it."""
-    if not isinstance(tensor, DTensor):
-        return None
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
 def _piece(key: str, tensor: torch.Tensor) -> Piece:

@@ -1,16 +1,31 @@
-"""One gradient norm and one clipping rule over parameters of any placement, and the dynamic loss scale of fp16."""
+"""Tensors of any placement: their parts, one gradient norm and one clipping rule; and the dynamic loss scale of fp16."""
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, without its history (all-gather over the mesh of a DTensor)."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
+    """The part of the whole tensor that this rank holds, as one slice per dimension; None for all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
 def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

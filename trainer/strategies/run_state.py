@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.errors import UserError
 from trainer.strategies import checkpoint_store as store
-from trainer.strategies.checkpoint_pieces import KINDS, Piece, PieceReader, full_pieces, write_pieces
+from trainer.strategies.checkpoint_pieces import Piece, PieceReader, full_pieces, write_pieces
 
 STATE = "state.json"
 FORMAT = 1
@@ -74,14 +74,18 @@ def set_scheduler_step(scheduler, step: int) -> None:
     scheduler.last_epoch, scheduler._last_lr = step, rates
 
 
-def adam_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's state of a tensor that it steps; made here where no step has made it yet."""
-    adam = optimizer.state[parameter]
-    if not adam:
-        on = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
-        adam["step"] = torch.zeros((), dtype=torch.float32, device=on)
-        adam["exp_avg"], adam["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    return {kind: adam[kind] for kind in KINDS[1:]}
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an optimizer remembers of a tensor that it steps; made here where no step has made it yet."""
+    state = optimizer.state[parameter]
+    if not state:
+        state.update(getattr(optimizer, "new_state", adam_state)(parameter))
+    return dict(state)
+
+
+def adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """That of torch's fused AdamW before its first step."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def of_role(role: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -237,17 +241,21 @@ def read_state(folder: str) -> dict:
 
 
 @torch.no_grad()
-def load(folder: str, pieces: Iterable[Piece], device: torch.device) -> dict:
+def load(folder: str, pieces: Iterable[Piece], device: torch.device, optim: str) -> dict:
     """Check a checkpoint, read this rank's pieces into their live storage and restore its random states (collective).
 
-    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state.
+    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state. Raises UserError if it is damaged, or its
+    optimizer was another than `optim`.
     """
     check(folder)
     state, reader = read_state(folder), PieceReader(folder)
+    written = state.get("optim", "adamw")  # the only one that older checkpoints could have
+    if written != optim:
+        raise UserError("--optim", f"{optim}, but {folder} was written with {written}", f"--optim {written}")
     for piece in pieces:
         if piece.key.rpartition(":")[2].startswith("weight/") or piece.key in reader.shapes:
             piece.tensor.copy_(reader.read(piece))
-        else:  # a parameter that has had no gradient yet has no Adam state
+        else:  # a parameter that has had no gradient yet has no state
             piece.tensor.zero_()
     if state["world_size"] == dist.get_world_size():
         with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:

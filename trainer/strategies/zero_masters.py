@@ -50,7 +50,7 @@ def pieces_of(name: str, adamw, shape, start: int, flat, where: int, size: int) 
     if not size:
         return
     yield flat_piece(f"weight/{name}", shape, start, flat.narrow(0, where, size))
-    for kind, state in run_state.adam_states(adamw, flat).items():
+    for kind, state in run_state.states_of(adamw, flat).items():
         if state.ndim:
             yield flat_piece(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
         else:  # the step count, the same in every part
