@@ -66,7 +66,8 @@ def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
     flags += ["--rollout_batch_size", str(SAMPLES // GROUP), "--micro_rollout_batch_size", str(SAMPLES)]
     flags += ["--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "64", "--prompt_max_len", "96"]
     flags += ["--generate_max_len", str(MAX_NEW), "--learning_rate", "2e-4", "--lr_scheduler", "constant"]
-    flags += ["--output_dir", str(folder), "--overwrite", "--logging_steps", "1000", *(["--compile"] if "compiled" in name else [])]
+    flags += ["--output_dir", str(folder), "--overwrite", "--logging_steps", "1000"]
+    flags += ["--compile"] if "compiled" in name else []
     return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
 
 
