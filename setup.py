@@ -18,7 +18,7 @@ setup(
     name="trainer",
     version="0.1.0",
     description="SFT and RLHF training of Hugging Face causal LMs: one loss curve, whatever the layout",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["trainer", "trainer.*"]),
     install_requires=[
         "torch>=2.11",
@@ -32,8 +32,7 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "flash": ["flash-attn>=2.8", "ring-flash-attn>=0.1.8"],
-        "liger": ["liger-kernel>=0.6"],
+        "flash": ["flash-attn>=2.8"],
         "vllm": ["vllm>=0.32"],
         "lora": ["peft>=0.19"],
         "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],

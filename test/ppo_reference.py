@@ -105,6 +105,7 @@ class Trained:
     """A model with its optimizer and scheduler."""
 
     def __init__(self, args, model, lr: float):
+        assert args.optim == "adamw"
         self.model, self.max_norm = model, args.max_norm or math.inf
         groups = [[p for _, p in trained(model) if (p.ndim >= 2) == matrix] for matrix in (True, False)]
         decays = [{"params": p, "weight_decay": d} for p, d in zip(groups, (args.weight_decay, 0.0)) if p]

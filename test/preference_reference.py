@@ -130,6 +130,7 @@ def main(argv: list[str]) -> None:
             z_0 = kto_reference_point(args, model, reference, batch)
             return (kto_loss(args, model, reference, sample, z_0) for sample in batch)
 
+    assert args.optim == "adamw"
     named = trained(model)
     optimizer = torch.optim.AdamW(
         [

@@ -106,8 +106,10 @@ def main(argv: list[str]) -> None:
     others = [parameter for _, parameter in named if parameter.ndim < 2]
     matrices, momenta = [], {}
     if args.optim == "muon":
-        matrices = [parameter for name, parameter in named if ".layers." in name and parameter.ndim == 2]
-        decayed = [parameter for name, parameter in named if ".layers." not in name and parameter.ndim == 2]
+        linear = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+        matrices = [parameter for name, parameter in named if ".layers." in name and id(parameter) in linear]
+        decayed = [parameter for parameter in decayed if all(parameter is not matrix for matrix in matrices)]
+        assert matrices
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if args.optim == "adafactor":
         optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)

@@ -229,7 +229,13 @@ def test_wrong_arguments_are_told_in_one_line(argv, capsys, tmp_path, monkeypatc
 
 def test_where_a_step_stands_twice_the_later_row_counts(tmp_path):
     resumed = [START, step_row(1, 2.0), step_row(2, float("nan")), step_row(3, 9.0), {"event": "resume", "step": 1}]
-    resumed += [step_row(2, 2.25), {"step": 2, "eval_loss": 7.0}, step_row(3, 2.5), END]
+    resumed += [
+        step_row(2, 2.25),
+        {"step": 2, "eval_loss": 7.0},
+        {"step": 2, "eval_reward": 0.5},
+        step_row(3, 2.5),
+        END,
+    ]
     run = read_run("a", write_rows(tmp_path / "a.jsonl", resumed))
     assert {step: row.loss for step, row in run.steps.items()} == {1: 2.0, 2: 2.25, 3: 2.5}
     assert run.param_dtype == "bf16"

@@ -26,7 +26,7 @@ RUNS = {
         "fsdp2-2r-mb4-packed-muon", "fsdp2-2r-mb4-padded-adafactor", "deepspeed-z0-2r-mb4-packed-adafactor",
         "fsdp2-2r-mb4-padded-tp2-muon", "fsdp2-2r-mb1-packed-sp2-muon",
     ],
-    4: ["fsdp2-4r-mb1-padded-tp2-muon"],
+    4: ["fsdp2-4r-mb1-padded-tp2-muon", "fsdp2-4r-mb1-packed-hsdp2-adafactor"],
 }  # fmt: skip
 RESUMED = {
     1: {"deepspeed-z0-1r-mb4-padded-resumed-muon": "fsdp2-2r-mb4-packed-muon"},
@@ -35,12 +35,19 @@ RESUMED = {
         "fsdp2-2r-mb4-packed-resumed-muon": "fsdp2-2r-mb4-packed-muon",
     },
 }
+# 2 ranks: what has no plain loop here repeats its own steps bit by bit from a checkpoint
+VERIFIED = {
+    "fsdp2-2r-mb4-packed-lora-muon": ["--lora_rank", "4", "--tensor_parallel_size", "2"],
+    "fsdp2-2r-mb4-packed-seq-adafactor": ["--tensor_parallel_size", "2", "--sequence_parallel"],
+    "deepspeed-z0-2r-mb4-packed-bf16-muon": [],
+}
 NAMES = [name for names in RUNS.values() for name in names]
 
 
 def flags(name: str, folder, data) -> list[str]:
     line = [*command_line(name, folder, data), "--max_steps", str(STEPS), "--optim", name.rpartition("-")[2]]
     line += ["--tensor_parallel_size", "2"] if "-tp2" in name else []
+    line += ["--dp_replicate_size", "2"] if "-hsdp2" in name else []
     return line + (["--ring_attn_size", "2"] if "-sp2" in name else [])
 
 
@@ -69,6 +76,12 @@ def test_fp32_run_equals_the_plain_loop(runs, name):
     assert len(read_steps(runs / name)) == STEPS
     assert_same_steps(runs / name, reference, 1e-5, 1e-4)
     assert_same_tensors(runs / name, reference, "weights_final", 1e-4)
+
+
+def test_verify_resume_proves_it(runs, shared_data):
+    lines = [[*flags(name, runs, shared_data), *more, "--verify_resume", "2"] for name, more in VERIFIED.items()]
+    output = train_many(2, lines, runs, timeout=300)
+    assert output.count("verify_resume: ") == len(lines), output[-3000:]
 
 
 @pytest.mark.parametrize("name, source", [pair for pairs in RESUMED.values() for pair in pairs.items()])

@@ -16,6 +16,11 @@ REFUSED = {
     "--loss kto --train_batch_size 1 --micro_train_batch_size 1": "--train_batch_size: 1 with --loss kto",
     "--loss kto --nll_loss_coef 0.5": "--nll_loss_coef: with --loss kto",
     "--desirable_weight 2": "--desirable_weight, --undesirable_weight: 2.0, 1.0 with --loss dpo",
+    "--simpo_gamma 0.7": "--simpo_gamma: 0.7 would do nothing here",
+    "--label_key good": "--label_key: good would do nothing here",
+    "--eval_steps 5": "--eval_steps: 5 would do nothing here",
+    "--save_path model --no_save": "--save_path: model would do nothing here",
+    "--loss kto --eval_dataset d --best_metric_key eval_reward_margin": "--best_metric_key: eval_reward_margin, which no",
     "--label_smoothing 0.1": "--label_smoothing: 0.1 with --loss dpo",
 }
 
@@ -35,6 +40,11 @@ def test_a_balance_loss_needs_experts():
 
 
 def test_what_is_not_contradictory_is_accepted():
-    for flags in ("", "--loss kto --desirable_weight 2 --ref_offload", "--precompute_ref_logps", "--loss simpo"):
+    for flags in (
+        "",
+        "--loss kto --desirable_weight 2 --ref_offload",
+        "--precompute_ref_logps",
+        "--loss simpo --simpo_gamma 1",
+    ):
         args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
         train_dpo.validate(args)

@@ -50,7 +50,10 @@ class RolloutArguments:
     offload_actor_optimizer: bool = arg(
         False, "while responses are generated, keep the optimizer states of the policy in host memory"
     )
-    rollouts_from: Optional[str] = arg(None, "take responses and scores from this rollouts.jsonl instead of generating")
+    rollouts_from: Optional[str] = arg(
+        None,
+        "take responses and scores from this rollouts.jsonl; what generates and scores is for evaluation alone then",
+    )
     dynamic_filtering: bool = arg(False, "replace prompts whose mean score is outside --dynamic_filtering_range")
     dynamic_filtering_range: list[float] = arg([0.0, 1.0], "bounds, both excluded", type=float, nargs=2)
 

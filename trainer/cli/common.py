@@ -48,9 +48,26 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         from trainer.cli.adapter import validate_adapter_flags
 
         validate_adapter_flags(args)
+    idle = [
+        ("eval_steps eval_split", bool(args.eval_dataset), "--eval_dataset"),
+        ("wandb_project", args.use_wandb, "--use_wandb"),
+        ("save_path", not args.no_save, "without --no_save"),
+    ]
+    refuse_idle(args, idle)
     check_scheduler_name(args.lr_scheduler)
     check_mirrors(args.use_wandb, args.use_tensorboard)
     check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
+
+
+def refuse_idle(args, rules: list[tuple[str, bool, str]], usual: Optional[dict] = None) -> None:
+    """Raises UserError for a flag that is given where it would do nothing. `rules` are (names of flags, whether they do
+    something, what they need for it); values that are the default, or those of `usual`, are never refused."""
+    defaults = type(args)()
+    for names, at_work, needed in rules:
+        for name in [] if at_work else names.split():
+            value = getattr(args, name)
+            if value not in (getattr(defaults, name), (usual or {}).get(name)):
+                raise UserError(f"--{name}", f"{value} would do nothing here", needed)
 
 
 @dataclass

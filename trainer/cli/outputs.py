@@ -52,7 +52,7 @@ def check_checkpoint_flags(args, eval_metrics: tuple[str, ...]) -> None:
     if args.load_checkpoint == "latest" and args.output_dir is None:
         raise UserError("--load_checkpoint", "without --output_dir there is no run to go on with", "--output_dir")
     if args.best_metric_key and args.best_metric_key not in eval_metrics:
-        allowed = ", ".join(eval_metrics) or "with --eval_dataset: eval_loss"
+        allowed = ", ".join(eval_metrics) or "with --eval_dataset"
         raise UserError("--best_metric_key", f"{args.best_metric_key}, which no evaluation gives", allowed)
 
 

@@ -32,6 +32,25 @@ def validate(args: PPOArguments) -> None:
     _validate_algorithm(args)
     _validate_critic(args)
     _validate_offload(args)
+    _refuse_idle(args)
+
+
+def _refuse_idle(args: PPOArguments) -> None:
+    from trainer.datasets.demo import PPO_DEFAULTS
+
+    estimator = args.advantage_estimator
+    rules = [
+        ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
+        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator that divides by a deviation"),
+        ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, cispo"),
+        ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
+        ("kl_horizon", args.kl_target is not None, "--kl_target"),
+        ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
+        ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
+        ("reward_timeout", bool(args.reward_func), "--reward_func"),
+        ("remote_rm_timeout remote_rm_retries", bool(args.remote_rm_url), "--remote_rm_url"),
+    ]
+    common.refuse_idle(args, rules, usual=PPO_DEFAULTS)
 
 
 def reference_is_base(args: PPOArguments) -> bool:

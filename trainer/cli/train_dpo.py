@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
 def validate(args: DPOArguments) -> None:
     from trainer.training.dpo import REFERENCE_FREE
 
-    validate_pairs(args, EVAL_METRICS)
+    validate_pairs(args, EVAL_METRICS[:2] if args.loss == "kto" else EVAL_METRICS)  # no pairs, no margin
     if (args.label_smoothing > 0) != (args.loss == "cdpo") or args.label_smoothing >= 0.5:
         found = f"{args.label_smoothing} with --loss {args.loss}"
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
@@ -65,6 +65,11 @@ def validate(args: DPOArguments) -> None:
         )
     if args.loss == "kto" and args.nll_loss_coef:
         raise UserError("--nll_loss_coef", "with --loss kto, which has no chosen answers", "leave it out")
+    idle = [
+        ("simpo_gamma", args.loss == "simpo", "--loss simpo"),
+        ("completion_key label_key", args.loss == "kto", "--loss kto"),
+    ]
+    common.refuse_idle(args, idle)
     if args.loss != "kto" and (args.desirable_weight, args.undesirable_weight) != (1, 1):
         found = f"{args.desirable_weight}, {args.undesirable_weight} with --loss {args.loss}"
         raise UserError("--desirable_weight, --undesirable_weight", found, "--loss kto")

@@ -72,7 +72,7 @@ def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
             continue
         where = f"{path} line {number}"
         row = _parse_json(where, line)
-        if "event" in row or ("eval_loss" in row and "loss" not in row):
+        if "event" in row or ("loss" not in row and any(name.startswith("eval_") for name in row)):
             continue
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or "loss" not in row:

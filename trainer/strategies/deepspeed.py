@@ -379,7 +379,7 @@ class DeepspeedStrategy:
         return norm.item()
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, the optimizer's states, or both to host memory until `onload` of the result; none of them may be used meanwhile.
+        """Move weights, optimizer states, or both to host memory until `onload` of the result, unused meanwhile.
 
         Of a model with its optimizer, the fp32 masters go too.
         """

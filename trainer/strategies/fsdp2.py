@@ -171,7 +171,7 @@ class FSDP2Strategy:
     def create_optimizer(
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.Optimizer:
-        """AdamW, or what --optim asks for, over fp32 masters. The model is sharded here, so that the optimizer holds its final parameters."""
+        """AdamW, or what --optim asks for, over fp32 masters. The model is sharded here, so that it holds its final ones."""
         self._shard(model)
         if self.optim != "adamw":
             from trainer.strategies import matrix_optimizers
@@ -220,7 +220,7 @@ class FSDP2Strategy:
         return norm.item()
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, the optimizer's states, or both to host memory until `onload` of the result; none of them may be used meanwhile."""
+        """Move weights, optimizer states, or both to host memory until `onload` of the result, unused meanwhile."""
         tensors = list(checkpoint.all_tensors(model).values()) if model is not None else []
         tensors += optimizer_tensors(optimizer) if optimizer is not None else []
         return take_to_host(map(gradients.to_local_if_dtensor, tensors))

@@ -10,6 +10,7 @@ import math
 import torch
 from torch.optim._adafactor import adafactor
 from torch.optim.adamw import adamw
+from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
 from trainer.strategies.common import decay_groups
@@ -23,7 +24,7 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of the layers, AdamW for everything else, both at one learning rate.
+    """Muon for the linear layers of decoder layers, AdamW for everything else, both at one learning rate.
 
     An orthogonalized update is scaled to the size of AdamW's, 0.2 sqrt(max(rows, columns)) (Liu et al. 2025, Muon is
     scalable for LLM training, equation 4). Nesterov momentum, decoupled weight decay. Momentum is fp32 and cut like the weight.
@@ -115,6 +116,8 @@ def build(name: str, model: torch.nn.Module, *, lr: float, betas, eps: float, we
             raise UserError("--adam_betas", f"{tuple(betas)} with --optim adafactor, which has none", "leave it out")
         return Adafactor(groups, lr=lr)
     matrices = _layer_matrices(model)
+    if not any(parameter.requires_grad and id(parameter) in matrices for parameter in model.parameters()):
+        raise UserError("--optim", f"muon with {type(model).__name__}, whose layers are not known", "adamw, adafactor")
     parts = [
         {**group, "is_matrix": is_matrix, "params": [p for p in group["params"] if (id(p) in matrices) == is_matrix]}
         for group in groups
@@ -124,12 +127,12 @@ def build(name: str, model: torch.nn.Module, *, lr: float, betas, eps: float, we
 
 
 def _layer_matrices(model: torch.nn.Module) -> set[int]:
-    """Ids of the two-dimensional weights of decoder layers: no embedding, no head, no stacked experts."""
+    """Ids of the weights of the linear layers in decoder layers: no embedding, no head, no experts stacked in one tensor."""
     layers = set(model._no_split_modules or [])
     return {
-        id(parameter)
-        for module in model.modules()
-        if any(kind.__name__ in layers for kind in type(module).__mro__)  # FSDP2 puts a class of its own in front
-        for parameter in module.parameters()
-        if parameter.ndim == 2
+        id(module.weight)
+        for layer in model.modules()
+        if any(kind.__name__ in layers for kind in type(layer).__mro__)  # FSDP2 puts a class of its own in front
+        for module in layer.modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D))
     }

@@ -78,7 +78,8 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
     """What an optimizer remembers of a tensor that it steps; made here where no step has made it yet."""
     state = optimizer.state[parameter]
     if not state:
-        state.update(getattr(optimizer, "new_state", adam_state)(parameter))
+        new_state = adam_state if isinstance(optimizer, torch.optim.AdamW) else optimizer.new_state
+        state.update(new_state(parameter))
     return dict(state)
 
 
@@ -240,12 +241,20 @@ def read_state(folder: str) -> dict:
     return state
 
 
+def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
+    """What else an optimizer remembered of the parameter of `key`."""
+    role, colon, kind_and_name = key.rpartition(":")
+    name = kind_and_name.partition("/")[2]
+    own = (other for other in stored if other.startswith(role + colon) and other.partition("/")[2] == name)
+    return next((other for other in own if other != f"{role}{colon}weight/{name}"), None)
+
+
 @torch.no_grad()
 def load(folder: str, pieces: Iterable[Piece], device: torch.device, optim: str) -> dict:
     """Check a checkpoint, read this rank's pieces into their live storage and restore its random states (collective).
 
-    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state. Raises UserError if it is damaged, or its
-    optimizer was another than `optim`.
+    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state.
+    Raises UserError if it is damaged, or if its optimizer was another than `optim`.
     """
     check(folder)
     state, reader = read_state(folder), PieceReader(folder)
@@ -255,6 +264,10 @@ def load(folder: str, pieces: Iterable[Piece], device: torch.device, optim: str)
     for piece in pieces:
         if piece.key.rpartition(":")[2].startswith("weight/") or piece.key in reader.shapes:
             piece.tensor.copy_(reader.read(piece))
+        elif other := _other_state(piece.key, reader.shapes):
+            raise UserError(
+                "--load_checkpoint", f"{folder} has {other}, but no {piece.key}", "the optimizer of the run"
+            )
         else:  # a parameter that has had no gradient yet has no state
             piece.tensor.zero_()
     if state["world_size"] == dist.get_world_size():
