@@ -12,7 +12,7 @@ from launch import ROOT, run_process
 PACKAGE = ROOT / "trainer"
 # a file imports only from its own floor or from floors below it
 FLOORS = [
-    {"errors", "arguments", "ppo_arguments", "metrics"},
+    {"errors", "arguments", "ppo_arguments", "preference_arguments", "metrics"},
     {"datasets", "models.loss", "models.policy_loss", "training.advantages"},
     {"models", "strategies.adapter", "strategies.autotp", "strategies.mesh", "strategies.common", "strategies.gradients", "strategies.checkpoint",
      "strategies.data_order", "strategies.tensor_parallel", "strategies.replicas", "strategies.ranks", "strategies.checkpoint_store",
@@ -85,8 +85,9 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
 
 
 def test_a_command_reads_only_flags_that_it_has():
-    from trainer.arguments import DPOArguments, RMArguments, SFTArguments
+    from trainer.arguments import SFTArguments
     from trainer.ppo_arguments import PPOArguments
+    from trainer.preference_arguments import DPOArguments, RMArguments
 
     flags = {
         name: {field.name for field in dataclasses.fields(kind)}

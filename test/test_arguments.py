@@ -6,9 +6,10 @@ import typing
 import pytest
 import yaml
 
-from trainer.arguments import DPOArguments, RMArguments, SFTArguments, parse_arguments
+from trainer.arguments import SFTArguments, parse_arguments
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
+from trainer.preference_arguments import DPOArguments, RMArguments
 
 FIELDS = dataclasses.fields(SFTArguments)
 HINTS = typing.get_type_hints(SFTArguments)

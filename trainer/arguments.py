@@ -96,18 +96,6 @@ class SFTDataArguments:
 
 
 @dataclass
-class PreferenceDataArguments:
-    """What is preferred"""
-
-    prompt_key: Optional[str] = arg(
-        None,
-        "column of the prompt, a text or messages; if not given, `prompt` where there is one, else whole conversations",
-    )
-    chosen_key: str = arg("chosen", "column of the better answer, a text or messages")
-    rejected_key: str = arg("rejected", "column of the worse answer")
-
-
-@dataclass
 class BatchArguments:
     """Batches"""
 
@@ -217,45 +205,6 @@ class CheckpointArguments:
 
 
 @dataclass
-class RewardArguments:
-    """Reward model"""
-
-    loss: Literal["sigmoid", "logexp"] = arg(
-        "sigmoid", "-log sigmoid(chosen - rejected - margin), or log(1 + exp(...))"
-    )
-    compute_fp32_loss: bool = arg(False, "reward head in fp32 whatever --param_dtype (the loss always is)")
-    value_head_prefix: str = arg("score", "name of a reward head that --pretrain has; saved as `score`")
-    margin_key: Optional[str] = arg(None, "column of how much better the chosen answer should score (--loss sigmoid)")
-
-
-@dataclass
-class PreferenceArguments:
-    """Preference optimization"""
-
-    loss: Literal["dpo", "cdpo", "ipo", "hinge", "simpo", "orpo", "kto"] = arg(
-        "dpo", "see trainer/models/preference_loss.py"
-    )
-    beta: float = arg(0.1, "strength of the preference; ipo: tau, orpo: lambda", type="PositiveFloat")
-    label_smoothing: float = arg(0.0, "cdpo: probability that a label is wrong", type="ClosedUnitInterval")
-    simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
-    desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
-    undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")
-    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs are taken apart")
-    label_key: str = arg("label", "kto: column that says whether the answer is desirable")
-    nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
-    aux_loss_coef: float = arg(
-        0.0, "mixture of experts: add this times the load-balancing loss, mean over answers", type="NonNegativeFloat"
-    )
-    ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
-    ref_offload: bool = arg(
-        False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
-    )
-    precompute_ref_logps: bool = arg(
-        False, "compute the reference's log-probs once, keep them on disk, and train without it (not with kto)"
-    )
-
-
-@dataclass
 class SFTArguments(
     CheckpointArguments,
     OutputArguments,
@@ -269,40 +218,6 @@ class SFTArguments(
     ModelArguments,
 ):  # a dataclass takes its bases' fields from the last base to the first, which is the order of --help
     """Supervised fine-tuning of a causal language model."""
-
-
-@dataclass
-class RMArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    RewardArguments,
-    PreferenceDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
-    """Training of a reward model on pairs of answers."""
-
-
-@dataclass
-class DPOArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    PreferenceArguments,
-    PreferenceDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
-    """Preference optimization of a causal language model: DPO and its relatives."""
 
 
 ALLOWED = {

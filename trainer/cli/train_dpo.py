@@ -6,7 +6,6 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 import dataclasses
 import functools
 
-from trainer.arguments import DPOArguments
 from trainer.cli import common
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import (
@@ -17,6 +16,7 @@ from trainer.cli.preference_data import (
     validate_pairs,
 )
 from trainer.errors import UserError
+from trainer.preference_arguments import DPOArguments
 
 COMMAND = "train_dpo"
 EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")

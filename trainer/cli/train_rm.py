@@ -5,11 +5,11 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain M
 
 import os
 
-from trainer.arguments import RMArguments
 from trainer.cli import common
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_pairs
 from trainer.errors import UserError
+from trainer.preference_arguments import RMArguments
 
 COMMAND = "train_rm"
 EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
