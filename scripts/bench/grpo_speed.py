@@ -18,7 +18,7 @@ from pathlib import Path
 from sft_speed import ROOT, machine, timed, update
 
 SAMPLES, GROUP, MAX_NEW = 128, 8, 32
-SHORT, LONG = 6, 36  # steps; what --compile compiles, it has compiled in the first of them
+SHORT, LONG = 8, 68  # steps; what --compile compiles, it has compiled in the first of them
 
 
 def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
@@ -81,10 +81,12 @@ def bench_parser(description: str) -> argparse.ArgumentParser:
 def measure(names: list[str], command, rounds: int, steps: tuple[int, int], per_step: int, unit: str) -> dict:
     """`unit`s per second of every round by name: those of the steps between a short and a long run, whole processes.
 
-    `command(name, steps)` is what to run.
+    `command(name, steps)` is what to run. A short run of each comes first and is not counted: caches are empty then.
     """
     short, long = steps
     found: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        timed(command(name, short), os.cpu_count())
     for number in range(rounds):
         for name in names:
             seconds = [timed(command(name, count), os.cpu_count()) for count in steps]

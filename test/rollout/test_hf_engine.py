@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from trainer.datasets.demo import make_demo
 from trainer.rollout.checksum import CHUNK, PRIME, Checksum, bits_sum
+from trainer.rollout.decoding import FEW_KEYS, decoding_attention
 from trainer.rollout.hf import HFEngine
 from trainer.rollout.sampling import Sampling, pick_tokens, sample_seed, uniform_numbers
 
@@ -63,6 +64,27 @@ def test_log_probs_are_those_of_a_plain_forward_pass(architecture, tokenizer, tm
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
         assert completion.finished == (completion.token_ids[-1] in (1, 2, 3))
         assert not set(completion.token_ids[:-1]) & {1, 2, 3}
+
+
+@pytest.mark.parametrize("num_keys", [1, 40, FEW_KEYS, FEW_KEYS + 1])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_of_one_token_is_its_formula(num_heads, num_kv_heads, num_keys, scaling):
+    generator = torch.Generator().manual_seed(num_keys)
+    query = torch.randn(3, num_heads, 1, 16, generator=generator)
+    room = torch.randn(2, 3, num_kv_heads, num_keys + 5, 16, generator=generator)  # keys lie in a longer room
+    key, value = room[..., :num_keys, :]
+    mask = torch.ones(3, 1, 1, num_keys, dtype=torch.bool)
+    mask[1, ..., : num_keys // 2] = False  # padding on the left
+    for given_mask in (None, mask):
+        found, _ = decoding_attention(torch.nn.Module(), query, key, value, given_mask, scaling=scaling)
+        wide = [states.double().repeat_interleave(num_heads // num_kv_heads, 1) for states in (key, value)]
+        scores = query.double() @ wide[0].mT * (0.25 if scaling is None else scaling)
+        if given_mask is not None:
+            scores = scores.masked_fill(~given_mask, -torch.inf)
+        expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(tokenizer, tmp_path):

@@ -1,7 +1,10 @@
 """Each strategy standing alone on two ranks; the checks themselves are in strategy_checks.py."""
 
+import os
+import sys
+
 import pytest
-from launch import ROOT, torchrun
+from launch import ROOT, run_process, torchrun
 
 from trainer.datasets.demo import make_demo
 
@@ -13,3 +16,31 @@ def test_strategy_stands_alone(backend, num_stages, tmp_path):
     code, output = torchrun(2, script, backend, str(tmp_path / "demo"), timeout=400)
     assert code == 0, output[-6000:]
     assert output.count("ok check_") == 8 * num_stages
+
+
+ALONE = """
+import os
+import torch, torch.distributed as dist
+from trainer.strategies.fsdp2 import FSDP2Strategy
+from trainer.strategies.ranks import gather_objects
+
+torch.set_num_threads(2)
+strategy = FSDP2Strategy(device="cpu")
+strategy.setup_distributed()
+large = torch.ones(1 << 20)
+large.mul(2)  # OpenMP's threads of the main thread are there now
+threads = len(os.listdir("/proc/self/task"))
+assert gather_objects(large)[0] is large and strategy.broadcast_object(large) is large
+assert strategy.all_reduce(large).sum() == large.numel() and strategy.all_gather(large)[0].equal(large)
+found = len(os.listdir("/proc/self/task"))
+dist.all_gather_object([None], large)
+print("more threads:", found - threads, len(os.listdir("/proc/self/task")) - found)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_a_rank_alone_starts_no_threads_to_communicate():
+    """Gloo's would bring OpenMP threads of their own, and those slow every small operation of the process."""
+    code, output = run_process([sys.executable, "-c", ALONE], timeout=120)
+    assert code == 0, output[-3000:]
+    assert "more threads: 0 " in output and "more threads: 0 0" not in output, output

@@ -20,6 +20,7 @@ from trainer.models.policy_loss import num_targets, token_weights
 from trainer.rollout.rewards import Scorer
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
 from trainer.strategies.data_order import contiguous_slice
+from trainer.strategies.ranks import gather_objects
 
 
 @dataclass
@@ -39,9 +40,7 @@ class Sample:
 
 def gather_over_world(values: list) -> list:
     """The lists of all ranks, joined in rank order (all-gather of objects over the world)."""
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    return [value for part in parts for value in part]
+    return [value for part in gather_objects(values) for value in part]
 
 
 def my_slice(items: list) -> list:

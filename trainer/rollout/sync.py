@@ -2,7 +2,7 @@
 
 import time
 
-import torch.distributed as dist
+from trainer.strategies.ranks import gather_objects
 
 
 def sync_weights(strategy, model, engine) -> dict:
@@ -15,8 +15,7 @@ def sync_weights(strategy, model, engine) -> dict:
     started = time.perf_counter()
     engine.wake()
     checksum, num_bytes = engine.update_weights(strategy.iter_full_params(model, merged=True))
-    checksums: list = [None] * dist.get_world_size()
-    dist.all_gather_object(checksums, checksum)
+    checksums = gather_objects(checksum)
     if len(set(checksums)) > 1:
         raise RuntimeError(f"rollout engines hold different weights: {checksums}")
     return {

@@ -1,10 +1,14 @@
 """What both strategies say to all ranks in the same words: reductions, rank 0's part, printing.
 
-Each function is a method of both classes (`all_reduce = ranks.all_reduce`); all it takes of a strategy is its meshes and device.
+Each function but `gather_objects` is a method of both classes (`all_reduce = ranks.all_reduce`); all it takes of a
+strategy is its meshes and device. A rank that is alone is not asked to communicate: copying a large tensor, gloo's thread
+would start OpenMP threads of its own, and with more of those than cores, OpenMP's waiting threads go to sleep at once:
+small operations of the whole process then take several times as long.
 """
 
 import builtins
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -13,16 +17,29 @@ import torch.distributed as dist
 def all_reduce(strategy, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """All-reduce over the ranks that see different tokens (dp x sp), in place."""
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    dist.all_reduce(tensor, op=ops[op], group=strategy.meshes.loss.get_group())
+    group = strategy.meshes.loss.get_group()
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=ops[op], group=group)
     return tensor
 
 
 def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of the ranks that see different tokens (dp x sp), in rank order."""
     group = strategy.meshes.loss.get_group()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    if group.size() == 1:
+        return [tensor.clone()]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor, group=group)
     return parts
+
+
+def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
+    """The `value`s of the ranks of `group`, by default of all ranks, in rank order."""
+    gathered: list = [None] * dist.get_world_size(group)
+    if len(gathered) == 1:
+        return [value]
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def max_over_all_ranks(strategy, values: list[float]) -> list[float]:
@@ -35,7 +52,8 @@ def max_over_all_ranks(strategy, values: list[float]) -> list[float]:
 def broadcast_object(strategy, value):
     """Rank 0's `value`, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
+from trainer.strategies.ranks import gather_objects
 
 
 def check_replicas(
@@ -29,12 +30,9 @@ def check_replicas(
     differing = [(len(names), 0)]  # (number of the tensor, number of the axis)
     for axis_number, (axis, group) in enumerate(groups.items()):
         own = [digest if axis in axes else b"" for digest, axes in zip(digests, compared)]
-        gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, own, group=group)
-        differing += [(number, axis_number) for number, column in enumerate(zip(*gathered)) if len(set(column)) > 1]
-    verdicts = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, min(differing))
-    number, axis_number = min(verdicts)
+        columns = zip(*gather_objects(own, group))
+        differing += [(number, axis_number) for number, column in enumerate(columns) if len(set(column)) > 1]
+    number, axis_number = min(gather_objects(min(differing)))
     if number < len(names):
         found = f"{names[number]} differs between ranks of the mesh axis {list(groups)[axis_number]}"
         raise UserError("--check_replicas_every", found, "bitwise equal replicas")

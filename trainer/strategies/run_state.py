@@ -21,6 +21,7 @@ import torch.distributed as dist
 from trainer.errors import UserError
 from trainer.strategies import checkpoint_store as store
 from trainer.strategies.checkpoint_pieces import Piece, PieceReader, full_pieces, write_pieces
+from trainer.strategies.ranks import gather_objects
 
 STATE = "state.json"
 FORMAT = 1
@@ -104,8 +105,7 @@ def together(action: Callable, allowed: str = "") -> list:
         result, problem = action(), None
     except OSError as error:
         result, problem = None, f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, problem))
+    outcomes = gather_objects((result, problem))
     for rank, (_, found) in enumerate(outcomes):
         if found:
             raise UserError("checkpoint", f"rank {rank}: {found}", allowed)
