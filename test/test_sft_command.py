@@ -9,6 +9,7 @@ import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.cli.common import idle_cores
 from trainer.datasets.demo import make_demo
 
 RUNS = {
@@ -32,6 +33,16 @@ def runs(tmp_path_factory):
     output = train_many(2, lines, folder, timeout=400)
     (folder / "output.txt").write_text(output)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_threads", "num_cores", "hint"),
+    [(1, 1, 8, None), (2, 1, 2, None), (2, 1, 3, None), (4, 2, 8, None), (2, 4, 16, "OMP_NUM_THREADS=8 "),
+     (2, 1, 8, "2 ranks of 1 thread on 8 cores: OMP_NUM_THREADS=4 in the environment would use all of them")],
+)  # fmt: skip
+def test_ranks_that_leave_half_of_the_cores_idle_get_a_hint(num_ranks, num_threads, num_cores, hint):
+    found = idle_cores(num_ranks, num_threads, num_cores)
+    assert found is None if hint is None else hint in found
 
 
 def test_processes_that_tokenize_change_no_batch(runs, tmp_path):

@@ -101,6 +101,12 @@ def set_up(args, is_demo: bool) -> Setup:
         raise UserError("--activation_offload", "on CPU, where activations are in host memory already", "CUDA")
     attention = resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
     strategy.setup_distributed()
+    if strategy.device.type == "cpu":
+        import torch
+
+        hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), os.cpu_count() or 1)
+        if hint:
+            strategy.print(hint)
     if is_demo:
         from trainer.datasets.demo import make_demo
 
@@ -115,6 +121,14 @@ def set_up(args, is_demo: bool) -> Setup:
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     return Setup(strategy, folder, tokenizer, attention, sp_group)
+
+
+def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
+    """A hint where the ranks of a machine leave half of its cores or more idle, as with torchrun's one thread a rank."""
+    if num_ranks == 1 or 2 * num_ranks * num_threads > num_cores:
+        return None
+    used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
+    return f"{used}: OMP_NUM_THREADS={num_cores // num_ranks} in the environment would use all of them"
 
 
 def load_flag_rows(args, names: str, split: str, flag: str):

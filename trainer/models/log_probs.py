@@ -11,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.packing import IGNORE
 from trainer.models.actor import model_inputs
-from trainer.models.linear_loss import token_nll
+from trainer.models.linear_loss import CHUNK_BYTES, token_nll
 from trainer.models.vocab_parallel import vocab_parallel_entropy, vocab_parallel_nll
-
-CHUNK_TOKENS = 1024  # fp32 logits exist for this many tokens at a time
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -41,13 +39,13 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
 
 
 def token_log_probs(
-    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, temperature: float = 1.0
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
 
     logits (rows, tokens, vocab) of any float dtype, or a DTensor of them sharded over the vocabulary (all-reduces over
-    tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, and again in the backward pass, so that
-    fp32 logits of a whole batch never exist.
+    tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, by default as many as make CHUNK_BYTES, and
+    again in the backward pass, so that fp32 logits of a large batch never exist; one that is a single chunk, once.
     """
     nll = _whole_nll
     if isinstance(logits, DTensor):
@@ -62,7 +60,7 @@ def token_log_probs(
 
 
 def token_entropies(
-    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, temperature: float = 1.0
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
     entropy = _whole_entropy
@@ -76,8 +74,11 @@ def token_entropies(
     return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
 
 
-def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int]) -> torch.Tensor:
     """`function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
+    chunk_tokens = chunk_tokens or max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+    if labels.numel() <= chunk_tokens:
+        return _of_chunk(logits.flatten(0, -2), labels.flatten(), function).view(labels.shape)
     # split, not slices: its backward writes one gradient of the logits instead of one per chunk
     chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
     parts = [checkpoint(_of_chunk, *chunk, function, use_reentrant=False) for chunk in chunks]

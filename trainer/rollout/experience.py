@@ -5,7 +5,6 @@ see those tokens. As a flat vector of all response tokens of the rollout, sample
 advantages are computed there, by plain code. `collect` and `spread` go from one to the other.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -197,7 +196,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    return {"rollout": rollout, **texts, **dataclasses.asdict(sample)}
+    return {"rollout": rollout, **texts, **vars(sample)}
 
 
 def as_table(samples: list[Sample], tokenizer) -> list[dict]:
