@@ -16,7 +16,7 @@ from grpo_speed import bench_parser, measure, report
 from sft_speed import make_model
 
 PAIRS, MICRO, MAX_LEN = 16, 8, 512
-SHORT, LONG = 2, 14  # steps
+SHORT, LONG = 2, 8  # steps
 
 
 def train_with_trl(model_folder: str, data: str, steps: int, folder: str) -> None:
