@@ -83,6 +83,29 @@ def muon_step(matrices: list, momenta: dict, lr: float, weight_decay: float) -> 
         matrix.copy_(matrix * (1 - lr * weight_decay) - lr * 0.2 * max(matrix.shape) ** 0.5 * update)
 
 
+def numbers_of_8_bits(signed: bool) -> torch.Tensor:
+    """Dettmers 2016: 0, 1 and 254 numbers between them, 2^e or 2^(e+1) of the decade below 10^(e-6), with either sign or none."""
+    found = [0.0, 1.0]
+    for e in range(7):
+        count = 2**e if signed else 2 ** (e + 1)
+        positive = [(0.1 + 0.9 * (i + 0.5) / count) * 10 ** (e - 6) for i in range(count)]
+        found += positive + [-number for number in positive] * signed
+    assert len(found) == 256
+    return torch.tensor(found)
+
+
+@torch.no_grad()
+def round_to_8_bits(tensor: torch.Tensor, signed: bool) -> None:
+    """Each element becomes the nearest of 256 multiples of the largest in its block: up to 256 elements of a row."""
+    numbers = numbers_of_8_bits(signed)
+    for row in tensor:
+        for block in row.split(256):
+            distances = (block[:, None] / block.abs().max().clamp(min=1e-38) - numbers).abs()
+            if not signed:
+                distances[:, 0] = torch.where(block == 0, 0.0, torch.inf)
+            block.copy_(numbers[distances.argmin(1)] * block.abs().max())
+
+
 def dump(tensors: dict, folder: str, name: str) -> None:
     os.makedirs(folder, exist_ok=True)
     save_file({key: value.detach().clone() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
@@ -115,6 +138,11 @@ def main(argv: list[str]) -> None:
         optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
+    in_8_bits = []
+    if args.optim == "adamw_8bit":
+        in_8_bits = [
+            matrix for name, matrix in named if matrix.ndim == 2 and matrix.numel() >= 4096 and "embed" not in name
+        ]
     per_epoch = math.ceil(len(samples) / args.train_batch_size)
     total_steps = args.max_steps or args.max_epochs * per_epoch
     specific = {"min_lr_rate": args.min_lr_ratio} if args.lr_scheduler == "cosine_with_min_lr" else {}
@@ -144,6 +172,12 @@ def main(argv: list[str]) -> None:
             row["lr"] = scheduler.get_last_lr()[0]
             muon_step(matrices, momenta, row["lr"], args.weight_decay)
             optimizer.step()
+            for matrix in in_8_bits:
+                moments = optimizer.state[matrix]
+                round_to_8_bits(moments["exp_avg"], signed=True)
+                moments["exp_avg_sq"].sqrt_()
+                round_to_8_bits(moments["exp_avg_sq"], signed=False)
+                moments["exp_avg_sq"].square_()
             scheduler.step()
             model.zero_grad()
             log.write(json.dumps(row) + "\n")

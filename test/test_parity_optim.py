@@ -1,7 +1,7 @@
-"""--optim muon and adafactor against the plain loop, on real data with a really trained model, and from layout to layout.
+"""--optim muon, adafactor and adamw_8bit against the plain loop, on real data with a really trained model, and from layout to layout.
 
-The plain loop takes torch's own Adafactor, and for Muon singular values in fp64 where the trainer multiplies matrices. The
-tolerances are those of test_parity.py.
+The plain loop takes torch's own Adafactor, for Muon singular values in fp64 where the trainer multiplies matrices, and for
+8-bit AdamW torch's AdamW, whose moments it rounds after each step. The tolerances are those of test_parity.py.
 """
 
 import sys
@@ -9,30 +9,33 @@ import sys
 import pytest
 import torch
 from launch import ROOT, read_steps, run_process, train_many
-from reference import svd_orthogonalized
+from reference import round_to_8_bits, svd_orthogonalized
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 from tiny_models import make_model
 
 from trainer.errors import UserError
-from trainer.strategies import matrix_optimizers
+from trainer.strategies import adamw_8bit, matrix_optimizers
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 
 STEPS, SAVED_AT = 6, 3
 # of each number of ranks: the runs, and what goes on from a checkpoint of another layout
 RUNS = {
-    1: ["deepspeed-z0-1r-mb4-padded-muon"],
+    1: ["deepspeed-z0-1r-mb4-padded-muon", "fsdp2-1r-mb4-packed-adamw_8bit"],
     2: [
         "fsdp2-2r-mb4-packed-muon", "fsdp2-2r-mb4-padded-adafactor", "deepspeed-z0-2r-mb4-packed-adafactor",
         "fsdp2-2r-mb4-padded-tp2-muon", "fsdp2-2r-mb1-packed-sp2-muon",
+        "fsdp2-2r-mb4-packed-tp2-adamw_8bit", "deepspeed-z0-2r-mb4-padded-adamw_8bit",
     ],
-    4: ["fsdp2-4r-mb1-padded-tp2-muon", "fsdp2-4r-mb1-packed-hsdp2-adafactor"],
+    4: ["fsdp2-4r-mb1-padded-tp2-muon", "fsdp2-4r-mb1-packed-hsdp2-adafactor", "fsdp2-4r-mb1-padded-tp2-adamw_8bit"],
 }  # fmt: skip
 RESUMED = {
     1: {"deepspeed-z0-1r-mb4-padded-resumed-muon": "fsdp2-2r-mb4-packed-muon"},
     2: {
         "fsdp2-2r-mb4-packed-tp2-resumed-adafactor": "deepspeed-z0-2r-mb4-packed-adafactor",
         "fsdp2-2r-mb4-packed-resumed-muon": "fsdp2-2r-mb4-packed-muon",
+        "fsdp2-2r-mb4-padded-resumed-adamw_8bit": "fsdp2-4r-mb1-padded-tp2-adamw_8bit",
+        "fsdp2-2r-mb4-packed-tp2-resumed-adamw_8bit": "fsdp2-2r-mb4-packed-tp2-adamw_8bit",
     },
 }
 # 2 ranks: what has no plain loop here repeats its own steps bit by bit from a checkpoint
@@ -54,7 +57,7 @@ def flags(name: str, folder, data) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_data):
     folder = tmp_path_factory.mktemp("optim")
-    for optim in ("muon", "adafactor"):
+    for optim in ("muon", "adafactor", "adamw_8bit"):
         line = flags(f"reference-{optim}", folder, shared_data)
         code, output = run_process([sys.executable, str(ROOT / "test/reference.py"), *line])
         assert code == 0, output[-4000:]
@@ -135,3 +138,29 @@ def test_it_is_refused_where_no_matrix_is_at_hand(strategy, options):
 def test_adafactor_refuses_the_betas_that_it_has_not():
     with pytest.raises(UserError, match="--adam_betas"):
         matrix_optimizers.build("adafactor", make_model("llama"), lr=1.0, betas=(0.8, 0.9), eps=1e-8, weight_decay=0)
+
+
+@pytest.mark.parametrize("shape", [(16, 700), (64, 64), (5, 1400)])
+def test_8_bit_adamw_is_adamw_with_rounded_moments(shape):
+    """Rows of several blocks, gradients over five decades, and columns that have none at first."""
+    generator = torch.Generator().manual_seed(0)
+    own = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    plain = torch.nn.Parameter(own.detach().clone())
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = adamw_8bit.AdamW8bit([{"params": [own], "weight_decay": 0.1}], {id(own)}, **options)
+    reference = torch.optim.AdamW([plain], weight_decay=0.1, **options)
+    for step in range(12):
+        own.grad = torch.randn(shape, generator=generator) * torch.logspace(-4, 1, shape[1])
+        own.grad[:, :7] *= step > 5
+        plain.grad = own.grad.clone()
+        optimizer.step()
+        reference.step()
+        moments = reference.state[plain]
+        round_to_8_bits(moments["exp_avg"], signed=True)
+        round_to_8_bits(moments["exp_avg_sq"].sqrt_(), signed=False)
+        moments["exp_avg_sq"].square_()
+        # a last digit may fall on the other side of a code: a step of lr times the distance of two codes, at most
+        assert (own - plain).abs().max() <= 1e-2 * 0.07
+        assert (own - plain).norm() <= 1e-5 * plain.norm()
+    taken = sum(tensor.nbytes for tensor in optimizer.state[own].values())
+    assert taken <= 2.2 * own.numel()  # bytes, where AdamW takes 8

@@ -123,7 +123,7 @@ class OptimizerArguments:
     min_lr_ratio: float = arg(
         0.1, "lowest rate of *_with_min_lr schedulers, relative to the peak", type="ClosedUnitInterval"
     )
-    optim: Literal["adamw", "muon", "adafactor"] = arg("adamw", "muon, adafactor: fsdp2, or ZeRO 0 without tp")
+    optim: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = arg("adamw", "the others: fsdp2, or ZeRO 0 without tp")
     adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
     weight_decay: float = arg(0.0, "decoupled weight decay (not on norms and biases)", type="NonNegativeFloat")
     max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")

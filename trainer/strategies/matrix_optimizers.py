@@ -1,4 +1,5 @@
-"""`--optim muon|adafactor`: optimizers that look at whole matrices, over weights that a mesh may have cut.
+"""`--optim muon|adafactor`: optimizers that look at whole matrices, over weights that a mesh may have cut; `build` knows
+adamw_8bit, too.
 
 Torch's AdamW needs no such care, since it works on single elements. Here a matrix is put together from its parts
 (all-gather over the mesh of the parameter), one at a time, every rank computes the same step of it and keeps its own part
@@ -13,6 +14,7 @@ from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
+from trainer.strategies import adamw_8bit
 from trainer.strategies.common import decay_groups
 from trainer.strategies.gradients import local_region, to_local_if_dtensor, whole
 from trainer.strategies.run_state import adam_state, states_of
@@ -110,6 +112,8 @@ class Adafactor(torch.optim.Optimizer):
 
 def build(name: str, model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay: float):
     """The optimizer of --optim, over the parameters of a model that is cut already. Raises UserError for flags not of it."""
+    if name == "adamw_8bit":
+        return adamw_8bit.build(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     groups = decay_groups(model.named_parameters(), weight_decay)
     if name == "adafactor":
         if tuple(betas) != (0.9, 0.95):

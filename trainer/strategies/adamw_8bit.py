@@ -1,0 +1,136 @@
+"""`--optim adamw_8bit`: AdamW whose moments of large matrices take 8 bits, over weights that a mesh may have cut.
+
+Block-wise quantization (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization). A block is up to 256 elements of
+one row of the whole matrix, wherever its parts lie: ranks that share a row agree on its largest element, so that every
+layout rounds alike. Of the second moment the root is kept, which has the range of the first.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from trainer.strategies.common import decay_groups
+from trainer.strategies.gradients import local_region, to_local_if_dtensor
+from trainer.strategies.run_state import adam_state, states_of
+
+BLOCK = 256
+MIN_ELEMENTS = 4096  # of a matrix whose moments are worth it
+MOMENTS = {"exp_avg": True, "exp_avg_sq_root": False}  # kept in 8 bits, and whether they have a sign
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """torch's fused AdamW, one matrix at a time: moments are decoded to fp32, stepped, and encoded again."""
+
+    def __init__(self, groups: list[dict], matrices: set[int], *, lr: float, betas: tuple[float, float], eps: float):
+        """`matrices` are the ids of the parameters whose moments take 8 bits; those of the others are fp32."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.matrices = matrices
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = adam_state(parameter)
+        if id(parameter) not in self.matrices:
+            return state
+        state = {"step": state["step"]}
+        for name in MOMENTS:
+            state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
+            state[f"{name}_max"] = _zero_maxima(parameter)  # 0 times any code is 0
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+            options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False, "fused": True}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = states_of(self, parameter)
+                local, grad = to_local_if_dtensor(parameter), to_local_if_dtensor(parameter.grad)
+                if id(parameter) in self.matrices:
+                    moments = [decoded(parameter, state, name) for name in MOMENTS]
+                    moments[1].square_()
+                else:
+                    moments = [to_local_if_dtensor(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+                adamw([local], [grad], *([moment] for moment in moments), [], [state["step"]], **options)
+                if id(parameter) in self.matrices:
+                    moments[1].sqrt_()
+                    for name, moment in zip(MOMENTS, moments):
+                        encode(moment, parameter, state, name)
+
+
+@functools.cache
+def code_book(signed: bool, device: torch.device) -> torch.Tensor:
+    """The 256 numbers that a code can mean, sorted: 0, 1, and of each decade from 1e-6 to 1 the middles of equal parts,
+    twice as many as of the decade below (dynamic tree quantization, Dettmers 2016); with a sign, half as many of each sign."""
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64) * 10.0 ** (decade - 6)
+        middles = (edges[:-1] + edges[1:]) / 2
+        values += [middles, -middles] if signed else [middles]
+    return torch.cat(values).sort().values.float().to(device)
+
+
+def _columns(parameter: torch.Tensor) -> torch.Tensor:
+    """The block, within a row of the whole matrix, of each column that this rank holds."""
+    region, local = local_region(parameter), to_local_if_dtensor(parameter)
+    first = 0 if region is None else region[-1].start
+    return torch.arange(first, first + local.shape[-1], device=local.device) // BLOCK
+
+
+def _zero_maxima(parameter: torch.Tensor) -> torch.Tensor:
+    """A number for each block of each row that this rank holds, cut over the mesh like the rows."""
+    num_blocks = -(-parameter.shape[-1] // BLOCK)
+    local = to_local_if_dtensor(parameter)
+    maxima = local.new_zeros((*local.shape[:-1], num_blocks), requires_grad=False)
+    if not isinstance(parameter, DTensor):
+        return maxima
+    placements = [Replicate() if _cuts_rows(parameter, p) else p for p in parameter.placements]
+    shape = torch.Size((*parameter.shape[:-1], num_blocks))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(maxima, parameter.device_mesh, placements, shape=shape, stride=stride, run_check=False)
+
+
+def _cuts_rows(parameter: torch.Tensor, placement) -> bool:
+    return not placement.is_replicate() and placement.dim == parameter.ndim - 1
+
+
+def decoded(parameter: torch.Tensor, state: dict, name: str) -> torch.Tensor:
+    """This rank's part of a moment, fp32."""
+    codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
+    values = code_book(MOMENTS[name], codes.device)[codes.int()]
+    return values.mul_(maxima.index_select(-1, _columns(parameter)))
+
+
+def encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: str) -> None:
+    """Write codes and largest elements of this rank's part of a moment (all-reduce where a row lies on several ranks)."""
+    codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
+    columns = _columns(parameter)
+    maxima.zero_().scatter_reduce_(-1, columns.expand_as(moment), moment.abs(), "amax")
+    if isinstance(parameter, DTensor):
+        for number, placement in enumerate(parameter.placements):
+            if _cuts_rows(parameter, placement):
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(number))
+    book = code_book(MOMENTS[name], codes.device)
+    shares = moment / maxima.index_select(-1, columns).clamp(min=torch.finfo(torch.float32).tiny)
+    nearest = torch.bucketize(shares, (book[:-1] + book[1:]) / 2)
+    if not MOMENTS[name]:  # the update is divided by it: what is not 0 stays so
+        nearest = torch.where(shares > 0, nearest.clamp(min=1), nearest)
+    codes.copy_(nearest)
+
+
+def build(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay: float) -> AdamW8bit:
+    """Over the parameters of a model that is cut already. 8 bits for every matrix but embeddings, whose rows have gradients
+    of exactly 0 most of the time, as in bitsandbytes' use by others."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    groups = decay_groups(model.named_parameters(), weight_decay)
+    matrices = {
+        id(parameter)
+        for group in groups
+        for parameter in group["params"]
+        if parameter.ndim > 1 and parameter.numel() >= MIN_ELEMENTS and id(parameter) not in embeddings
+    }
+    return AdamW8bit(groups, matrices, lr=lr, betas=tuple(betas), eps=eps)
