@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, read_steps, run_process, train_many
+from launch import ROOT, read_steps, run_process, torchrun, train_many
 from reference import round_to_8_bits, svd_orthogonalized
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 from tiny_models import make_model
@@ -138,6 +138,11 @@ def test_it_is_refused_where_no_matrix_is_at_hand(strategy, options):
 def test_adafactor_refuses_the_betas_that_it_has_not():
     with pytest.raises(UserError, match="--adam_betas"):
         matrix_optimizers.build("adafactor", make_model("llama"), lr=1.0, betas=(0.8, 0.9), eps=1e-8, weight_decay=0)
+
+
+def test_8_bit_moments_of_cut_weights_are_those_of_whole_ones():
+    code, output = torchrun(4, str(ROOT / "test/strategies/adamw_8bit_checks.py"), timeout=180)
+    assert code == 0 and output.count("8 bits agree") == 4, output[-3000:]
 
 
 @pytest.mark.parametrize("shape", [(16, 700), (64, 64), (5, 1400)])

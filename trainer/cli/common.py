@@ -104,7 +104,8 @@ def set_up(args, is_demo: bool) -> Setup:
     if strategy.device.type == "cpu":
         import torch
 
-        hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), cores)
         if hint:
             strategy.print(hint)
     if is_demo:
@@ -124,11 +125,12 @@ def set_up(args, is_demo: bool) -> Setup:
 
 
 def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
-    """A hint where the ranks of a machine leave half of its cores or more idle, as with torchrun's one thread a rank."""
-    if num_ranks == 1 or 2 * num_ranks * num_threads > num_cores:
+    """A hint where the ranks of a machine leave most of its cores idle, as with torchrun's one thread a rank. A half may be
+    hyperthreads."""
+    if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
         return None
     used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
-    return f"{used}: OMP_NUM_THREADS={num_cores // num_ranks} in the environment would use all of them"
+    return f"{used}: more threads (OMP_NUM_THREADS in the environment) would be quicker"
 
 
 def load_flag_rows(args, names: str, split: str, flag: str):

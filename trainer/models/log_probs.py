@@ -47,7 +47,7 @@ def token_log_probs(
     tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, by default as many as make CHUNK_BYTES, and
     again in the backward pass, so that fp32 logits of a large batch never exist; one that is a single chunk, once.
     """
-    nll = _whole_nll
+    nll, chunk_tokens = _whole_nll, chunk_tokens or _default_chunk(logits)
     if isinstance(logits, DTensor):
         _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
         group = logits.device_mesh.get_group()
@@ -63,7 +63,7 @@ def token_entropies(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
-    entropy = _whole_entropy
+    entropy, chunk_tokens = _whole_entropy, chunk_tokens or _default_chunk(logits)
     if isinstance(logits, DTensor):
         group = logits.device_mesh.get_group()
         logits = logits.to_local()
@@ -74,9 +74,13 @@ def token_entropies(
     return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
 
 
-def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int]) -> torch.Tensor:
+def _default_chunk(logits: torch.Tensor) -> int:
+    """Tokens, by the whole vocabulary: ranks that hold parts of different sizes reduce the same chunks."""
+    return max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+
+
+def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
     """`function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
-    chunk_tokens = chunk_tokens or max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
     if labels.numel() <= chunk_tokens:
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), function).view(labels.shape)
     # split, not slices: its backward writes one gradient of the logits instead of one per chunk

@@ -17,7 +17,7 @@ from trainer.strategies.gradients import local_region, to_local_if_dtensor
 from trainer.strategies.run_state import adam_state, states_of
 
 BLOCK = 256
-MIN_ELEMENTS = 4096  # of a matrix whose moments are worth it
+MIN_ELEMENTS, MIN_COLUMNS = 4096, 64  # of a matrix whose moments are worth it: a row's maxima take 4 bytes each
 MOMENTS = {"exp_avg": True, "exp_avg_sq_root": False}  # kept in 8 bits, and whether they have a sign
 
 
@@ -30,10 +30,9 @@ class AdamW8bit(torch.optim.Optimizer):
         self.matrices = matrices
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = adam_state(parameter)
         if id(parameter) not in self.matrices:
-            return state
-        state = {"step": state["step"]}
+            return adam_state(parameter)
+        state = {"step": torch.zeros((), device=parameter.device)}
         for name in MOMENTS:
             state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
             state[f"{name}_max"] = _zero_maxima(parameter)  # 0 times any code is 0
@@ -116,9 +115,9 @@ def encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: str
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(number))
     book = code_book(MOMENTS[name], codes.device)
     shares = moment / maxima.index_select(-1, columns).clamp(min=torch.finfo(torch.float32).tiny)
-    nearest = torch.bucketize(shares, (book[:-1] + book[1:]) / 2)
+    nearest = torch.bucketize(shares, (book[:-1] + book[1:]) / 2, out_int32=True)
     if not MOMENTS[name]:  # the update is divided by it: what is not 0 stays so
-        nearest = torch.where(shares > 0, nearest.clamp(min=1), nearest)
+        nearest.masked_fill_((shares > 0) & (nearest == 0), 1)
     codes.copy_(nearest)
 
 
@@ -131,6 +130,9 @@ def build(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay:
         id(parameter)
         for group in groups
         for parameter in group["params"]
-        if parameter.ndim > 1 and parameter.numel() >= MIN_ELEMENTS and id(parameter) not in embeddings
+        if parameter.ndim > 1
+        and parameter.numel() >= MIN_ELEMENTS
+        and parameter.shape[-1] >= MIN_COLUMNS
+        and id(parameter) not in embeddings
     }
     return AdamW8bit(groups, matrices, lr=lr, betas=tuple(betas), eps=eps)
