@@ -106,6 +106,13 @@ def round_to_8_bits(tensor: torch.Tensor, signed: bool) -> None:
             block.copy_(numbers[distances.argmin(1)] * block.abs().max())
 
 
+def round_moments(moments: dict) -> None:
+    """What 8-bit AdamW keeps of AdamW's state of a matrix: of the second moment, the root is rounded."""
+    round_to_8_bits(moments["exp_avg"], signed=True)
+    round_to_8_bits(moments["exp_avg_sq"].sqrt_(), signed=False)
+    moments["exp_avg_sq"].square_()
+
+
 def dump(tensors: dict, folder: str, name: str) -> None:
     os.makedirs(folder, exist_ok=True)
     save_file({key: value.detach().clone() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
@@ -140,9 +147,8 @@ def main(argv: list[str]) -> None:
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
     in_8_bits = []
     if args.optim == "adamw_8bit":
-        in_8_bits = [
-            matrix for name, matrix in named if matrix.ndim == 2 and matrix.numel() >= 4096 and "embed" not in name
-        ]
+        large = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and tensor.numel() >= 4096]
+        in_8_bits = [matrix for name, matrix in large if matrix.shape[1] >= 64 and "embed" not in name]
     per_epoch = math.ceil(len(samples) / args.train_batch_size)
     total_steps = args.max_steps or args.max_epochs * per_epoch
     specific = {"min_lr_rate": args.min_lr_ratio} if args.lr_scheduler == "cosine_with_min_lr" else {}
@@ -173,11 +179,7 @@ def main(argv: list[str]) -> None:
             muon_step(matrices, momenta, row["lr"], args.weight_decay)
             optimizer.step()
             for matrix in in_8_bits:
-                moments = optimizer.state[matrix]
-                round_to_8_bits(moments["exp_avg"], signed=True)
-                moments["exp_avg_sq"].sqrt_()
-                round_to_8_bits(moments["exp_avg_sq"], signed=False)
-                moments["exp_avg_sq"].square_()
+                round_moments(optimizer.state[matrix])
             scheduler.step()
             model.zero_grad()
             log.write(json.dumps(row) + "\n")

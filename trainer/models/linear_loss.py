@@ -59,6 +59,11 @@ class _LinearNLL(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
+def rows_of_a_chunk(vocab_size: int) -> int:
+    """How many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES; at least one."""
+    return max(CHUNK_BYTES // (4 * vocab_size), 1)
+
+
 def _slices(length: int, size: int):
     return (slice(start, start + size) for start in range(0, length, size))
 
@@ -89,7 +94,7 @@ def token_nll(model, inputs: dict, labels: torch.Tensor) -> tuple[torch.Tensor, 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal gave_losses
         weight, bias = head.weight, head.bias
-        chunk_rows = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+        chunk_rows = rows_of_a_chunk(weight.shape[0])
         if flat_labels.numel() <= chunk_rows or isinstance(weight, DTensor):
             return torch.nn.Linear.forward(head, hidden)
         keep = (flat_labels != IGNORE).nonzero().squeeze(1)  # waits for the device, so only where it is needed

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.packing import IGNORE
 from trainer.models.actor import model_inputs
-from trainer.models.linear_loss import CHUNK_BYTES, token_nll
+from trainer.models.linear_loss import rows_of_a_chunk, token_nll
 from trainer.models.vocab_parallel import vocab_parallel_entropy, vocab_parallel_nll
 
 
@@ -44,10 +44,11 @@ def token_log_probs(
     """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
 
     logits (rows, tokens, vocab) of any float dtype, or a DTensor of them sharded over the vocabulary (all-reduces over
-    tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, by default as many as make CHUNK_BYTES, and
-    again in the backward pass, so that fp32 logits of a large batch never exist; one that is a single chunk, once.
+    tp), are divided by `temperature`. They are upcast `chunk_tokens` at a time, by default `rows_of_a_chunk` of the
+    whole vocabulary, so that ranks with parts of different sizes reduce the same chunks, and again in the backward pass: fp32
+    logits of a large batch never exist. A batch that is a single chunk is upcast once.
     """
-    nll, chunk_tokens = _whole_nll, chunk_tokens or _default_chunk(logits)
+    nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):
         _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
         group = logits.device_mesh.get_group()
@@ -63,7 +64,7 @@ def token_entropies(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
-    entropy, chunk_tokens = _whole_entropy, chunk_tokens or _default_chunk(logits)
+    entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):
         group = logits.device_mesh.get_group()
         logits = logits.to_local()
@@ -72,11 +73,6 @@ def token_entropies(
             return vocab_parallel_entropy(kept_logits, group)
 
     return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
-
-
-def _default_chunk(logits: torch.Tensor) -> int:
-    """Tokens, by the whole vocabulary: ranks that hold parts of different sizes reduce the same chunks."""
-    return max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:

@@ -41,24 +41,34 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-            options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False, "fused": True}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = states_of(self, parameter)
-                local, grad = to_local_if_dtensor(parameter), to_local_if_dtensor(parameter.grad)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            step_in_fp32(self, group, [parameter for parameter in parameters if id(parameter) not in self.matrices])
+            for parameter in parameters:
                 if id(parameter) in self.matrices:
-                    moments = [decoded(parameter, state, name) for name in MOMENTS]
-                    moments[1].square_()
-                else:
-                    moments = [to_local_if_dtensor(state[name]) for name in ("exp_avg", "exp_avg_sq")]
-                adamw([local], [grad], *([moment] for moment in moments), [], [state["step"]], **options)
-                if id(parameter) in self.matrices:
-                    moments[1].sqrt_()
-                    for name, moment in zip(MOMENTS, moments):
-                        encode(moment, parameter, state, name)
+                    _step_in_8_bits(group, parameter, states_of(self, parameter))
+
+
+def step_in_fp32(optimizer: torch.optim.Optimizer, group: dict, parameters: list[torch.Tensor]) -> None:
+    """torch's fused AdamW of parameters with a gradient, whose moments are those of `adam_state`."""
+    states = [states_of(optimizer, parameter) for parameter in parameters]
+    moments = ([to_local_if_dtensor(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq"))
+    _fused_adamw(group, parameters, *moments, [state["step"] for state in states])
+
+
+def _step_in_8_bits(group: dict, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    blocks = _blocks(parameter)
+    moment, root = (_decoded(state, name, blocks) for name in MOMENTS)
+    _fused_adamw(group, [parameter], [moment], [root.square_()], [state["step"]])
+    for name, values in zip(MOMENTS, (moment, root.sqrt_())):
+        _encode(values, parameter, state, name, blocks)
+
+
+def _fused_adamw(group: dict, parameters, exp_avgs, exp_avg_sqs, steps) -> None:
+    """Of this rank's parts; moments are given as such."""
+    local = [to_local_if_dtensor(parameter) for parameter in parameters]
+    grads = [to_local_if_dtensor(parameter.grad) for parameter in parameters]
+    options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(zip(("beta1", "beta2"), group["betas"]))
+    adamw(local, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, fused=True, **options)
 
 
 @functools.cache
@@ -73,7 +83,7 @@ def code_book(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.cat(values).sort().values.float().to(device)
 
 
-def _columns(parameter: torch.Tensor) -> torch.Tensor:
+def _blocks(parameter: torch.Tensor) -> torch.Tensor:
     """The block, within a row of the whole matrix, of each column that this rank holds."""
     region, local = local_region(parameter), to_local_if_dtensor(parameter)
     first = 0 if region is None else region[-1].start
@@ -97,24 +107,23 @@ def _cuts_rows(parameter: torch.Tensor, placement) -> bool:
     return not placement.is_replicate() and placement.dim == parameter.ndim - 1
 
 
-def decoded(parameter: torch.Tensor, state: dict, name: str) -> torch.Tensor:
-    """This rank's part of a moment, fp32."""
+def _decoded(state: dict, name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a moment, fp32; `blocks` are those of its columns."""
     codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
     values = code_book(MOMENTS[name], codes.device)[codes.int()]
-    return values.mul_(maxima.index_select(-1, _columns(parameter)))
+    return values.mul_(maxima.index_select(-1, blocks))
 
 
-def encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: str) -> None:
+def _encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: str, blocks: torch.Tensor) -> None:
     """Write codes and largest elements of this rank's part of a moment (all-reduce where a row lies on several ranks)."""
     codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
-    columns = _columns(parameter)
-    maxima.zero_().scatter_reduce_(-1, columns.expand_as(moment), moment.abs(), "amax")
+    maxima.zero_().scatter_reduce_(-1, blocks.expand_as(moment), moment.abs(), "amax")
     if isinstance(parameter, DTensor):
         for number, placement in enumerate(parameter.placements):
             if _cuts_rows(parameter, placement):
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(number))
     book = code_book(MOMENTS[name], codes.device)
-    shares = moment / maxima.index_select(-1, columns).clamp(min=torch.finfo(torch.float32).tiny)
+    shares = moment / maxima.index_select(-1, blocks).clamp(min=torch.finfo(torch.float32).tiny)
     nearest = torch.bucketize(shares, (book[:-1] + book[1:]) / 2, out_int32=True)
     if not MOMENTS[name]:  # the update is divided by it: what is not 0 stays so
         nearest.masked_fill_((shares > 0) & (nearest == 0), 1)

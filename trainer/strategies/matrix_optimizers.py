@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch.optim._adafactor import adafactor
-from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
@@ -44,16 +43,12 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [states_of(self, parameter) for parameter in parameters]
-            if group["is_matrix"]:
-                for parameter, state in zip(parameters, states):
-                    _step_matrix(parameter, state["momentum"], group["lr"], group["weight_decay"])
+            if not group["is_matrix"]:
+                adamw_8bit.step_in_fp32(self, group, parameters)
                 continue
-            moments = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
-            steps, (beta1, beta2) = [state["step"] for state in states], group["betas"]
-            options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-            options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False, "fused": True}
-            adamw(parameters, [parameter.grad for parameter in parameters], *moments, [], steps, **options)
+            for parameter in parameters:
+                momentum = states_of(self, parameter)["momentum"]
+                _step_matrix(parameter, momentum, group["lr"], group["weight_decay"])
 
 
 def _step_matrix(parameter: torch.Tensor, momentum: torch.Tensor, lr: float, weight_decay: float) -> None:

@@ -44,6 +44,8 @@ def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
 
 def max_over_all_ranks(strategy, values: list[float]) -> list[float]:
     """The largest of each value over all ranks."""
+    if dist.get_world_size() == 1:
+        return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
