@@ -23,11 +23,11 @@ BACKENDS = {
 STEPS = 20
 # every backend on one and two ranks with every micro-batch size and form, in turn
 GRID = [
-    "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded", "deepspeed-z2-1r-mb1-padded", "deepspeed-z3-1r-mb4-packed",
-    "fsdp2-1r-mb1-packed", "fsdp2-1r-mb4-padded",
+    "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded-onednn", "deepspeed-z2-1r-mb1-padded-mkl", "deepspeed-z3-1r-mb4-packed",
+    "fsdp2-1r-mb1-packed-mkl", "fsdp2-1r-mb4-padded-onednn",
     "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb1-packed", "deepspeed-z3-2r-mb4-packed",
     "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed", "fsdp2-2r-mb4-packed",
-    "fsdp2-2r-mb4-padded-compiled", "deepspeed-z2-2r-mb4-packed-compiled", "fsdp2-2r-mb1-padded-once",
+    "fsdp2-2r-mb4-padded-compiled-onednn", "deepspeed-z2-2r-mb4-packed-compiled", "fsdp2-2r-mb1-padded-once",
     "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
 BF16_GRID = [f"{backend}-2r-bf16" for backend in BACKENDS]
@@ -54,6 +54,8 @@ def command_line(name: str, folder, data) -> list[str]:
     flags += ["--reduce_once"] if "-once" in name else []
     flags += ["--compile"] if "-compiled" in name else []
     flags += ["--selective_checkpointing"] if "-selective" in name else []
+    for library in ("mkl", "onednn"):  # of the others the processor decides
+        flags += ["--cpu_matmul", library] if name.endswith(library) else []
     flags += ["--max_tokens_per_micro_batch", "600"] if name == "fsdp2-1r-shuffled" else []
     return [*flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 

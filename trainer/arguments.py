@@ -155,6 +155,9 @@ class LayoutArguments:
     )
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
+    cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
+        "auto", "fp32 products on CPU; auto: oneDNN on AMD's processors, where MKL is slow"
+    )
     check_replicas_every: Optional[int] = arg(
         None, "every N steps, compare bit by bit what ranks should hold alike", type="PositiveInt"
     )

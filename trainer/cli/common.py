@@ -100,14 +100,11 @@ def set_up(args, is_demo: bool) -> Setup:
     if args.activation_offload and strategy.device.type == "cpu":
         raise UserError("--activation_offload", "on CPU, where activations are in host memory already", "CUDA")
     attention = resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
+    if args.cpu_matmul != "auto" and strategy.device.type != "cpu":
+        raise UserError("--cpu_matmul", f"{args.cpu_matmul} on {strategy.device.type}", "--device cpu")
     strategy.setup_distributed()
     if strategy.device.type == "cpu":
-        import torch
-
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), cores)
-        if hint:
-            strategy.print(hint)
+        use_cores(args, strategy)
     if is_demo:
         from trainer.datasets.demo import make_demo
 
@@ -122,6 +119,19 @@ def set_up(args, is_demo: bool) -> Setup:
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     return Setup(strategy, folder, tokenizer, attention, sp_group)
+
+
+def use_cores(args, strategy) -> None:
+    """On CPU: choose who multiplies matrices, and say so where cores are left idle."""
+    import torch
+
+    from trainer.models.cpu_matmul import choose_cpu_matmul
+
+    choose_cpu_matmul(args.cpu_matmul)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), cores)
+    if hint:
+        strategy.print(hint)
 
 
 def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:

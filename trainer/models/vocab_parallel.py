@@ -6,7 +6,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.datasets.packing import IGNORE
-from trainer.models.loss import token_cross_entropy
 
 
 class _VocabParallelNLL(torch.autograd.Function):
@@ -86,9 +85,7 @@ def vocab_parallel_cross_entropy(
     return losses.sum(), keep.new_tensor(keep.numel())
 
 
-def causal_lm_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) of token losses from whole logits, or from a DTensor of logits sharded over the vocabulary."""
-    if not isinstance(logits, DTensor):
-        return token_cross_entropy(logits, labels)
+def sharded_cross_entropy(logits: DTensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, count) of token losses from logits sharded over the vocabulary."""
     _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
     return vocab_parallel_cross_entropy(logits.to_local(), labels, offset[-1], logits.device_mesh.get_group())

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from trainer.datasets.packing import best_fit_bins
-from trainer.datasets.sequence_split import split_micro_batch
 from trainer.strategies.common import to_device
 
 
@@ -190,10 +189,18 @@ def setup_dataloader(
     with_previous: bool = False,
 ) -> GlobalBatchLoader:
     """The loader of this rank, each sequence split over sp. A method of both strategies."""
-    sp_rank, sp_size = strategy.meshes.root.get_local_rank("sp"), strategy.sizes.sp
+
+    def prepared(samples: list[dict]) -> dict:
+        batch = collate(samples)
+        if strategy.sizes.sp > 1:
+            from trainer.datasets.sequence_split import split_micro_batch
+
+            batch = split_micro_batch(batch, strategy.meshes.root.get_local_rank("sp"), strategy.sizes.sp)
+        return to_device(batch, strategy.device)
+
     return GlobalBatchLoader(
         dataset,
-        lambda samples: to_device(split_micro_batch(collate(samples), sp_rank, sp_size), strategy.device),
+        prepared,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         max_tokens=max_tokens,

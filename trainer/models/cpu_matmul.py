@@ -1,0 +1,94 @@
+"""Which library multiplies fp32 matrices on CPU. torch calls MKL, which leaves AVX-512 to Intel's processors; oneDNN, which torch
+has as well and calls for bf16, takes it on AMD's too, where its products are up to twice as fast."""
+
+import warnings
+
+import torch
+
+from trainer.errors import UserError
+
+SMALL = 2**22  # multiply-adds of a product below which oneDNN gains little, or less than a call of it costs
+
+_kernels = []  # what is registered with torch stays so as long as its Library lives
+_in_use = False
+
+
+def choose_cpu_matmul(choice: str) -> None:
+    """auto, mkl or onednn, for the fp32 products of this process from now on: of layers, their gradients, the head."""
+    global _in_use
+    is_there = torch.backends.mkldnn.is_available()
+    if choice == "onednn" and not is_there:
+        raise UserError("--cpu_matmul", "onednn, which this build of torch lacks", "auto, mkl")
+    is_quicker = _is_amd() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    _in_use = choice == "onednn" or (choice == "auto" and is_there and is_quicker)
+    if not _in_use or _kernels:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, replace in (("mm", _mm), ("mm.out", _mm_out), ("addmm", _addmm), ("addmm.out", _addmm_out)):
+            plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+            library.impl(name, replace(plain), "CPU", with_keyset=True)
+    _kernels.append(library)
+
+
+def _is_amd() -> bool:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return any(line.split() == ["vendor_id", ":", "AuthenticAMD"] for line in lines)
+    except OSError:  # not Linux
+        return False
+
+
+def _is_ours(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether `a` b is a large fp32 product; what is no product at all is left to torch's own errors."""
+    if not _in_use or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
+        return False
+    is_product = a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]
+    return is_product and a.shape[0] * a.shape[1] * b.shape[1] >= SMALL
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias=None) -> torch.Tensor:
+    """a b + bias, of (rows, inner), (inner, columns) and (columns,)."""
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    (rows, inner), columns = a.shape, b.shape[1]
+    if bias is None and a.t().is_contiguous() and columns * (inner + rows) < rows * inner:
+        # the transposed product: oneDNN reads its first factor row by row, and there is less to copy than all of `a`
+        return linear(b.t(), a, None, "none", [], "").t().contiguous()
+    is_dense = b.is_contiguous() or b.t().is_contiguous()  # for one with gaps between rows it has slow code only
+    return linear(a, (b if is_dense else b.contiguous()).t(), bias, "none", [], "")
+
+
+def _mm(plain):
+    def mm(keys, a, b):
+        return _product(a, b) if _is_ours(a, b) else plain(keys, a, b)
+
+    return mm
+
+
+def _mm_out(plain):
+    def mm_out(keys, a, b, *, out):
+        if _is_ours(a, b, out) and out.shape == (a.shape[0], b.shape[1]):
+            return out.copy_(_product(a, b))
+        return plain(keys, a, b, out=out)
+
+    return mm_out
+
+
+def _addmm(plain):
+    def addmm(keys, bias, a, b, *, beta=1, alpha=1):
+        if _is_ours(a, b, bias) and bias.shape == (b.shape[1],) and beta == alpha == 1:
+            return _product(a, b, bias)
+        return plain(keys, bias, a, b, beta=beta, alpha=alpha)
+
+    return addmm
+
+
+def _addmm_out(plain):
+    def addmm_out(keys, bias, a, b, *, beta=1, alpha=1, out):
+        is_layer = bias.shape == (b.shape[-1],) and out.shape == (a.shape[0], b.shape[-1]) and beta == alpha == 1
+        if is_layer and _is_ours(a, b, bias, out):
+            return out.copy_(_product(a, b, bias))
+        return plain(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
+
+    return addmm_out
