@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
 from trainer.models import linear_loss
+from trainer.models.cpu_matmul import choose_cpu_matmul
 
 
 def reset_peak() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--chunk_bytes", type=int, default=linear_loss.CHUNK_BYTES)
     args = parser.parse_args()
+    choose_cpu_matmul("auto")  # as in training
     chunk_rows = args.chunk_bytes // (4 * args.vocab)
     hidden, weight = torch.randn(args.tokens, args.width), torch.randn(args.vocab, args.width)
     targets = torch.randint(0, args.vocab, (args.tokens,))
