@@ -139,6 +139,9 @@ def test_metrics_hold_the_promised_fields(runs):
     rows = read_rows(runs / "fsdp2-2r-mb4-padded")
     assert rows[0]["event"] == "start" and {"config", "mesh", "versions"} <= rows[0].keys()
     assert rows[0]["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "sp": 1, "tp": 1}
+    for library in ("mkl", "onednn"):
+        starts = [read_rows(runs / name)[0] for name in GRID if name.endswith(library)]
+        assert starts and {row["cpu_matmul"] for row in starts} == {library}
     assert rows[-1] == {"event": "end", "steps": STEPS}
     promised = (
         "step epoch loss grad_norm lr tokens tokens_seen batch_hash step_time tokens_per_second mfu peak_memory_bytes"

@@ -156,7 +156,7 @@ class LayoutArguments:
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
     cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
-        "auto", "fp32 products on CPU; auto: oneDNN on AMD's processors, where MKL is slow"
+        "auto", "fp32 products on CPU; auto: oneDNN on AMD's processors with AVX-512, which MKL does not use"
     )
     check_replicas_every: Optional[int] = arg(
         None, "every N steps, compare bit by bit what ranks should hold alike", type="PositiveInt"

@@ -3,10 +3,15 @@
 That a training run with them equals the plain loop, which calls MKL, is among the runs of test_parity.py.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from launch import run_process
 
+from trainer.models import cpu_matmul
 from trainer.models.cpu_matmul import SMALL, choose_cpu_matmul
 
 ROWS, INNER, COLUMNS = 190, 230, 170
@@ -52,14 +57,30 @@ def assert_within_rounding(found: torch.Tensor, a, b, bias) -> None:
 def test_products_of_every_layout(layout_a, layout_b, columns, capfd):
     rows = ROWS if columns == COLUMNS else 1000
     a, b = LAYOUTS[layout_a](rows, INNER), LAYOUTS[layout_b](INNER, columns)
-    bias, out = torch.randn(columns), torch.full((columns, rows), 7.0).t()
-    results = []
-    calls = calls_of_onednn(capfd, lambda: results.extend([a @ b, torch.addmm(bias, a, b), torch.mm(a, b, out=out)]))
-    assert len(calls) == 3 and not any("ref:any" in call for call in calls), calls
+    bias, results = torch.randn(columns), []
+    outs = [torch.full((columns, rows), 7.0).t() for _ in range(2)]
+
+    def products():
+        results.extend([a @ b, torch.addmm(bias, a, b)])
+        results.extend([torch.mm(a, b, out=outs[0]), torch.addmm(bias, a, b, out=outs[1])])
+
+    calls = calls_of_onednn(capfd, products)
+    assert len(calls) == 4 and not any("ref:any" in call for call in calls), calls
     assert_within_rounding(results[0], a, b, torch.zeros(()))
     assert_within_rounding(results[1], a, b, bias)
-    assert results[2] is out and not out.is_contiguous()
-    assert torch.equal(out, results[0])
+    for result, out, plain in zip(results[2:], outs, results):
+        assert result is out and out.t().is_contiguous() and torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("rows, inner, columns", [(1, 2048, 4096), (100_000, 2, 50), (70, 70_000, 2), (3, 1025, 2049)])
+def test_narrow_products(rows, inner, columns, capfd):
+    a, b, bias = torch.randn(rows, inner), torch.randn(inner, columns + 3)[:, :columns], torch.randn(columns)
+    results = []
+    calls = calls_of_onednn(capfd, lambda: results.extend([a @ b, torch.addmm(bias, a, b), a.t().contiguous().t() @ b]))
+    assert len(calls) == 3 and not any("ref:any" in call for call in calls), calls
+    for found, added in zip(results, (torch.zeros(()), bias, torch.zeros(()))):
+        exact = a.double() @ b.double() + added.double()
+        assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -82,18 +103,78 @@ def test_gradients_of_a_layer(with_bias, capfd):
 
 
 def test_others_stay_torchs_own(capfd):
-    a, b = torch.randn(SMALL // 64 // 64, 64), torch.randn(64, 64)
-    plain = [lambda: a[1:] @ b, lambda: a.double() @ b.double(), lambda: torch.addmm(a[:, :64], a, b, beta=0.5)]
-    plain += [lambda: torch.addmm(torch.ones(1), a, b), lambda: torch.mm(a, b, out=torch.empty(0))]
+    a, b, bias = torch.randn(SMALL // 64 // 64, 64), torch.randn(64, 64), torch.randn(128)
+    plain = [
+        lambda: a[1:] @ b,  # small
+        lambda: a.double() @ b.double(),
+        lambda: torch.addmm(a[:, :64], a, b, beta=0.5),
+        lambda: torch.addmm(bias[:1], a, b),
+        lambda: torch.addmm(bias[::2], a, b),
+        lambda: torch.addmm(bias[:1].expand(64), a, b, out=torch.empty(len(a), 64)),
+        lambda: torch.mm(a, b, out=torch.empty(0)),
+        lambda: torch.cat([b, b], 1).view(1, -1).t() @ torch.randn(1, 3000)[:, ::2],  # an inner dimension of 1
+    ]
     for product in plain:
         results = []
+        torch.manual_seed(1)
         assert not calls_of_onednn(capfd, lambda product=product, results=results: results.append(product()))
         choose_cpu_matmul("mkl")
+        torch.manual_seed(1)
         assert torch.equal(results[0], product())
         choose_cpu_matmul("onednn")
     assert len(calls_of_onednn(capfd, lambda: a @ b)) == 1
     choose_cpu_matmul("mkl")
     assert not calls_of_onednn(capfd, lambda: a @ b)
+
+
+def test_a_factor_too_large_to_copy_stays_torchs_own(capfd, monkeypatch):
+    a, b = torch.randn(300, 400), torch.randn(300, 200)
+    monkeypatch.setattr(cpu_matmul, "LARGE_COPY", a.numel())
+    assert len(calls_of_onednn(capfd, lambda: a.t() @ b)) == 1
+    monkeypatch.setattr(cpu_matmul, "LARGE_COPY", a.numel() - 1)
+    assert not calls_of_onednn(capfd, lambda: a.t() @ b)
+    assert len(calls_of_onednn(capfd, lambda: a.t().contiguous() @ b)) == 1
+
+
+@pytest.mark.parametrize("is_amd", [False, True])
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_auto(is_amd, capability, monkeypatch):
+    monkeypatch.setattr(cpu_matmul, "_is_amd", lambda: is_amd)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert choose_cpu_matmul("auto") == ("onednn" if is_amd and capability == "AVX512" else "mkl")
+
+
+MEMORY = """
+import os, sys, torch
+from trainer.models.cpu_matmul import choose_cpu_matmul
+
+for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.pop(name, None)  # of the process that runs the tests
+choose_cpu_matmul(sys.argv[1])
+dtype = getattr(torch, sys.argv[2])
+sizes = [(256, 256), (256, 768), (768, 256)]
+layers = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False, dtype=dtype) for size in sizes))
+hidden = torch.randn(1500, 256, dtype=dtype)
+
+def resident() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
+
+layers(hidden).sum().backward()
+before = resident()
+for number in range(120):
+    layers(hidden[: 300 + 37 * number % 1200]).sum().backward()
+print("grown", resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells memory on Linux alone")
+@pytest.mark.parametrize("choice, dtype", [("onednn", "float32"), ("mkl", "bfloat16")])
+def test_lengths_that_never_repeat_do_not_fill_memory(choice, dtype):
+    """By itself, oneDNN keeps the code of 1024 products."""
+    code, output = run_process([sys.executable, "-c", MEMORY, choice, dtype])
+    assert code == 0, output[-2000:]
+    assert int(output.split("grown")[-1]) < 250
 
 
 def test_errors_are_torchs_own():

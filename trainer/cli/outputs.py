@@ -90,6 +90,10 @@ def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[Me
     )
     progress.wandb_run_id = metrics.wandb_run_id
     facts = {"config": config, "mesh": dataclasses.asdict(strategy.sizes), "versions": versions(), **facts}
+    if strategy.device.type == "cpu":
+        from trainer.models.cpu_matmul import chosen
+
+        facts["cpu_matmul"] = chosen()  # config says auto
     if not goes_on:
         metrics.event("start", **facts)
     if progress.step:

@@ -35,6 +35,7 @@ class RewardServer:
 
         from trainer.datasets.prompts import chat_ends
         from trainer.models.actor import load_tokenizer, resolve_model_folder
+        from trainer.models.cpu_matmul import choose_cpu_matmul
         from trainer.strategies.common import DTYPES
         from trainer.strategies.mesh import resolve_device
 
@@ -47,6 +48,8 @@ class RewardServer:
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{folder} has {model.config.num_labels} labels", "1")
         self.model = model.to(resolve_device(args.device)).eval()
+        if self.model.device.type == "cpu":
+            choose_cpu_matmul("auto")
         self.ends = chat_ends(self.tokenizer)
 
     def input_ids(self, prompt: str, response: str) -> list[int]:

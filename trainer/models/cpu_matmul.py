@@ -1,6 +1,7 @@
 """Which library multiplies fp32 matrices on CPU. torch calls MKL, which leaves AVX-512 to Intel's processors; oneDNN, which torch
 has as well and calls for bf16, takes it on AMD's too, where its products are up to twice as fast."""
 
+import os
 import warnings
 
 import torch
@@ -8,28 +9,40 @@ import torch
 from trainer.errors import UserError
 
 SMALL = 2**22  # multiply-adds of a product below which oneDNN gains little, or less than a call of it costs
+LARGE_COPY = 2**25  # elements of a factor that is to be copied first (it is not, in MKL)
+# of oneDNN and of torch: how many products' code is kept, 1024 unless told. Each keeps some MiB from being used again, so
+# lengths that never repeat would fill a GiB or two
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+CACHED = 32
 
 _kernels = []  # what is registered with torch stays so as long as its Library lives
 _in_use = False
 
 
-def choose_cpu_matmul(choice: str) -> None:
-    """auto, mkl or onednn, for the fp32 products of this process from now on: of layers, their gradients, the head."""
+def choose_cpu_matmul(choice: str) -> str:
+    """auto, mkl or onednn: for the fp32 products of this process from now on, of layers and their gradients, and of the head
+    but for its gradient over chunks. Returns which of the two it is; to be called before the first product."""
     global _in_use
+    for name in CACHES:  # read at the first product, of bf16 as well
+        os.environ.setdefault(name, str(CACHED))
     is_there = torch.backends.mkldnn.is_available()
     if choice == "onednn" and not is_there:
         raise UserError("--cpu_matmul", "onednn, which this build of torch lacks", "auto, mkl")
-    is_quicker = _is_amd() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    _in_use = choice == "onednn" or (choice == "auto" and is_there and is_quicker)
-    if not _in_use or _kernels:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, replace in (("mm", _mm), ("mm.out", _mm_out), ("addmm", _addmm), ("addmm.out", _addmm_out)):
-            plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-            library.impl(name, replace(plain), "CPU", with_keyset=True)
-    _kernels.append(library)
+    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    _in_use = choice == "onednn" or (choice == "auto" and is_there and is_avx512 and _is_amd())
+    if _in_use and not _kernels:
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, replace in (("mm", _mm), ("mm.out", _mm_out), ("addmm", _addmm), ("addmm.out", _addmm_out)):
+                plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+                library.impl(name, replace(plain), "CPU", with_keyset=True)
+        _kernels.append(library)
+    return chosen()
+
+
+def chosen() -> str:
+    return "onednn" if _in_use else "mkl"
 
 
 def _is_amd() -> bool:
@@ -41,11 +54,17 @@ def _is_amd() -> bool:
 
 
 def _is_ours(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `a` b is a large fp32 product; what is no product at all is left to torch's own errors."""
+    """Whether `a` b is a large fp32 product of which oneDNN has a fast one; what is no product is left to torch's own errors."""
     if not _in_use or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
         return False
-    is_product = a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]
-    return is_product and a.shape[0] * a.shape[1] * b.shape[1] >= SMALL
+    if not (a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]):
+        return False
+    is_copied = not a.is_contiguous() and a.numel() > LARGE_COPY
+    return a.numel() * b.shape[1] >= SMALL and min(b.shape) > 1 and not is_copied
+
+
+def _is_bias(bias: torch.Tensor, b: torch.Tensor, beta, alpha) -> bool:
+    return bias.shape == (b.shape[1],) and bias.is_contiguous() and beta == alpha == 1
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias=None) -> torch.Tensor:
@@ -77,7 +96,7 @@ def _mm_out(plain):
 
 def _addmm(plain):
     def addmm(keys, bias, a, b, *, beta=1, alpha=1):
-        if _is_ours(a, b, bias) and bias.shape == (b.shape[1],) and beta == alpha == 1:
+        if _is_ours(a, b, bias) and _is_bias(bias, b, beta, alpha):
             return _product(a, b, bias)
         return plain(keys, bias, a, b, beta=beta, alpha=alpha)
 
@@ -86,8 +105,8 @@ def _addmm(plain):
 
 def _addmm_out(plain):
     def addmm_out(keys, bias, a, b, *, beta=1, alpha=1, out):
-        is_layer = bias.shape == (b.shape[-1],) and out.shape == (a.shape[0], b.shape[-1]) and beta == alpha == 1
-        if is_layer and _is_ours(a, b, bias, out):
+        is_ours = _is_ours(a, b, bias, out) and _is_bias(bias, b, beta, alpha)
+        if is_ours and out.shape == (a.shape[0], b.shape[1]):
             return out.copy_(_product(a, b, bias))
         return plain(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
 
