@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SFT on several nodes under Slurm: sbatch scripts/slurm_train_sft.sh --pretrain MODEL --dataset DATA --output_dir DIR ...
-# Five minutes before the time limit, or when it is preempted, the run finishes its step, saves a checkpoint and leaves;
-# Slurm starts the same script again, and --load_checkpoint goes on from the latest complete checkpoint.
+# Five minutes before the time limit, or when it is preempted, the run finishes its step, saves a checkpoint and leaves.
+# After a preemption Slurm starts the same script again (after the time limit, submit it again), and --load_checkpoint
+# goes on from the latest complete checkpoint.
 #SBATCH --job-name=train_sft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -13,15 +14,16 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 source scripts/setup_env.sh
-# torchrun passes to its ranks only the signals named here
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
 # without this, a node that comes back waits in vain for the address of the new rendezvous round (torch 2.13)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 HEAD_NODE="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# torchrun passes on the signals named here, and kills after 30 s what has not ended by then, unless told to wait longer
 srun torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc_per_node "${NPROC:-8}" \
     --max-restarts 3 \
+    --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
+    --shutdown-timeout 270 \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD_NODE:29500" \

@@ -319,28 +319,31 @@ def test_memory_that_is_lent_to_generation_changes_nothing(folder, reward_model)
             assert [row[key] for row in lent] == expected and [row[key] for row in half] == expected[4:], key
 
 
-def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder):
-    reward, count = folder / "failing.py", folder / "count"
-    body = f"import os\nif os.path.getsize({str(count)!r}) >= 3: raise RuntimeError('gone')\n"
+# 2 steps a rollout; with evaluations, which come first and after each rollout, the fifth call is that after step 4
+@pytest.mark.parametrize("calls, evaluates, step", [(3, False, 6), (4, True, 4)])
+def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, evaluates, step):
+    reward, count, name = folder / "failing.py", folder / "count", f"failing-{step}"
+    body = f"import os\nif os.path.getsize({str(count)!r}) >= {calls}: raise RuntimeError('gone')\n"
     body += f"open({str(count)!r}, 'a').write('x')\n"
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     reward.write_text(DENSE.replace("responses, labels):\n", f"responses, labels):\n{indented}", 1))
     count.write_text("")
     more = [*CHOICES["dr_grpo"], "--max_steps", "8"]
-    line = flags(folder, "failing", *more, "--load_checkpoint")
+    evaluations = ["--eval_dataset", f"{folder}/demo/prompts_eval.jsonl", "--eval_steps", "2"] if evaluates else []
+    line = flags(folder, name, *more, *evaluations, "--load_checkpoint")
     line[line.index("--reward_func") + 1] = str(reward)
     code, output = train_alone(line)
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1 and "Traceback" not in output, output[-3000:]
     assert "--reward_func" in errors[0] and "raised RuntimeError: gone" in errors[0]
-    assert [path.name for path in (folder / "failing/checkpoints").glob("step_*")] == ["step_6"]
+    assert [path.name for path in (folder / name / "checkpoints").glob("step_*")] == [f"step_{step}"]
     shutil.copy(folder / "dense.py", reward)
     assert train_alone(line)[0] == 0
-    assert train_alone(flags(folder, "never-failing", *more))[0] == 0
-    found, expected = read_steps(folder / "failing"), read_steps(folder / "never-failing")
+    assert train_alone(flags(folder, f"never-{name}", *more))[0] == 0
+    found, expected = read_steps(folder / name), read_steps(folder / f"never-{name}")
     for key in ("loss", "grad_norm", "reward", "batch_hash"):
         assert [row[key] for row in found] == [row[key] for row in expected]
-    assert [row["step"] for row in read_rows(folder / "failing") if row.get("event") == "resume"] == [6]
+    assert [row["step"] for row in read_rows(folder / name) if row.get("event") == "resume"] == [step]
 
 
 # --- one line

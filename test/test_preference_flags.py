@@ -1,6 +1,7 @@
 """Flags of train_dpo and train_rm that contradict each other are refused before anything is loaded."""
 
 import pytest
+from launch import ROOT
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from trainer.cli import train_dpo
@@ -20,13 +21,20 @@ REFUSED = {
     "--label_key good": "--label_key: good would do nothing here",
     "--eval_steps 5": "--eval_steps: 5 would do nothing here",
     "--save_path model --no_save": "--save_path: model would do nothing here",
+    "--lr_scheduler linear --min_lr_ratio 0.2": "--min_lr_ratio: 0.2 would do nothing here",
+    "--lr_scheduler constant --lr_warmup_ratio 0.1": "--lr_warmup_ratio: 0.1 would do nothing here",
+    "--save_path test": "--save_path: test holds no model",
+    "--save_path setup.py": "--save_path: setup.py is a file",
+    "--save_path m": "--save_path: m would replace --pretrain",
+    "--save_path runs --output_dir runs/mine": "--save_path: runs would replace --output_dir",
     "--loss kto --eval_dataset d --best_metric_key eval_reward_margin": "--best_metric_key: eval_reward_margin, which no",
     "--label_smoothing 0.1": "--label_smoothing: 0.1 with --loss dpo",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_contradictions_are_named(flags):
+def test_contradictions_are_named(flags, monkeypatch):
+    monkeypatch.chdir(ROOT)
     args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError) as error:
         train_dpo.validate(args)
@@ -45,6 +53,9 @@ def test_what_is_not_contradictory_is_accepted():
         "--loss kto --desirable_weight 2 --ref_offload",
         "--precompute_ref_logps",
         "--loss simpo --simpo_gamma 1",
+        "--lr_scheduler cosine_warmup_with_min_lr --min_lr_ratio 0.2",
+        "--lr_scheduler constant --lr_warmup_ratio 0",
+        "--save_path out --output_dir runs/mine",
     ):
         args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
         train_dpo.validate(args)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sft_speed import ROOT, machine, timed, update
+from sft_speed import ROOT, command_line, machine, timed, update
 
 SAMPLES, GROUP, MAX_NEW = 128, 8, 32
 SHORT, LONG = 8, 68  # steps; what --compile compiles, it has compiled in the first of them
@@ -99,7 +99,7 @@ def report(title: str, found: dict[str, list[float]], unit: str, other: str, tar
     """Print the table of `measure` with ratios to `other`, medians of those within a round; into `target` as well."""
     script = Path(sys.argv[0]).name
     rounds = len(found[other])
-    lines = [f"## {title}", "", f"`python scripts/bench/{script}`, {rounds} rounds: {machine()}.", ""]
+    lines = [f"## {title}", "", f"`{command_line()}`, {rounds} rounds: {machine()}.", ""]
     lines += [f"| | {unit}/s (median, min to max) | / {other.split()[0]} |", "|---|---:|---:|"]
     for name, speeds in found.items():
         ratio = statistics.median(own / its for own, its in zip(speeds, found[other]))

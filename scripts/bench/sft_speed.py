@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -164,6 +165,14 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
 
 
+def command_line() -> str:
+    """How this bench was called, but for where its results go."""
+    words = [f"scripts/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    for flag in {"--update", "--json"} & set(words):
+        del words[words.index(flag) : words.index(flag) + 2]
+    return shlex.join(["python", *words])
+
+
 def plot(results: dict[str, dict[str, list[dict]]], path: Path) -> None:
     figure = Figure(figsize=(9, 2.6 * len(results)), layout="constrained")
     for axes, (job, found) in zip(figure.subplots(len(results), squeeze=False)[:, 0], results.items()):
@@ -199,7 +208,7 @@ def main() -> None:
     lines = [
         "## SFT speed",
         "",
-        f"`python scripts/bench/sft_speed.py`, {args.rounds} rounds: {machine()}. A random Qwen3 of",
+        f"`{command_line()}`, {args.rounds} rounds: {machine()}. A random Qwen3 of",
     ]
     lines += ["5 million parameters, fp32; ratios are medians of those within a round.", ""]
     for job, found in results.items():

@@ -33,8 +33,8 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
     `eval_metrics` are those of an evaluation that may choose the best checkpoint.
     """
-    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors
-    from trainer.training.schedule import check_scheduler_name
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_save_path
+    from trainer.training.schedule import check_scheduler_name, has_min_lr
 
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
         raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
@@ -52,9 +52,12 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         ("eval_steps eval_split", bool(args.eval_dataset), "--eval_dataset"),
         ("wandb_project", args.use_wandb, "--use_wandb"),
         ("save_path", not args.no_save, "without --no_save"),
+        ("min_lr_ratio", has_min_lr(args.lr_scheduler), "a scheduler *_with_min_lr, or warmup_stable_decay"),
+        ("lr_warmup_ratio", args.lr_scheduler != "constant", "another --lr_scheduler, such as constant_with_warmup"),
     ]
-    refuse_idle(args, idle)
     check_scheduler_name(args.lr_scheduler)
+    refuse_idle(args, idle, usual={"lr_warmup_ratio": 0.0})
+    check_save_path(args)
     check_mirrors(args.use_wandb, args.use_tensorboard)
     check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
 

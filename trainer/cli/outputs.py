@@ -38,6 +38,26 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
     return folder
 
 
+def check_save_path(args) -> None:
+    """Raises UserError where saving the model would replace anything but a model: --save_path is written as a whole."""
+    if args.save_path is None:
+        return
+    target = os.path.abspath(args.save_path)
+    for flag in ("output_dir", "pretrain"):
+        folder = getattr(args, flag)
+        if folder and os.path.commonpath([target, os.path.abspath(folder)]) == target:
+            raise UserError(
+                "--save_path", f"{args.save_path} would replace --{flag}", "another folder, or one within it"
+            )
+    if os.path.isfile(target):
+        raise UserError("--save_path", f"{args.save_path} is a file", "a folder")
+    held = set(os.listdir(target)) if os.path.isdir(target) else set()
+    if held and not held & {"config.json", "adapter_config.json"}:
+        raise UserError(
+            "--save_path", f"{args.save_path} holds no model", "a new or empty folder, or a model to replace"
+        )
+
+
 def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
     """Raises UserError naming the pip extra of a mirror that is asked for and not installed."""
     for flag, used, package in (("use_wandb", use_wandb, "wandb"), ("use_tensorboard", use_tensorboard, "tensorboard")):

@@ -329,9 +329,13 @@ def train_ppo(
                 state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, options.kl_target, len(samples), horizon)
             num_steps, eval_metrics = progress.step - first_step, None
             if eval_prompts and (progress.step == total_steps or _is_due(progress.step, eval_steps, num_steps)):
-                eval_metrics = evaluate_and_log(
-                    strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps
-                )
+                try:
+                    eval_metrics = evaluate_and_log(
+                        strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps
+                    )
+                except UserError:  # as above
+                    checkpoints.save(progress)
+                    raise
                 last_eval = eval_metrics
             checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         checkpoints.finish()

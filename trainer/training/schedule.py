@@ -16,16 +16,20 @@ def check_scheduler_name(name: str) -> None:
         raise UserError("--lr_scheduler", name, ", ".join(names))
 
 
+def has_min_lr(name: str) -> bool:
+    return name.endswith("with_min_lr") or name == "warmup_stable_decay"
+
+
 def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
     """The scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
     from transformers import get_scheduler
 
     warmup_steps = math.ceil(warmup_ratio * total_steps)
     specific = {}
-    if name.endswith("with_min_lr") or name == "cosine_warmup_with_min_lr":
-        specific["min_lr_rate"] = min_lr_ratio
     if name == "warmup_stable_decay":  # decays over the last tenth of the run
         specific.update(num_decay_steps=math.ceil(total_steps / 10), min_lr_ratio=min_lr_ratio)
+    elif has_min_lr(name):
+        specific["min_lr_rate"] = min_lr_ratio
     return get_scheduler(
         name,
         optimizer,
