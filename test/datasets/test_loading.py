@@ -96,6 +96,44 @@ def test_csv_values_stay_texts(tmp_path):
     assert load(tmp_path / "x.csv").to_list() == [{"q": "007", "a": "1.50"}, {"q": "", "a": "None"}]
 
 
+CSV = {
+    "rows end with a comma": ("q,a\nhi,yes,\nho,no,\n", [("hi", "yes"), ("ho", "no")]),
+    "one row does": ("q,a\nhi,yes\nho,no,,\n", [("hi", "yes"), ("ho", "no")]),
+    "a blank first line": ("\n \nq,a\n007,1.50\n", [("007", "1.50")]),
+    "newlines in quotes": ('q,a\n"x\n\ny",1\n', [("x\n\ny", "1")]),
+}
+
+
+@pytest.mark.parametrize("content, rows", CSV.values(), ids=CSV)
+def test_csv_rows_keep_their_columns(content, rows, tmp_path):
+    (tmp_path / "x.csv").write_text(content)
+    assert load(tmp_path / "x.csv").to_list() == [{"q": q, "a": a} for q, a in rows]
+
+
+CSV_FAULTS = {
+    "a field too many": ("q,a\nhi,yes,more\nho,no,\n", "line 2", "3 fields"),
+    "after a quoted newline": ('q,a\n"x\ny",1,\nho,no,more\n', "line 4", "3 fields"),
+    "in a later chunk": ("q,a\n" + "x,y\n" * 10_000 + "x,y,z\n", "line 10002", "3 fields"),
+    "a name twice": ("\nq,q\n1,2\n", "line 2", "'q'"),
+    "no name": ("q,\n1,2\n", "line 1", "column 2"),
+}
+
+
+@pytest.mark.parametrize("content, place, found", CSV_FAULTS.values(), ids=CSV_FAULTS)
+def test_a_csv_row_or_header_that_does_not_fit_is_named(content, place, found, tmp_path):
+    (tmp_path / "x.csv").write_text(content)
+    error = error_of(tmp_path / "x.csv")
+    assert error.where == f"--dataset {tmp_path / 'x.csv'} {place}" and found in error.found
+
+
+def test_csv_files_of_a_folder_have_the_same_columns(tmp_path):
+    (tmp_path / "a.csv").write_text("q,a\n1,2\n")
+    (tmp_path / "b.csv").write_text("a,q\n4,3\n")
+    assert load(tmp_path).to_list() == [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]
+    (tmp_path / "b.csv").write_text("q,b\n3,4\n")
+    assert error_of(tmp_path).where.endswith("b.csv line 1")
+
+
 @needs_data
 def test_real_file_has_the_rows_that_json_reads():
     path = DATA / "gsm8k" / "test.jsonl"
@@ -109,6 +147,35 @@ def test_splits_of_a_folder(tmp_path):
     error = error_of(tmp_path, split="dev")
     assert error.where == f"--dataset {tmp_path}" and "'dev'" in error.found
     assert sorted(error.allowed.split(", ")) == ["test", "train"]
+
+
+@pytest.mark.parametrize(
+    "names", [("a.jsonl", "b.csv"), ("train-00000.jsonl", "extra.jsonl"), ("train.jsonl", "d/x.jsonl")]
+)
+def test_a_file_of_a_folder_that_belongs_to_no_split_is_refused(names, tmp_path):
+    for name in (*names, ".hidden.jsonl", ".git/x.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": "x"}\n' if name.endswith("jsonl") else "a\nx\n")
+    error = error_of(tmp_path)
+    assert error.where == f"--dataset {tmp_path}" and error.found == f"{names[1]} would not be read"
+    (tmp_path / names[1]).unlink()
+    assert load(tmp_path)["a"][:] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["d[1].jsonl", "d?.jsonl", "d*.jsonl", "d].jsonl", "d[a-z].csv"])
+def test_a_name_is_no_pattern(name, tmp_path, monkeypatch):
+    for other in ("d1.jsonl", "dd.jsonl", "da.csv"):
+        (tmp_path / other).write_text('{"a": "other"}\n' if other.endswith("jsonl") else "a\nother\n")
+    (tmp_path / name).write_text('{"a": "own"}\n' if name.endswith("jsonl") else "a\nown\n")
+    assert load(tmp_path / name)["a"][:] == ["own"]
+    folder = tmp_path / "f[1]"
+    folder.mkdir()
+    (tmp_path / name).rename(folder / name)
+    monkeypatch.chdir(folder)
+    assert load(name)["a"][:] == ["own"]
+    assert "patterns" in error_of(folder).found  # and not the files of a folder f1
+    (folder / "a::b.csv").write_text("a\nx\n")
+    assert "'::'" in error_of("a::b.csv").found
 
 
 def test_unknown_split_of_a_file_and_of_a_saved_dict(tmp_path):
@@ -172,6 +239,75 @@ def test_a_key_that_first_appears_after_megabytes_is_read(tmp_path):
     assert rows[1200] == {"a": "y", "b": "late"} and rows[0]["b"] is None
 
 
+ARGUMENTS = [
+    {"n": 1},
+    {"n": 1.5, "f": 0.12345678901234566},
+    {"n": 12345678901234567890, "big": 10**30, "opt": None},
+    {"date": "2024-05-01"},
+    {"date": "5", "n": "text", "list": [1, "x", None, {"y": None}]},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "over several lines"])
+def test_lists_and_objects_come_back_as_written(kind, tmp_path):
+    call = [{"m": [{"role": "user", "calls": None}, {"role": "a", "calls": [{"arguments": a}]}]} for a in ARGUMENTS]
+    rows = [{"o": a, **row, "t": "x", "l": ["2024-05-01"]} for a, row in zip(ARGUMENTS, call, strict=True)]
+    lines = "\n".join(json.dumps(row, indent=1 if kind == "over several lines" else None) for row in rows)
+    path = tmp_path / ("x.json" if kind == "json" else "x.jsonl")
+    path.write_text(json.dumps(rows) if kind == "json" else lines)
+    assert [json.dumps(row) for row in load(path)] == [json.dumps(row) for row in rows]  # 1.0 is not 1 here
+
+
+@pytest.mark.parametrize("dates", [["2024-05-01", "2024-05-02"], [None, "2024-05-01T10:00:00"], ["2024-05-01", "text"]])
+def test_dates_are_texts(dates, tmp_path):
+    assert load(write_jsonl(tmp_path / "x.jsonl", [{"a": date} for date in dates]))["a"][:] == dates
+
+
+LATE = {
+    "list": (None, ["x"]),
+    "text": (None, "x"),
+    "date": ("x", "2024-05-01"),
+    "date first": ("2024-05-01", "x"),
+    "fraction": (1, 1.5),
+    "whole": (1.5, 1),
+    "null": ({"n": 1}, None),
+}
+
+
+@pytest.mark.parametrize("first, second", LATE.values(), ids=LATE)
+def test_columns_hold_what_comes_megabytes_or_a_file_later(first, second, tmp_path, monkeypatch):
+    from trainer.datasets import json_files
+
+    monkeypatch.setattr(json_files, "CHUNK_BYTES", 64)
+    rows = [{"k": "x" * 40, "a": first}] * 5 + [{"k": "x" * 40, "a": second, "b": "late"}] * 5
+    expected = [{"b": None, **row} for row in rows]
+    assert list(load(write_jsonl(tmp_path / "x.jsonl", rows))) == expected
+    (tmp_path / "f").mkdir()
+    write_jsonl(tmp_path / "f" / "a.jsonl", rows[:5])
+    write_jsonl(tmp_path / "f" / "b.jsonl", rows[5:])
+    assert list(load(tmp_path / "f")) == expected
+
+
+def test_columns_of_other_types_in_two_files_of_a_folder(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"a": "x"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"a": 5}])
+    assert "'a' is int64" in error_of(tmp_path).found and "b.jsonl" in error_of(tmp_path).found
+
+
+def test_arguments_of_other_tools_are_no_arguments(tmp_path):
+    """Arrow's objects have all keys of all rows; a mix with a JSON file, or the set alone, shows only a row's own."""
+    messages = [[{"role": "a", "tool_calls": [{"arguments": {key: 1}}]}] for key in "xy"]
+    datasets.Dataset(pa.table({"m": messages})).to_parquet(str(tmp_path / "x.parquet"))
+    assert [row["m"] for row in load(tmp_path / "x.parquet")] == messages
+    path = write_jsonl(tmp_path / "y.jsonl", [{"m": [{"role": "a", "tool_calls": [{"arguments": {"z": None}}]}]}])
+    mixed = [row["m"] for row in load(f"{tmp_path / 'x.parquet'},{path}")]
+    assert mixed == [*messages, json.loads(path.read_text())["m"]]
+    call = datasets.Features({"role": datasets.Value("string"), "tool_calls": datasets.List(datasets.Json())})
+    saved = datasets.Dataset.from_dict({"m": [mixed[2]]}, features=datasets.Features({"m": datasets.List(call)}))
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert [row["m"] for row in load(f"{tmp_path / 'saved'},{path}")] == [mixed[2], mixed[2]]
+
+
 FAULTS = {
     "broken": ('{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n', "line 3", ["broken JSON"]),
     "cut off": ('{"a": "x"}\n{"a": "y', "line 2", ["broken JSON"]),
@@ -179,6 +315,8 @@ FAULTS = {
     "a number": ('{"a": "x"}\n5\n', "line 2", ["number", "object"]),
     "number for text": ('{"a": "x"}\n{"a": null}\n{"a": 5}\n', "line 3", ["'a'", "number", "string in line 1"]),
     "text for number": ('{"b": "x", "a": 5}\n{"a": "x"}\n', "line 2", ["'a'", "string", "number in line 1"]),
+    "object for list": ('{"a": ["x"]}\n{"a": {"b": 1}}\n', "line 2", ["'a'", "object", "list in line 1"]),
+    "no JSON in a list": ('{"a": ["x"]}\n{"a": [NaN]}\n', "line 2", ["broken JSON", "NaN"]),
     "list for text": ('{"a": "x"}\n{"a": ["x"]}\n', "line 2", ["'a'", "list", "string in line 1"]),
     "flag for text": ('{"a": "x"}\n{"a": true}\n', "line 2", ["'a'", "boolean", "string in line 1"]),
 }
@@ -238,7 +376,7 @@ def test_files_of_the_wrong_kind(tmp_path):
     error = error_of(tmp_path / "x.parquet")
     assert error.where.endswith("x.parquet") and "cannot be read" in error.found
     (tmp_path / "x.csv").write_text("a,b\n1,2\n1,2,3\n")
-    assert "line 3" in error_of(tmp_path / "x.csv").found
+    assert error_of(tmp_path / "x.csv").where.endswith("x.csv line 3")
 
 
 TWO_FAULTS = """

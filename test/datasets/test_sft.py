@@ -269,6 +269,20 @@ def test_a_pure_tool_call_is_an_answer():
     assert answer_of(samples[0], tiny()) == '[{"name": "add", "arguments": {"x": 1}}]<|im_end|>'
 
 
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_arguments_of_tool_calls_are_trained_as_the_file_has_them(num_proc, tmp_path):
+    template = CHATML.replace("m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +")
+    arguments = [{"n": 1}, {"n": 1.5, "opt": None}, {"n": 12345678901234567890}, {"date": "2024-05-01"}]
+    calls = [[{"name": "f", "arguments": a}] for a in arguments]
+    user = {**TALK[0], "tool_calls": None}  # all messages have the same keys
+    talks = [[user, {"role": "assistant", "content": "", "tool_calls": call}] for call in calls]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    rows = load_rows(str(path), flag="--dataset", split="train")
+    samples, _ = tokenize(rows, tiny(template), num_proc=num_proc)
+    assert [answer_of(sample, tiny()) for sample in samples] == [json.dumps(call) + "<|im_end|>" for call in calls]
+
+
 def test_a_template_fault_names_the_row():
     strict = "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     error = error_of([{"messages": TALK[:2]}, {"messages": TALK}], tiny(strict))

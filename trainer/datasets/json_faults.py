@@ -4,23 +4,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.datasets.json_files import DECODER, is_array
 from trainer.datasets.loading import KINDS
 
 
-def find_json_fault(path: str, *, nested: bool = True) -> tuple[str, str] | None:
+def find_json_fault(path: str) -> tuple[str, str] | None:
     """(place, what is wrong there) of the first row of a JSON or JSON Lines file that cannot be one of its rows.
 
-    Broken lines, rows that are not objects, and keys whose type differs from earlier rows; the types of values
-    within lists and objects are looked at last and only if nested.
+    Broken lines, rows that are not objects, and keys whose type differs from earlier rows.
     """
-    for deep in (False, True) if nested else (False,):
-        fault = _first_fault(path, deep)
-        if fault:
-            return fault
-    return None
-
-
-def _first_fault(path: str, deep: bool) -> tuple[str, str] | None:
     seen: dict[str, tuple[str, str]] = {}
     rows = _json_rows(path)
     while True:
@@ -32,7 +24,10 @@ def _first_fault(path: str, deep: bool) -> tuple[str, str] | None:
             return fault.args
         if row is not None and not isinstance(row, dict):
             return place, f"a {KINDS[type(row)]} where an object with keys belongs"
-        for key, kind in _kinds(row or {}, "", deep):
+        for key, value in (row or {}).items():
+            if value is None:
+                continue
+            kind = KINDS[type(value)]
             first_kind, first_place = seen.setdefault(key, (kind, place))
             if kind != first_kind:
                 return place, f"{key!r} is a {kind} here but a {first_kind} in {first_place}"
@@ -45,9 +40,7 @@ class _Broken(Exception):
 def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
     """(place, row) of each row; raises _Broken where there is no JSON."""
     with open(path, "rb") as file:
-        start = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")
-        file.seek(0)
-        if start.startswith(b"["):
+        if is_array(file):
             rows = _parse(file.read(), first_line=1)
             yield from ((f"item {number}", row) for number, row in enumerate(rows, 1))
             return
@@ -58,7 +51,7 @@ def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 def _parse(text: bytes, first_line: int) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"), parse_constant=_no_constant)
+        return DECODER.decode(text.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise _Broken(
             f"line {first_line + error.lineno - 1}", f"broken JSON ({error.msg}, column {error.colno})"
@@ -67,19 +60,3 @@ def _parse(text: bytes, first_line: int) -> Any:
         raise _Broken(f"line {first_line}", "not UTF-8 text") from None
     except ValueError as error:
         raise _Broken(f"line {first_line}", f"broken JSON ({error})") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _kinds(value: Any, path: str, deep: bool) -> Iterator[tuple[str, str]]:
-    """(path, kind) of each value of a row: {"m": [{"c": "x"}]} -> m list, m[] object, m[].c string."""
-    children = value.items() if isinstance(value, dict) else (("[]", item) for item in value)
-    for key, child in children:
-        if child is None:
-            continue
-        name = f"{path}{key}" if key == "[]" or not path else f"{path}.{key}"
-        yield name, KINDS[type(child)]
-        if deep and isinstance(child, (dict, list)):
-            yield from _kinds(child, name, deep)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
-TOKENIZER_VERSION = 1
+TOKENIZER_VERSION = 2
 SIDES = ("chosen", "rejected")
 # what became of a pair; "kept" is the only one that is trained on
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"

@@ -74,9 +74,10 @@ def messages_of(value: Any, where: str) -> list[dict]:
 
 
 def _without_none(value: Any) -> Any:
-    """Arrow fills keys that only other rows have with None; a template would print them."""
+    """Without keys that hold None, which a template would print; a null among a tool's arguments is one of them."""
     if isinstance(value, dict):
-        return {key: _without_none(child) for key, child in value.items() if child is not None}
+        present = {key: child for key, child in value.items() if child is not None}
+        return {key: child if key == "arguments" else _without_none(child) for key, child in present.items()}
     return [_without_none(child) for child in value] if isinstance(value, list) else value
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
-TOKENIZER_VERSION = 1
+TOKENIZER_VERSION = 2
 COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
 
 

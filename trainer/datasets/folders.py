@@ -1,0 +1,49 @@
+"""Folders of data files, or written by `save_to_disk`, as rows by split."""
+
+import glob
+import os
+from typing import TYPE_CHECKING
+
+from trainer.datasets.loading import FORMATS, one_line, read_files
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
+    """The splits of a folder written by `save_to_disk`, or of data files, none of which may belong to no split."""
+    import datasets
+
+    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(folder, name))]
+    path = os.path.realpath(folder)
+    if not saved and glob.escape(path) != path:
+        raise UserError(where, "* ? [ in a folder's path are patterns to the datasets library", "a path without")
+    try:
+        if saved:
+            rows = datasets.load_from_disk(folder)
+            return rows if isinstance(rows, dict) else {str(rows.split or "train"): rows}
+        files = datasets.load_dataset_builder(folder).config.data_files
+    except FileNotFoundError:
+        raise UserError(where, "no data files in this folder", ", ".join(FORMATS)) from None
+    except Exception as error:  # whatever the library raises is about this folder
+        raise UserError(where, f"cannot be read: {one_line(error)}") from None
+    files = {str(split): list(names) for split, names in files.items()}
+    _refuse_unread_files(folder, files, where)
+    return read_files(files, where)
+
+
+def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -> None:
+    """The library reads one format of a folder and, where a name tells a split, only files whose names do."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    read = {os.path.realpath(name) for names in files.values() for name in names}
+    unread = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]  # as the library does
+        paths = [os.path.join(parent, name) for name in names if name not in FILES_TO_IGNORE and name[0] != "."]
+        known = [path for path in paths if os.path.splitext(path)[1].lower() in FORMATS]
+        unread += [os.path.relpath(path, folder) for path in known if os.path.realpath(path) not in read]
+    if unread:
+        found = f"{', '.join(sorted(unread)[:5])}{' ...' if len(unread) > 5 else ''} would not be read"
+        raise UserError(where, found, "files named one by one, or a folder of one format, all or none named by split")

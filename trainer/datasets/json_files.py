@@ -1,0 +1,208 @@
+"""JSON and JSON Lines files as tables: texts and numbers by their type, lists and objects unchanged, as their JSON.
+
+The reader of the datasets library types what lists and objects hold: 1 beside another row's 1.5 becomes 1.0, the keys of
+one row become null in all others, and "2024-05-01" becomes a date. Imported only where a set needs it.
+"""
+
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, ClassVar
+
+import datasets
+import pyarrow as pa
+import pyarrow.json as paj
+from datasets.builder import Key
+from datasets.features.features import register_feature
+
+READER_VERSION = "1"  # raise it whenever the same file would give another table, so that no older cache file is taken
+CHUNK_BYTES = 64 << 20
+TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+SPACE = re.compile(r"[ \t\r\n]*")
+ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+@dataclass
+class JsonText(datasets.Json):
+    """The feature of a column of lists or objects; unlike its base it keeps all digits of their numbers."""
+
+    pa_type: ClassVar[Any] = pa.string()
+    _type: str = field(default="JsonText", init=False, repr=False)
+
+    def encode_example(self, value: Any) -> str:
+        return ENCODER.encode(value)
+
+    def decode_example(self, value: str, token_per_repo_id: Any = None) -> Any:
+        return json.loads(value)
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        if pa.types.is_string(storage.type):
+            return storage
+        values = (_own_values(value, storage.type) for value in storage.to_pylist())
+        return pa.array([None if value is None else self.encode_example(value) for value in values], pa.string())
+
+
+def _own_values(value: Any, kind: pa.DataType) -> Any:
+    """A value of Arrow's without the nulls under keys that only other rows have."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {key.name: _own_values(value[key.name], key.type) for key in kind if value[key.name] is not None}
+    return [_own_values(item, kind.value_type) for item in value] if isinstance(value, list) else value
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that the library's function is experimental
+    register_feature(JsonText, "JsonText")
+
+
+def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
+    """The rows of the files of each split, cached on disk; patterns: the names of its files, for glob.
+
+    All have the columns of all; a row has None where it lacks one. Raises whatever is wrong with a file, often without its name and line: see `json_faults`.
+    """
+    columns = None
+    while True:
+        builder = _JsonBuilder(data_files=patterns, features=columns, hash=READER_VERSION)
+        try:
+            builder.download_and_prepare()
+            return builder.as_dataset()
+        except Exception as error:
+            if not isinstance(error.__cause__, _MoreColumns):
+                raise
+            columns = error.__cause__.args[0]
+
+
+class _MoreColumns(Exception):
+    """args: the columns (Features) that hold what was read so far, and more than those that reading began with."""
+
+
+@dataclass
+class _Config(datasets.BuilderConfig):
+    features: datasets.Features | None = None
+
+
+class _JsonBuilder(datasets.ArrowBasedBuilder):
+    BUILDER_CONFIG_CLASS = _Config
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo(features=self.config.features)
+
+    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+        splits = self.config.data_files.items()
+        return [datasets.SplitGenerator(name=str(name), gen_kwargs={"files": list(files)}) for name, files in splits]
+
+    def _generate_shards(self, files: list[str]) -> Iterator[str]:
+        yield from files
+
+    def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
+        for file_index, name in enumerate(files):
+            for index, (table, columns) in enumerate(_tables(name)):
+                known = self.info.features
+                # columns that are empty or absent at first and full later: begin anew, knowing them
+                self.info.features = _merged(known, columns, name)
+                if known is not None and self.info.features != known:
+                    raise _MoreColumns(self.info.features)
+                yield Key(file_index, index), _as_columns(table, self.info.features)
+        if self.info.features is None:  # nothing in any file so far: no rows
+            self.info.features = datasets.Features()
+            yield Key(0, 0), pa.table({})
+
+
+def _merged(known: datasets.Features | None, found: datasets.Features, name: str) -> datasets.Features:
+    merged = dict(known or {})
+    for column, feature in found.items():
+        pair = {_dtype(merged.setdefault(column, feature)), _dtype(feature)}
+        if len(pair) == 2 and "null" not in pair and pair != {"int64", "float64"}:
+            raise ValueError(f"column {column!r} is {_dtype(feature)} in {name} but {_dtype(merged[column])} before")
+        if _dtype(merged[column]) == "null" or _dtype(feature) == "float64":
+            merged[column] = feature
+    return datasets.Features(merged)
+
+
+def _dtype(feature: Any) -> str:
+    return getattr(feature, "dtype", "json")
+
+
+def _as_columns(table: pa.Table, columns: datasets.Features) -> pa.Table:
+    schema, present = columns.arrow_schema, set(table.column_names)
+    arrays = [
+        table[field.name].cast(field.type, safe=False) if field.name in present else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.table(arrays, schema=schema)
+
+
+def is_array(file: BinaryIO) -> bool:
+    """Whether a file, from its beginning, is one JSON array rather than lines."""
+    start = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _tables(name: str) -> Iterator[tuple[pa.Table, datasets.Features]]:
+    with open(name, "rb") as file:
+        if is_array(file):
+            rows = DECODER.decode(file.read().decode("utf-8-sig"))
+            # the library takes an array of texts for rows with one column
+            yield _table_of_rows([{"text": row} if isinstance(row, str) else row for row in rows])
+            return
+        while chunk := file.read(CHUNK_BYTES):
+            chunk = (chunk + file.readline()).removeprefix(b"\xef\xbb\xbf")
+            if chunk.strip():
+                yield _table_of_lines(chunk)
+
+
+def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
+    text = chunk.decode()
+    first = next(_rows(text))
+    if isinstance(first, dict) and not any(isinstance(value, (dict, list)) for value in first.values()):
+        try:
+            # several times faster; in one block, for the library says that Arrow may crash on several
+            table = paj.read_json(io.BytesIO(chunk), paj.ReadOptions(block_size=len(chunk) + 1))
+            if all(pa.types.is_null(kind) or kind in TYPES.values() for kind in table.schema.types):
+                return table, datasets.Features.from_arrow_schema(table.schema)
+        except pa.ArrowException:
+            pass
+    return _table_of_rows(list(_rows(text)))
+
+
+def _rows(text: str) -> Iterator[Any]:
+    """Each on a line of its own or, as Arrow takes it too, over several."""
+    end = SPACE.match(text).end()
+    while end < len(text):
+        row, end = DECODER.raw_decode(text, end)
+        yield row
+        end = SPACE.match(text, end).end()
+
+
+def _table_of_rows(rows: list[Any]) -> tuple[pa.Table, datasets.Features]:
+    if not all(row is None or isinstance(row, dict) for row in rows):
+        raise ValueError("a row that is no object")
+    arrays, features = {}, {}
+    for column in dict.fromkeys(key for row in rows if row for key in row):
+        values = [row.get(column) if row else None for row in rows]
+        present = [value for value in values if value is not None]
+        kinds = set(map(type, present))
+        if kinds == {int, float} or (kinds == {int} and max(map(abs, present)) >= 1 << 63):  # as Arrow does
+            kinds, values = {float}, [None if value is None else float(value) for value in values]
+        if len(kinds) > 1:
+            raise ValueError(f"column {column!r} has values of several types")
+        nested = bool(kinds & {list, dict})
+        if nested:
+            values = [None if value is None else ENCODER.encode(value) for value in values]
+        arrays[column] = pa.array(values, TYPES.get(*kinds, pa.string()) if kinds else pa.null())
+        features[column] = JsonText() if nested else datasets.Value(str(arrays[column].type))
+    return pa.table(arrays), datasets.Features(features)
