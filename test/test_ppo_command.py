@@ -1,14 +1,16 @@
 """train_ppo from the command line: every estimator and loss, exact resume, failing rewards, and one line for what is wrong."""
 
+import http.server
 import importlib.util
 import json
 import re
 import shutil
 import sys
+import threading
 
 import pytest
-from launch import read_rows, read_steps, run_process, train_many
-from safetensors.torch import load_file
+from launch import read_rows, read_steps, run_process, torchrun, train_many
+from safetensors.torch import load_file, save_file
 
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
@@ -19,6 +21,9 @@ def reward_func(prompts, responses, labels):
     scores = [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
     return scores, {"words": [len(response.split()) for response in responses]}
 """
+
+
+EOS = 2  # of the demo's tokenizer, whose pad token is 0
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +180,81 @@ def test_reward_models_read_the_tokens_of_the_policy(folder, reward_model):
         assert row["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def text_prompts(folder) -> list[str]:
+    """Prompts without a chat template, to which some responses of up to 48 random tokens end with eos, most do not."""
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"q": f"{i} 3", "label": "1"}) + "\n" for i in range(16)))
+    line = ["--dataset", f"{folder}/texts.jsonl", "--input_key", "q", "--generate_max_len", "48", "--max_steps", "1"]
+    return [*line, "--rollout_batch_size", "16", "--train_batch_size", "32", "--advantage_estimator", "dr_grpo"]
+
+
+def rollout_of(folder) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert {row["response_ids"][-1] == EOS for row in rows} == {True, False}, "both kinds of responses are there"
+    return rows
+
+
+def test_each_reward_model_scores_where_its_own_pad_token_says(folder, reward_model):
+    """Behind the last eos for one, before it for the other, whose pad token is eos."""
+    padding_with_eos = folder / "rm_eos"
+    shutil.copytree(reward_model, padding_with_eos, symlinks=True)
+    config = json.loads((padding_with_eos / "config.json").read_text())
+    (padding_with_eos / "config.json").write_text(json.dumps({**config, "pad_token_id": EOS}))
+    line = flags(folder, "pads", *text_prompts(folder))
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--reward_pretrain", f"{reward_model},{padding_with_eos}", "--reward_weights", "1", "0.5"]
+    train_many(2, [["train_ppo", *line]], folder, timeout=300)
+    models = load_scorer(reward_model), load_scorer(padding_with_eos)
+    for row in rollout_of(folder / "pads"):
+        first, second = (plain_score(model, row["prompt_ids"] + row["response_ids"]) for model in models)
+        assert row["score"] == pytest.approx(first + 0.5 * second, rel=1e-4, abs=1e-5)
+
+
+def test_a_reward_model_that_gives_nan_ends_the_run_in_one_line(folder, reward_model):
+    import torch
+
+    broken = folder / "rm_nan"
+    shutil.copytree(reward_model, broken, symlinks=True)
+    save_file({"score.weight": torch.full((1, 64), float("nan"))}, broken / "score.safetensors", {"format": "pt"})
+    line = flags(folder, "nan", "--advantage_estimator", "dr_grpo", "--max_steps", "2", "--normalize_reward")
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--reward_pretrain", f"{reward_model}, {broken}"]
+    code, output = torchrun(2, "-m", "trainer.cli.train_ppo", *line)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code and "exitcode: 2" in output, output[-3000:]
+    assert errors == [f"error: --reward_pretrain {broken}: score nan for response 1 of 8 (allowed: finite numbers)"]
+    checkpoints = [path.name for path in (folder / "nan/checkpoints").glob("step_*")]
+    assert checkpoints == ["step_0"], "which takes both ranks: both were told"
+
+
+def test_a_reward_server_is_told_which_responses_ended(folder, reward_model):
+    """With eos, that is: nothing stands behind those that were cut, or ended by a stop text, as in the policy's tokens."""
+    from trainer.cli.serve_rm import RewardServer, ServeArguments
+
+    server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", device="cpu"))
+    score, asked = server.score, []
+    server.score = lambda *request: asked.append(request) or score(*request)
+    listening = http.server.HTTPServer(("127.0.0.1", 0), server.handler())
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    line = flags(folder, "served", *text_prompts(folder), "--stop", "7")
+    at = line.index("--reward_func")
+    line[at : at + 2] = ["--remote_rm_url", f"http://127.0.0.1:{listening.server_port}"]
+    code, output = train_alone(line)
+    listening.shutdown()
+    listening.server_close()
+    assert code == 0, output[-3000:]
+    rows = rollout_of(folder / "served")
+    ended = [row["response_ids"][-1] == EOS for row in rows]
+    assert any(row["finished"] and not end for row, end in zip(rows, ended)), "a stop text ended some"
+    assert [request[2] for request in asked] == [ended]
+    prompt, text = "1 2", " 3 4"
+    whole, cut = (server.input_ids(prompt, text, finished) for finished in (True, False))
+    assert whole == [*cut, EOS] == server.input_ids(prompt, text)
+    assert score([prompt] * 2, [text] * 2, [True, False])[0] == score([prompt], [text])[0]
+    assert score([prompt], [text], [False])[0] == pytest.approx(plain_score(load_scorer(reward_model), cut), rel=1e-4)
+    with pytest.raises(ValueError):
+        score([prompt], [text], [])
+
+
 def test_a_reward_server_scores_conversations_as_train_rm_saw_them(folder, reward_model):
     from transformers import AutoTokenizer
 
@@ -188,6 +268,8 @@ def test_a_reward_server_scores_conversations_as_train_rm_saw_them(folder, rewar
         responses.append(row["chosen"][0]["content"])
         whole = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], return_dict=True)["input_ids"]
         assert server.input_ids(prompts[-1], responses[-1]) == whole
+        behind = len(whole) - whole[::-1].index(EOS) - 1  # the eos and what the template puts there
+        assert server.input_ids(prompts[-1], responses[-1], finished=False) == whole[:behind]
         expected.append(plain_score(model, whole))
     assert server.score(prompts, responses) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -304,7 +386,8 @@ def test_memory_that_is_lent_to_generation_changes_nothing(folder, reward_model)
     runs = {"plain": [], "lent": [*OFFLOAD, "--offload_reward", "--save_steps", "4"]}
     runs["lent-half"] = [*runs["lent"], "--load_checkpoint", f"{folder}/lent/checkpoints/step_4"]
     lines = []
-    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "2"], ["deepspeed", "--zero_stage", "3"]):
+    bf16 = ["deepspeed", "--zero_stage", "1", "--param_dtype", "bf16"]  # an optimizer of its own in DeepSpeed
+    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "2"], ["deepspeed", "--zero_stage", "3"], bf16):
         for name, more in runs.items():
             where = "".join(backend)
             more = [flag.replace(f"{folder}/lent/", f"{folder}/lent{where}/") for flag in more]
@@ -398,6 +481,35 @@ def test_flags_that_do_not_go_together(flag, tmp_path):
     with pytest.raises(UserError) as error:
         validate(args)
     assert error.value.where == flag, str(error.value)
+
+
+def test_a_prompt_without_a_label_is_named_before_the_first_step(folder):
+    rows = [{"q": "1 2", "label": "1 2"}, {"q": "3", "label": None}]
+    (folder / "unlabelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = flags(folder, "unlabelled", "--dataset", f"{folder}/unlabelled.jsonl", "--input_key", "q")
+    code, output = train_alone([*line, "--advantage_estimator", "rloo", "--reward_func", "math"])
+    expected = "error: --dataset row 2: --label_key label: no value (allowed: an answer to compare with)"
+    assert code == 2 and expected in output.splitlines() and "Traceback" not in output, output[-3000:]
+
+
+@pytest.mark.parametrize("label, found", [(None, "no value"), ("", "an empty text"), (" ", "an empty text")])
+def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, found):
+    """Of prompts that are left, not of those that are not; and by no other reward."""
+    from trainer.cli.train_ppo import load_data, parse
+    from trainer.models.actor import load_tokenizer
+
+    path, tokenizer = folder / "labels.jsonl", load_tokenizer(str(folder / "demo/model"))
+    rows = [{"q": "", "label": label}, {"q": "1", "label": "0"}, {"q": "2", "label": label}]
+
+    def load(reward: str, *rows: dict):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args, _ = parse(flags(folder, "labels", "--input_key", "q", "--reward_func", reward))
+        return load_data(args, tokenizer, str(path), "train", "--eval_dataset")[0]
+
+    with pytest.raises(UserError) as error:
+        load("exact_match", *rows)
+    assert str(error.value).startswith(f"--eval_dataset row 3: --label_key label: {found}")
+    assert len(load("exact_match", *rows[:2])) == 1 and len(load("reward.py", *rows)) == 2
 
 
 def test_the_reference_of_an_adapter_cannot_be_offloaded(tmp_path):

@@ -1,11 +1,15 @@
 """Flags of train_dpo and train_rm that contradict each other are refused before anything is loaded."""
 
+import json
+
 import pytest
 from launch import ROOT
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from trainer.cli import train_dpo
+from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
+from trainer.models.actor import load_tokenizer
 from trainer.training.load_balance import experts_per_token
 
 REFUSED = {
@@ -39,6 +43,40 @@ def test_contradictions_are_named(flags, monkeypatch):
     with pytest.raises(UserError) as error:
         train_dpo.validate(args)
     assert str(error.value).startswith(REFUSED[flags])
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flags")
+    make_demo(str(folder))
+    return folder
+
+
+WHOLE = {"chosen": "1 2 = 3", "rejected": "1 2 = 4"}
+SPLIT = {"q": "1 2 =", "chosen": " 3", "rejected": " 4"}
+TURNS = {side: [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": side}] for side in WHOLE}
+MEANS = {"--loss simpo": "--loss simpo", "--loss orpo": "--loss orpo", "--nll_loss_coef 0.5": "--nll_loss_coef"}
+
+
+def load_pair(demo, row: dict, line: str):
+    path = demo / "pairs_of_this_test.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", str(path), *line.split()])
+    return train_dpo.load_data(args, load_tokenizer(str(demo / "model")), str(path), "train", "--dataset")[0][0]
+
+
+@pytest.mark.parametrize("flags", MEANS)
+def test_means_over_tokens_need_to_know_where_the_answer_begins(flags, demo):
+    with pytest.raises(UserError) as error:
+        load_pair(demo, WHOLE, flags)
+    assert str(error.value).startswith(f"--prompt_key: missing with {MEANS[flags]}, ")
+    for pair in (
+        load_pair(demo, SPLIT, f"--prompt_key q {flags}"),
+        load_pair(demo, {**SPLIT, "prompt": SPLIT["q"]}, flags),
+        load_pair(demo, TURNS, flags),
+    ):
+        assert pair["chosen_mask"][:3] == [0, 0, 0] and 1 in pair["chosen_mask"]
+    assert 0 not in load_pair(demo, WHOLE, "--loss ipo")["chosen_mask"][1:]  # sums, in which the prompt cancels
 
 
 def test_a_balance_loss_needs_experts():

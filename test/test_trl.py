@@ -39,7 +39,7 @@ CASES = {
         ["--loss", "simpo", "--beta", "2.0", "--simpo_gamma", "0.5"],
         "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.5}, 1, "texts",
     ),
-    # TRL's likelihood term covers prompt and answer and is a mean over the tokens of a batch: no prompt, one pair at a time
+    # TRL's likelihood term covers prompt and answer and is a mean over the tokens of a batch: an empty prompt, one pair at a time
     "orpo": (["--loss", "orpo", "--beta", "0.2"], "ORPO", {"beta": 0.2, **ONE_BY_ONE}, 1, "whole"),
     # TRL pairs prompts and answers for the KL within a micro-batch, we within the global batch: here they are the same
     "kto": (
@@ -72,7 +72,7 @@ def write_data(folder, shared_data) -> None:
 
     even = [{**row, "chosen": cut(row["chosen"]), "rejected": cut(row["rejected"])} for row in rows]
     even = [row for row in even if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]]
-    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
+    whole = [{"prompt": "", **{side: row["prompt"] + row[side] for side in ("chosen", "rejected")}} for row in rows]
     unpaired = [
         {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": bool(number % 3)}
         for number, row in enumerate(rows)

@@ -23,7 +23,8 @@ class PreferenceDataArguments:
 
     prompt_key: Optional[str] = arg(
         None,
-        "column of the prompt, a text or messages; if not given, `prompt` where there is one, else whole conversations",
+        "column of the prompt, a text or messages; if not given, `prompt` where there is one, else whole conversations "
+        "(or texts, but not for means over the answer's tokens: simpo, orpo, --nll_loss_coef)",
     )
     chosen_key: str = arg("chosen", "column of the better answer, a text or messages")
     rejected_key: str = arg("rejected", "column of the worse answer")

@@ -6,14 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer.cli.score_plot import plot_scores
+from trainer.cli.serve_rm import RewardServer, ServeArguments
 from trainer.datasets.answers import collate_sequences
+from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 from trainer.models.actor import resolve_attention
 from trainer.models.log_probs import sum_by_sequence
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
+from trainer.rollout.experience import collate_samples
 
 
 def save_with_head(folder, name: str, head: torch.Tensor) -> str:
@@ -84,9 +87,33 @@ def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token
     sequences = [[5, 6, 7, 8, 2], [9, 10, 2]]
     expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0] for ids in sequences]
     samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in sequences]
-    batch = collate_sequences(samples, pad_token_id, packed)
+    of_a_rollout = {"response_length": 2, "offset": 0, "loss_weight": 1.0, "number": 0}
+    batches = [
+        collate_sequences(samples, pad_token_id, packed),
+        collate_samples([{**sample, **of_a_rollout} for sample in samples], pad_token_id, packed),
+    ]
     classifier.set_attn_implementation(resolve_attention("sdpa", packed))
     return_token_scores(classifier)
-    scores = token_scores(classifier, batch) * batch["is_last"]
-    found = sum_by_sequence(scores, batch["sequence_ids"], 2, None)
-    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    for batch in batches:
+        scores = token_scores(classifier, batch) * batch["is_last"]
+        found = sum_by_sequence(scores, batch["sequence_ids"], 2, None)
+        torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert batches[1]["loss_weights"].sum() == 4  # the eos is a response token as before, at which the reward is given
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>", None])
+def test_a_saved_classifier_and_its_server_score_where_training_did(tmp_path, pad):
+    """Whatever the config of the model that training began with calls the pad token: the tokenizer's, and eos without one."""
+    make_demo(str(tmp_path))
+    source, folder = tmp_path / "model", tmp_path / "initial"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(source)
+    make_initial_reward_model(str(source), str(folder), seed=1)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    padding = tokenizer.convert_tokens_to_ids(pad or "<|im_end|>")
+    assert classifier.config.pad_token_id == padding
+    sequences = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in ("1 2 3 4 5", "6 7")]
+    expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in sequences]
+    server = RewardServer(ServeArguments(reward_pretrain=str(folder), param_dtype="fp32", device="cpu"))
+    assert server.score(["1 2 3", "6"], [" 4 5", " 7"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import importlib.util
 import json
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -11,10 +12,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch import run_process
 
 from trainer.errors import UserError
-from trainer.rollout.math_reward import as_number, exact_match, final_answer, math_reward
+from trainer.rollout.experience import Sample
+from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards import function_scorer, remote_scorer
+from trainer.training.ppo import sample_facts
 
 ANSWERS = {
     "so 3 + 4 = 7\n#### 7": "7",
@@ -34,7 +38,7 @@ SAME = [
     ("-3", "-3"),
     ("x + 1", "x+1"),
 ]
-DIFFERENT = [("7", "8"), ("-3", "3"), ("x", "7"), ("0.3333", "1/3")]
+DIFFERENT = [("7", "8"), ("-3", "3"), ("x", "7"), ("0.3333", "1/3"), (r"50\%", r"60\%")]
 
 
 @pytest.mark.parametrize("text", ANSWERS)
@@ -79,6 +83,26 @@ def test_numbers_are_exact(value, digits):
     assert as_number(f"{value / 10**digits:.{digits}f}") == Fraction(f"{value / 10**digits:.{digits}f}")
 
 
+NO_NUMBERS = ["1e99999", "1e-99999", "1/0", "3.5/2", "1_000", "nan", "7" * (MOST_CHARACTERS + 1)]
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS, ids=lambda text: text[:12])
+def test_what_would_be_too_large_or_is_no_number_is_a_text(text):
+    assert as_number(text) is None
+    assert math_reward([""] * 2, [f"#### {text}"] * 2, ["#### 7", f"#### {text}"]) == [0.0, 1.0]
+
+
+def test_a_monstrous_exponent_is_told_at_once():
+    """In a process of its own, since Fraction would hang on it, and let no other thread run."""
+    code = "from trainer.rollout.math_reward import math_reward as f; print(f([''], ['#### 1e999999999'], ['#### 7']))"
+    assert run_process([sys.executable, "-c", code], timeout=60) == (0, "[0.0]\n")
+
+
+def test_exponents_signs_and_bare_points_are_numbers():
+    numbers = {"1e3": 1000, "-2.5E-1": Fraction(-1, 4), "+3": 3, ".5": Fraction(1, 2), "7.": 7, "1e9999": 10**9999}
+    assert {text: as_number(text) for text in numbers} == numbers
+
+
 def test_every_reference_solution_of_gsm8k_is_right_and_its_neighbour_is_not(shared_data):
     rows = [json.loads(line) for line in (shared_data / "gsm8k/test.jsonl").read_text().splitlines()[:500]]
     labels = [row["answer"] for row in rows]
@@ -102,6 +126,8 @@ FUNCTIONS = {
     "none": ("    return None", "gave NoneType"),
     "texts": ("    return ['good', 'bad']", "gave list ['good', 'bad']"),
     "bad metric": ("    return [1, 2], {'x': [1]}", "metric x: 1 scores for 2 responses"),
+    "pair of lists": ("    return [1, 2], [3, 4]", "gave tuple ([1, 2], [3, 4])"),
+    "exit": ("    import sys\n    sys.exit('enough')", "raised SystemExit: enough (line 3)"),
     "hang": ("    import time\n    time.sleep(60)", "no result after 0.5 s"),
 }
 
@@ -117,15 +143,30 @@ def test_a_reward_function_that_fails(case, tmp_path):
     body, expected = FUNCTIONS[case]
     score = function_scorer(write_function(tmp_path, body), timeout=0.5)
     with pytest.raises(UserError) as error:
-        score(["a", "b"], ["c", "d"], [None, None])
+        score(["a", "b"], ["c", "d"], [None, None], [True, True])
     assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
 
 
 def test_a_reward_function_gives_scores_and_metrics(tmp_path):
     body = "    return [len(r) for r in responses], {'label': [float(x) for x in labels], 'one': 1}"
     score = function_scorer(write_function(tmp_path, body), timeout=5)
-    assert score(["", ""], ["a", "abc"], ["2", "3"]) == ([1.0, 3.0], {"label": [2.0, 3.0], "one": [1.0, 1.0]})
-    assert score([], [], []) == ([], {})
+    asked = ["", ""], ["a", "abc"], ["2", "3"], [True, False]
+    assert score(*asked) == ([1.0, 3.0], {"label": [2.0, 3.0], "one": [1.0, 1.0]})
+    assert score([], [], [], []) == ([], {})
+
+
+def test_a_tuple_of_two_numbers_is_two_scores(tmp_path):
+    score = function_scorer(write_function(tmp_path, "    return 0.5, 1"), timeout=5)
+    assert score(["", ""], ["a", "b"], [None, None], [True, True]) == ([0.5, 1.0], {})
+
+
+def test_metrics_that_only_some_samples_have_are_averaged_over_those():
+    samples = [
+        Sample(number, number, [5], [6], [0.0], True, None, 1.0, metrics)
+        for number, metrics in enumerate([{"a": 1.0}, {"b": 2.0, "a": 2.0}, {"b": 4.0}, {}])
+    ]
+    facts = sample_facts(samples)
+    assert (facts["reward_a"], facts["reward_b"]) == (1.5, 3.0)
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "mathe"])
@@ -136,7 +177,12 @@ def test_a_reward_function_that_is_not_there(name):
 
 def test_a_file_without_the_function_or_with_an_error(tmp_path):
     path = tmp_path / "reward.py"
-    for text, expected in (("x = 1\n", "has no function reward_func"), ("x =\n", "cannot be imported: SyntaxError")):
+    found = {
+        "x = 1\n": "has no function reward_func",
+        "x =\n": "imported: SyntaxError",
+        "exit(0)\n": "imported: SystemExit",
+    }
+    for text, expected in found.items():
         path.write_text(text)
         with pytest.raises(UserError, match=expected):
             function_scorer(str(path), 1)
@@ -144,7 +190,8 @@ def test_a_file_without_the_function_or_with_an_error(tmp_path):
 
 @contextlib.contextmanager
 def server(answers: list):
-    """A server that gives one of `answers` to each request, in turn: (status, body) or seconds to be silent."""
+    """A server that gives one of `answers` to each request, in turn: (status, body), bytes as they are, or seconds to be
+    silent."""
     requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -155,6 +202,9 @@ def server(answers: list):
                 time.sleep(answer)
                 answer = (200, "{}")
             with contextlib.suppress(OSError):  # the client may have gone
+                if isinstance(answer, bytes):
+                    self.wfile.write(answer)
+                    return
                 self.send_response(answer[0])
                 self.end_headers()
                 self.wfile.write(answer[1].encode())
@@ -171,23 +221,36 @@ def server(answers: list):
         listening.server_close()
 
 
+ASKED = ["p", "q"], ["r", "s"], [None, None], [True, True]
 GOOD = (200, '{"rewards": [1, 2.5]}')
 
 
 def test_a_reward_server_is_asked_with_texts():
     with server([GOOD]) as (url, requests):
-        assert remote_scorer(url, 5, 0)(["p", "q"], ["r", "s"], ["1", None]) == ([1.0, 2.5], {})
-    assert requests == [{"prompts": ["p", "q"], "responses": ["r", "s"], "labels": ["1", None]}]
+        assert remote_scorer(url, 5, 0)(["p", "q"], ["r", "s"], ["1", None], [True, False]) == ([1.0, 2.5], {})
+    asked = {"prompts": ["p", "q"], "responses": ["r", "s"], "labels": ["1", None], "finished": [True, False]}
+    assert requests == [asked]
 
 
-@pytest.mark.parametrize("trouble", [(500, ""), (200, "garbage"), (200, '{"rewards": [1]}'), (200, "[]"), 1.0], ids=str)
+TROUBLE = {
+    "error": (500, ""),
+    "garbage": (200, "garbage"),
+    "too few": (200, '{"rewards": [1]}'),
+    "list": (200, "[]"),
+    "silence": 1.0,
+    "cut": b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{",  # IncompleteRead
+    "no http": b"hello\r\n",  # BadStatusLine
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE)
 def test_trouble_is_tried_again_and_then_told(trouble):
     with server([trouble, trouble, GOOD]) as (url, requests):
-        assert remote_scorer(url, 0.3, 2, pause=0.01)(["p", "q"], ["r", "s"], [None, None])[0] == [1.0, 2.5]
+        assert remote_scorer(url, 0.3, 2, pause=0.01)(*ASKED)[0] == [1.0, 2.5]
         assert len(requests) == 3
     with server([trouble]) as (url, requests):
         with pytest.raises(UserError, match="no usable answer after 2 tries") as error:
-            remote_scorer(url, 0.3, 1, pause=0.01)(["p", "q"], ["r", "s"], [None, None])
+            remote_scorer(url, 0.3, 1, pause=0.01)(*ASKED)
         assert len(requests) == 2 and "\n" not in str(error.value)
 
 
@@ -195,4 +258,4 @@ def test_a_server_that_is_down():
     with server([GOOD]) as (url, _):
         pass
     with pytest.raises(UserError, match=r"--remote_rm_url .* no usable answer after 2 tries: .*refused"):
-        remote_scorer(url, 1, 1, pause=0.01)(["p"], ["r"], [None])
+        remote_scorer(url, 1, 1, pause=0.01)(*ASKED)

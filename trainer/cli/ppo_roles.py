@@ -59,10 +59,10 @@ def make_batches_of(args: PPOArguments, setup: common.Setup) -> Callable:
 
     max_len = args.prompt_max_len + args.generate_max_len
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
-    collate = functools.partial(collate_samples, pad_token_id=setup.tokenizer.pad_token_id, packed=args.packing_samples)
 
-    def make_batches(samples: list, episode: int) -> tuple[list, int]:
+    def make_batches(samples: list, episode: int, pad_token_id: int = setup.tokenizer.pad_token_id) -> tuple[list, int]:
         dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
+        collate = functools.partial(collate_samples, pad_token_id=pad_token_id, packed=args.packing_samples)
         loader = setup.strategy.setup_dataloader(
             dataset,
             collate,
@@ -83,12 +83,10 @@ def build_roles(args: PPOArguments, setup: common.Setup, output_dir: str, total_
     from transformers import AutoModelForCausalLM
 
     from trainer.training.ema import WeightAverage
-    from trainer.training.ppo_roles import disable_dropout
     from trainer.training.ppo_state import Roles
 
     model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     _check_length(args, model.config)
-    disable_dropout(model)
     if args.lora_rank:
         add_adapter_of_flags(args, setup.strategy, model)
     actor = tuple(common.prepare_training(args, setup.strategy, model, total_steps))
@@ -169,14 +167,12 @@ def _critic(args: PPOArguments, setup: common.Setup, output_dir: str, total_step
 
     from trainer.models.actor import resolve_model_folder
     from trainer.models.reward import make_initial_reward_model, return_token_scores
-    from trainer.training.ppo_roles import disable_dropout
 
     strategy, source, initial = setup.strategy, setup.folder, os.path.join(output_dir, "initial_critic")
     if args.critic_pretrain:
         source = strategy.rank_0_first(lambda: resolve_model_folder(args.critic_pretrain))
     strategy.rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code))
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
-    disable_dropout(model)
     if args.lora_rank:
         add_adapter_of_flags(args, strategy, model)
     return_token_scores(model)
@@ -209,13 +205,15 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
 
     from trainer.datasets.prompts import as_conversation, chat_ends
     from trainer.models.actor import load_tokenizer, resolve_model_folder
-    from trainer.models.reward import return_token_scores
+    from trainer.models.reward import return_token_scores, scoring_pad
+    from trainer.rollout.rewards import check_scores
     from trainer.training.ppo_roles import reward_scores
 
     models = []
     for name in args.reward_pretrain.split(","):
         folder = setup.strategy.rank_0_first(lambda name=name: resolve_model_folder(name.strip()))
-        if load_tokenizer(folder, args.trust_remote_code).get_vocab() != setup.tokenizer.get_vocab():
+        tokenizer = load_tokenizer(folder, args.trust_remote_code)
+        if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             found = f"{name} has another vocabulary than --pretrain, so it cannot read its tokens"
             raise UserError(
                 "--reward_pretrain", found, "serve it instead: python -m trainer.cli.serve_rm, --remote_rm_url"
@@ -223,8 +221,10 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
         model = common.load_model(args, setup, folder, AutoModelForSequenceClassification)
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
+        pad = scoring_pad(model, tokenizer)  # which need not be the policy's
         return_token_scores(model)
-        models.append(setup.strategy.prepare(model.eval().requires_grad_(False), offload=args.offload_reward))
+        model = setup.strategy.prepare(model.eval().requires_grad_(False), offload=args.offload_reward)
+        models.append((f"--reward_pretrain {name.strip()}", pad, model))
     weights = args.reward_weights or [1.0] * len(models)
 
     ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
@@ -234,9 +234,12 @@ def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callab
             dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
             for s in samples
         ]
-        batches, _ = make_batches(read, 0)
-        parts = [reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group) for model in models]
+        parts = []
+        for where, pad, model in models:
+            batches, _ = make_batches(read, 0, pad)
+            found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
+            parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same table on every rank
         for number, sample in enumerate(samples):
-            sample.score = sum(weight * part[number].item() for weight, part in zip(weights, parts))
+            sample.score = sum(weight * part[number] for weight, part in zip(weights, parts))
 
     return score

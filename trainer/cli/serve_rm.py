@@ -36,6 +36,7 @@ class RewardServer:
         from trainer.datasets.prompts import chat_ends
         from trainer.models.actor import load_tokenizer, resolve_model_folder
         from trainer.models.cpu_matmul import choose_cpu_matmul
+        from trainer.models.reward import scoring_pad
         from trainer.strategies.common import DTYPES
         from trainer.strategies.mesh import resolve_device
 
@@ -50,28 +51,31 @@ class RewardServer:
         self.model = model.to(resolve_device(args.device)).eval()
         if self.model.device.type == "cpu":
             choose_cpu_matmul("auto")
-        self.ends = chat_ends(self.tokenizer)
+        self.ends, self.pad_token_id = chat_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
 
-    def input_ids(self, prompt: str, response: str) -> list[int]:
-        """The texts as the model was trained on such: with the end token, and in a chat what its template puts behind it."""
+    def input_ids(self, prompt: str, response: str, finished: bool = True) -> list[int]:
+        """The texts as the model was trained on such: with the end token, and in a chat what its template puts behind it;
+        neither where the response did not end by itself."""
         from trainer.datasets.prompts import as_conversation
 
         prompt_ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
         eos = self.tokenizer.eos_token_id
-        response_ids = [*self.tokenizer(response, add_special_tokens=False)["input_ids"], eos]
+        response_ids = [*self.tokenizer(response, add_special_tokens=False)["input_ids"], *[eos] * finished]
         whole = prompt_ids + as_conversation(prompt_ids, response_ids, self.ends, eos)
         return whole[-self.args.max_len :]
 
-    def score(self, prompts: list[str], responses: list[str]) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None) -> list[float]:
         import torch
 
-        ids = [self.input_ids(*texts) for texts in zip(prompts, responses, strict=True)]
+        from trainer.datasets.answers import scored_position
+
+        finished = [True] * len(responses) if finished is None else finished
+        ids = [self.input_ids(*texts) for texts in zip(prompts, responses, finished, strict=True)]
         scores = []
         for start in range(0, len(ids), self.args.batch_size):
             part = {"input_ids": ids[start : start + self.args.batch_size]}
             batch = self.tokenizer.pad(part, padding_side="right", return_tensors="pt").to(self.model.device)
-            # transformers finds a row's last token by its pad id; ours may be the end token, so it is told here
-            last = batch["attention_mask"].sum(1) - 1
+            last = [scored_position(sequence, self.pad_token_id) for sequence in part["input_ids"]]
             with torch.no_grad():
                 hidden = getattr(self.model, self.model.base_model_prefix)(**batch).last_hidden_state
                 token_scores = self.model.score(hidden[torch.arange(len(last)), last])
@@ -79,14 +83,16 @@ class RewardServer:
         return scores
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """A handler class for http.server: POST with prompts and responses, answered with rewards, or 400 and the reason."""
+        """A handler class for http.server: POST with prompts, responses and, if known, finished (one true or false each),
+        answered with rewards, or 400 and the reason."""
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 try:
                     request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                    status, answer = 200, {"rewards": server.score(request["prompts"], request["responses"])}
+                    scores = server.score(request["prompts"], request["responses"], request.get("finished"))
+                    status, answer = 200, {"rewards": scores}
                 except (ValueError, KeyError, TypeError) as error:
                     status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
                 body = json.dumps(answer).encode()

@@ -90,14 +90,21 @@ def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
     return messages_of(row[key], f"{key_flag} {key}")
 
 
+def scored_position(input_ids: list[int], pad_token_id: int) -> int:
+    """Where a reward model scores a sequence: at its last token that is not the pad token, as transformers' classifiers do.
+
+    Where eos pads, that is the token before it.
+    """
+    return max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=len(input_ids) - 1)
+
+
 def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
     """A micro-batch of sequences (input_ids, loss_mask) for one forward pass, padded or packed.
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
-    the token belongs to, is_token, 1 where there is one and 0 in padding, and is_last, 1 where a sequence is scored: at its
-    last token that is not the pad token, which is where transformers' classifiers score it (where eos pads, that is the
-    token before it). All survive a split over sequence-parallel ranks, so that sums per sequence do. No sequence gives one
-    token without target, with is_token and is_last 0.
+    the token belongs to, is_token, 1 where there is one and 0 in padding, and is_last, 1 where a sequence is scored (see
+    `scored_position`). All survive a split over sequence-parallel ranks, so that sums per sequence do. No sequence gives
+    one token without target, with is_token and is_last 0.
     """
     batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
     for name in ("sequence_ids", "is_token", "is_last"):
@@ -108,8 +115,7 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
         length = len(input_ids)
         row, first = (0, start) if packed else (number, 0)
         start += length
-        last = max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=length - 1)
         batch["sequence_ids"][row, first : first + length] = number
         batch["is_token"][row, first : first + length] = 1
-        batch["is_last"][row, first + last] = 1
+        batch["is_last"][row, first + scored_position(input_ids, pad_token_id)] = 1
     return batch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise it whenever the same rows and options would give other prompts, so that no older cache file is taken for them.
-TOKENIZER_VERSION = 1
+TOKENIZER_VERSION = 2
 
 
 @dataclass
@@ -67,12 +67,14 @@ def tokenize_prompts(
     apply_chat_template: bool,
     max_len: int,
     num_proc: int | None = None,
+    needs_labels: bool = False,
 ) -> tuple["Dataset", PromptLedger]:
     """Prompts in row order, and the ledger; cached on disk by rows, tokenizer and options.
 
     The prompt is a text (put into input_template) or a list of messages; messages, or apply_chat_template, mean the
     chat template with its generation prompt. Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest,
-    row (index into `rows`). Raises UserError for keys that are absent and values of another kind (with the row, from 1).
+    row (index into `rows`). Raises UserError for keys that are absent and values of another kind (with the row, from 1);
+    with `needs_labels`, for a prompt that is left without a label.
     """
     key = input_key or "messages"
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
@@ -105,7 +107,13 @@ def tokenize_prompts(
     )
     if not len(kept):
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
-    return (prompts if len(kept) == len(rows) else prompts.select(kept)), ledger
+    prompts = prompts if len(kept) == len(rows) else prompts.select(kept)
+    if needs_labels:
+        for row, label in zip(prompts["row"], prompts["label"]):
+            if not (label or "").strip():
+                found = "no value" if label is None else "an empty text"
+                raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", found, "an answer to compare with")
+    return prompts, ledger
 
 
 def _features() -> "Features":

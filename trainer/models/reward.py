@@ -4,6 +4,7 @@
 packed rows hold several sequences and split rows only a part of one; `return_token_scores` changes no weight and no name.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import UserError
-from trainer.models.actor import model_inputs
+from trainer.models.actor import load_tokenizer, model_inputs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,6 +46,12 @@ def return_token_scores(model, fp32: bool = False) -> None:
 def token_scores(model, batch: dict) -> torch.Tensor:
     """Scores (rows, tokens) of a padded or packed micro-batch, fp32."""
     return model(**model_inputs(batch)).squeeze(-1).float()
+
+
+def scoring_pad(model, tokenizer) -> int:
+    """The pad token by which transformers finds the token that this classifier scores; the tokenizer's if it names none."""
+    pad_token_id = model.config.get_text_config().pad_token_id
+    return tokenizer.pad_token_id if pad_token_id is None else pad_token_id
 
 
 def make_initial_reward_model(
@@ -82,7 +89,7 @@ def make_initial_reward_model(
         weight_map[HEAD] = HEAD_FILE
     with open(os.path.join(folder, INDEX), "w") as file:
         json.dump({"metadata": {}, "weight_map": weight_map}, file)
-    _save_config(config, source, folder)
+    _save_config(config, source, folder, trust_remote_code)
 
 
 def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) -> torch.Tensor:
@@ -103,15 +110,13 @@ def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) ->
     return head
 
 
-def _save_config(config, source: str, folder: str) -> None:
-    from transformers import AutoTokenizer
+def _save_config(config, source: str, folder: str, trust_remote_code: bool) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    if config.get_text_config().pad_token_id is None:  # transformers finds the last token of a padded row by it
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        pad = tokenizer.pad_token_id
-        config.get_text_config().pad_token_id = tokenizer.eos_token_id if pad is None else pad
+    with contextlib.suppress(UserError):  # a critic may come without a tokenizer; it is scored at every token
+        # transformers scores a row at its last token that is not this one, and training at the last that is not the tokenizer's
+        config.get_text_config().pad_token_id = load_tokenizer(source, trust_remote_code).pad_token_id
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
 

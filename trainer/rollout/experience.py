@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
+from trainer.datasets.answers import scored_position
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.datasets.rows import digest_of
 from trainer.errors import UserError
@@ -81,9 +82,10 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer) -> None:
     mine = my_slice(samples)
     prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
     responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+    finished = [sample.response_ids[-1:] == [tokenizer.eos_token_id] for sample in mine]  # not cut, nor by a stop text
     problem, results = None, []
     try:
-        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine])
+        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished)
         results = [
             (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
         ]
@@ -103,9 +105,10 @@ def collate_samples(samples: list[dict], pad_token_id: int, packed: bool) -> dic
     """A micro-batch of samples, padded or packed; labels are the response tokens.
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of its sample in the
-    micro-batch; response_index, the place of the label in the flat vector; is_last, 1 at a sample's last token;
-    loss_weights, see `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five
-    are what a split over sequence-parallel ranks pads with 0, where no label is.
+    micro-batch; response_index, the place of the label in the flat vector; is_last, 1 where a reward model scores it (see
+    `answers.scored_position`; the reward is that of the last response token all the same); loss_weights, see
+    `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five are what a split over
+    sequence-parallel ranks pads with 0, where no label is.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in ("sequence_ids", "response_index", "is_last")}
@@ -116,7 +119,7 @@ def collate_samples(samples: list[dict], pad_token_id: int, packed: bool) -> dic
         length, response = len(sample["input_ids"]), sample["response_length"]
         start += length
         extra["sequence_ids"][row, first : first + length] = number
-        extra["is_last"][row, first + length - 1] = 1
+        extra["is_last"][row, first + scored_position(sample["input_ids"], pad_token_id)] = 1
         # labels are shifted: the token at t predicts t + 1
         predicting = slice(first + length - response - 1, first + length - 1)
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)

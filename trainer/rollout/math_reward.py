@@ -5,6 +5,8 @@ from fractions import Fraction
 
 from trainer.rollout.formulas import equal_as_formulas
 
+MOST_CHARACTERS = 1000  # of an answer that is read as a number; a policy writes anything
+EXACT = re.compile(r"[-+]?(?:[0-9]+/0*[1-9][0-9]*|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?)")
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 
 
@@ -33,22 +35,24 @@ def _last_boxed(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4} or 50%; None for anything else."""
+    """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4}, 1e3 or 50%; None for anything else, so for 1e999999999, on which
+    Fraction would not come back, nor let another thread run."""
+    if len(text) > MOST_CHARACTERS:
+        return None
     plain = re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", text)
     plain = re.sub(r"[\s,$]|\\[!,;%$]|\.$", "", plain)
     percent = plain.endswith("%")
-    try:
-        value = Fraction(plain.removesuffix("%"))
-    except (ValueError, ZeroDivisionError):
+    plain = plain.removesuffix("%")
+    if not EXACT.fullmatch(plain):
         return None
-    return value / 100 if percent else value
+    return Fraction(plain) / 100 if percent else Fraction(plain)
 
 
 def same_answer(found: str, wanted: str) -> bool:
     """Equal as numbers, or as texts without white space. 50% is both 50 and 1/2."""
     numbers = [as_number(text) for text in (found, wanted)]
     if None not in numbers:
-        bare = [as_number(text.replace("%", "")) for text in (found, wanted)]
+        bare = [as_number(re.sub(r"\\?%", "", text)) for text in (found, wanted)]
         return numbers[0] == numbers[1] or bare[0] == bare[1]
     return "".join(found.split()) == "".join(wanted.split())
 

@@ -1,5 +1,6 @@
 """Scores from outside the mesh: a Python function or an HTTP endpoint. Whatever goes wrong there is one UserError."""
 
+import http.client
 import importlib.util
 import json
 import math
@@ -17,8 +18,9 @@ from trainer.rollout.math_reward import exact_match, math_reward
 BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
 FIRST_PAUSE_SECONDS = 0.5
-# score(prompts, responses, labels) -> (scores, further metrics, each one number per response)
-Scorer = Callable[[list[str], list[str], list], tuple[list[float], dict[str, list[float]]]]
+# score(prompts, responses, labels, finished) -> (scores, further metrics, each one number per response); finished: whether
+# the response ended with eos, which its text does not show
+Scorer = Callable[[list[str], list[str], list, list[bool]], tuple[list[float], dict[str, list[float]]]]
 
 
 def needs_labels(reward_func: str | None) -> bool:
@@ -35,7 +37,7 @@ def load_reward_function(name: str) -> Callable:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's code: anything
+    except (Exception, SystemExit) as error:  # it is the user's code: anything
         raise UserError(FLAG, f"{name} cannot be imported: {_told(error)}") from None
     if not callable(getattr(module, "reward_func", None)):
         raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
@@ -46,7 +48,7 @@ def function_scorer(name: str, timeout: float) -> Scorer:
     """Calls the function with lists of texts; a call that takes longer than `timeout` seconds is given up."""
     function, where = load_reward_function(name), f"{FLAG} {name}"
 
-    def score(prompts, responses, labels):
+    def score(prompts, responses, labels, finished):
         if not responses:
             return [], {}
         return check_scores(where, _call(where, timeout, function, prompts, responses, labels), len(responses))
@@ -61,7 +63,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
     def run() -> None:
         try:
             outcome["value"] = function(*arguments)
-        except Exception as error:  # it is the user's code: anything
+        except BaseException as error:  # it is the user's code: anything, sys.exit() too
             outcome["error"] = error
 
     thread = threading.Thread(target=run, daemon=True)
@@ -74,7 +76,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
     return outcome["value"]
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     trace, line = error.__traceback__, None
     while trace:
         line, trace = trace.tb_lineno, trace.tb_next
@@ -85,9 +87,8 @@ def _told(error: Exception) -> str:
 def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
     """(scores, metrics) of what a reward gave: `count` finite numbers, or a pair of those and a dict of metrics, each
     one number or one per response. Raises UserError for anything else."""
-    scores, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(metrics, dict):
-        raise UserError(where, f"metrics of type {type(metrics).__name__}", "a dict")
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    scores, metrics = result if is_pair else (result, {})
     checked = {}
     for name, values in metrics.items():
         values = [values] * count if isinstance(values, (int, float)) else values
@@ -109,16 +110,17 @@ def _numbers(where: str, values: Any, count: int) -> list[float]:
 
 
 def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_PAUSE_SECONDS) -> Scorer:
-    """POSTs {"prompts", "responses", "labels"} as JSON; the answer is {"rewards": [...]}, one number per response.
+    """POSTs {"prompts", "responses", "labels", "finished"} as JSON; the answer is {"rewards": [...]}, one number per response.
 
     A refused or lost connection, a time-out, a status other than 200 and an answer that cannot be understood are tried
     again, `retries` times, after pauses that double each time; then UserError.
     """
 
-    def score(prompts, responses, labels):
+    def score(prompts, responses, labels, finished):
         if not responses:
             return [], {}
-        body = json.dumps({"prompts": prompts, "responses": responses, "labels": labels}).encode()
+        request = {"prompts": prompts, "responses": responses, "labels": labels, "finished": finished}
+        body = json.dumps(request).encode()
         problem, wait = "", pause
         for attempt in range(retries + 1):
             if attempt:
@@ -126,7 +128,7 @@ def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_P
                 wait *= 2
             try:
                 return check_scores(f"{URL_FLAG} {url}", _post(url, body, timeout), len(responses))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             except UserError as error:
                 problem = error.found

@@ -110,8 +110,9 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         "response_length": sum(lengths) / len(samples),
         "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
     }
-    for name in samples[0].metrics:
-        facts[f"reward_{name}"] = sum(sample.metrics[name] for sample in samples) / len(samples)
+    for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
+        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # of calls that gave it
+        facts[f"reward_{name}"] = sum(values) / len(values)
     return facts
 
 
