@@ -131,6 +131,7 @@ def main(argv: list[str]) -> None:
             return (kto_loss(args, model, reference, sample, z_0) for sample in batch)
 
     assert args.optim == "adamw"
+    model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has
     named = trained(model)
     optimizer = torch.optim.AdamW(
         [

@@ -131,6 +131,7 @@ def main(argv: list[str]) -> None:
 
     if args.lora_rank:
         model = add_lora(model, args)
+    model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has
     named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]

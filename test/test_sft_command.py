@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from trainer.cli.common import idle_cores
 from trainer.datasets.demo import make_demo
@@ -119,6 +119,28 @@ def test_config_yaml_repeats_the_run(runs, tmp_path):
     train_many(2, [repeat], tmp_path, timeout=120)
     first = [row["loss"] for row in read_steps(runs / "fsdp2")][:3]
     assert [row["loss"] for row in read_steps(tmp_path / "again")] == first
+
+
+def test_dropout_of_the_model_makes_no_batch_shape_another_run(runs, tmp_path):
+    """GPT-2, whose config drops a tenth of everything: micro-batches, and a ring, which has no dropout in its attention."""
+    config = GPT2Config(vocab_size=512, n_layer=2, n_head=4, n_embd=32, n_positions=128)
+    assert config.resid_pdrop == config.attn_pdrop == 0.1
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(runs / "demo/model").save_pretrained(tmp_path / "gpt2")
+    data = ["--pretrain", f"{tmp_path}/gpt2", "--dataset", f"{runs}/demo/sft.jsonl", "--apply_chat_template"]
+    data += ["--backend", "fsdp2", "--param_dtype", "fp32", "--max_len", "128", "--max_steps", "3"]
+    data += ["--train_batch_size", "16", "--learning_rate", "1e-3"]
+    shapes = {
+        "4": ["--micro_train_batch_size", "4"],
+        "8": ["--micro_train_batch_size", "8"],
+        "ring": ["--micro_train_batch_size", "8", "--ring_attn_size", "2"],
+    }
+    lines = [[*data, *flags, "--output_dir", f"{tmp_path}/{name}"] for name, flags in shapes.items()]
+    train_many(2, lines, tmp_path, timeout=200)
+    losses = {name: [row["loss"] for row in read_steps(tmp_path / name)] for name in shapes}
+    assert losses["4"] == pytest.approx(losses["8"], rel=1e-6)
+    assert losses["ring"] == pytest.approx(losses["8"], rel=1e-6)
+    assert json.loads((tmp_path / "8/model/config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_tensorboard_mirrors_the_metrics(runs):

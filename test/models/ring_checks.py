@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    PhimoeConfig,
     Qwen3Config,
 )
 
@@ -63,7 +64,7 @@ def outputs_and_gradients(attention, query, key, value, dout):
 def split_attention(mode, query, key, value, dout, bounds, window, scale, packed=True, group=None):
     """The same four tensors, this rank's zigzag shards of them, through the function that transformers would call."""
     group = group or dist.group.WORLD
-    call = AttentionInterface()[register_ring_attention(group, mode)]
+    call = AttentionInterface()[register_ring_attention(group, mode, packed)]
     module = types.SimpleNamespace(is_causal=True)
     options = {"scaling": scale, "sliding_window": window, "cu_seqlens": torch.tensor(bounds) if packed else None}
     shards = zigzag_shards([query, key, value, dout], group)
@@ -258,18 +259,25 @@ def check_refusals() -> None:
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode)]
         for mask, option in ((torch.ones(1, 1, 4, 4), {}), (None, {"softcap": 30.0}), (None, {"s_aux": torch.ones(1)}),
                              (None, {"dropout": 0.1}), (None, {"is_causal": False})):  # fmt: skip
-            try:
-                call(torch.nn.Module(), *tensors, mask, **option)
-            except NotImplementedError as refusal:
-                assert "--ring_attn_size 1" in str(refusal)
-            else:
-                raise AssertionError(f"{mode} took {mask} {option}")
+            expect_refusal("--ring_attn_size", call, torch.nn.Module(), *tensors, mask, **option)
+        windowed = torch.nn.Module()
+        windowed.config = PhimoeConfig(sliding_window=7)
+        expect_refusal("--ring_attn_size", call, windowed, *tensors)
+        call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode, packed=True)]
+        expect_refusal("--packing_samples", call, torch.nn.Module(), *tensors)
+    one_kv_head = torch.zeros(1, 2 * size, 4, 8), *[torch.zeros(1, 1, 4, 8)] * 2
+    ends = torch.tensor([0, 4 * size])
+    refusal = expect_refusal("--sp_mode", call, torch.nn.Module(), *one_kv_head, cu_seqlens=ends)
+    assert "--ring_attn_size 1" in refusal.allowed
+
+
+def expect_refusal(where: str, function, *arguments, **options) -> UserError:
     try:
-        call(torch.nn.Module(), torch.zeros(1, 2 * size, 4, 8), *[torch.zeros(1, 1, 4, 8)] * 2)
+        function(*arguments, **options)
     except UserError as refusal:
-        assert refusal.where == "--sp_mode" and "--ring_attn_size 1" in refusal.allowed
-    else:
-        raise AssertionError("ulysses took one KV head")
+        assert refusal.where == where, refusal
+        return refusal
+    raise AssertionError(f"no refusal by {where}")
 
 
 def make_samples() -> list[dict]:
@@ -297,7 +305,7 @@ def alone(config, samples: list[dict]) -> tuple[float, int, dict]:
 def split(config, batch: dict, mode: str, checkpointing: bool) -> tuple[float, int, dict]:
     """The same from a model that runs split over all ranks, summed over them."""
     torch.manual_seed(0)
-    name = register_ring_attention(dist.group.WORLD, mode)
+    name = register_ring_attention(dist.group.WORLD, mode, packed="cu_seqlens" in batch)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,15 +1,21 @@
 """Recomputing, keeping the dear results and offloading: the same gradients, and only what they say is computed again."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.cli.common import validate_shared
 from trainer.cli.train_sft import parse
 from trainer.errors import UserError
+from trainer.models import activations
 from trainer.models.activations import offload_layer_inputs, recompute_layers
 
 
@@ -56,19 +62,55 @@ def test_what_is_kept_goes_to_the_host(monkeypatch):
     model = make_model("qwen3")
     recompute_layers(model)
     offload_layer_inputs(model)
-    packed = []
-    original = torch.autograd.graph.save_on_cpu.__init__
+    packed, pack = [], activations._to_host
 
-    def noting(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        pack = self.pack_hook
-        self.pack_hook = lambda tensor: (packed.append(tuple(tensor.shape)), pack(tensor))[1]
+    def noting(tensor):
+        packed.append(tuple(tensor.shape))
+        return pack(tensor)
 
-    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", noting)
+    monkeypatch.setattr(activations, "_to_host", noting)
     forward_and_backward(model)
     hidden = (2, 17, model.config.hidden_size)
     assert packed.count(hidden) >= model.config.num_hidden_layers
     assert (model.config.vocab_size, model.config.hidden_size) not in packed  # no weight of head or embedding
+
+
+@pytest.fixture(params=[1, 2])
+def mesh(request):
+    """Of one rank, or of two of which this is the first and the other does not exist."""
+    backend, store = ("gloo", dist.HashStore()) if request.param == 1 else ("fake", FakeStore())
+    dist.init_process_group(backend, rank=0, world_size=request.param, store=store)
+    yield init_device_mesh("cpu", (request.param,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()])
+def test_a_distributed_tensor_comes_back_as_it_was(mesh, placement):
+    """With tensor parallelism, what layers keep is spread over the ranks; 7 columns, so that the ranks' parts differ."""
+    local = torch.randn(3, 7 if mesh.size() == 1 or placement != Shard(1) else 4)
+    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
+    device, host, layout = activations._to_host(tensor)
+    assert type(host) is torch.Tensor and host.data_ptr() != local.data_ptr()
+    back = activations._from_host((device, host, layout))
+    assert isinstance(back, DTensor) and torch.equal(back.to_local(), local)
+    for name in ("shape", "device_mesh", "placements", "dtype", "device"):
+        assert getattr(back, name) == getattr(tensor, name), name
+    assert back.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("mesh", [1], indirect=True)
+def test_gradients_of_distributed_tensors_pass_through_the_host(mesh):
+    def grads(context):
+        torch.manual_seed(0)
+        leaves = [DTensor.from_local(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_() for _ in range(2)]
+        with context:
+            loss = torch.tanh(leaves[0] @ leaves[1]).square().sum()
+        loss.backward()
+        return [leaf.grad.full_tensor() for leaf in leaves]
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(activations._to_host, activations._from_host)
+    for found, expected in zip(grads(hooks), grads(contextlib.nullcontext())):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("flags", [["--activation_offload"], ["--gradient_checkpointing", "--selective_checkpointing"]])

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import ROOT, run_process
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from trainer.datasets.packing import IGNORE
@@ -48,6 +50,39 @@ def test_bf16_weight_gradients_do_not_lose_digits_over_chunks():
         linear_nll(hidden, leaf, None, targets, chunk_rows).sum().backward()
         grads.append(leaf.grad.double())
     assert (grads[0] - grads[1]).norm() <= 4e-3 * grads[0].norm()  # bf16 holds 8 bits: half a unit is 2e-3
+
+
+class NoteShapes(TorchDispatchMode):
+    """Shapes of all that any operation gives back."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator).to(dtype) for s in ((40, 16), (97, 16), (97,)))
+    targets = torch.randint(0, 97, (40,), generator=generator)
+    grads, shapes = [], []
+    for trained in (True, False):
+        leaves = [hidden.clone().requires_grad_(), *(t.clone().requires_grad_(trained) for t in (weight, bias))]
+        losses = linear_nll(*leaves, targets, 7)
+        with NoteShapes() as noted:
+            losses.sum().backward()
+        shapes.append(noted.shapes)
+        grads.append([leaf.grad for leaf in leaves])
+    assert (97, 16) in shapes[0] and not {(97, 16), (97,)} & shapes[1]
+    assert torch.equal(grads[0][0], grads[1][0]) and grads[1][1:] == [None, None]
+    head = weight.clone().requires_grad_()
+    linear_nll(hidden, head, bias, targets, 7).sum().backward()  # hidden states that need none
+    assert torch.equal(head.grad, grads[0][1])
 
 
 def loss_of(model, labels):

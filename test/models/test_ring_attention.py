@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import ROOT, torchrun
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
 
 from trainer.errors import UserError
 from trainer.models.ring_attention import find_segments, validate_split_model
@@ -75,6 +85,9 @@ def test_models_that_a_shard_cannot_compute_are_refused():
         (Phi3Config(rope_parameters=long_rope), "longrope"),
         (Qwen3NextConfig(), "linear_attention"),
         (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
+        (RecurrentGemmaConfig(), "recurrent"),
+        (Gemma2Config(), "attn_logit_softcapping"),
+        (GptOssConfig(), "attention of its own kind"),
     ):
         with pytest.raises(UserError, match=f"--ring_attn_size: .*{found}"):
             validate_split_model(config)

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
@@ -37,7 +38,25 @@ def offload_layer_inputs(model: torch.nn.Module) -> None:
 
     @functools.wraps(forward)
     def offloaded(*args, **kwargs):
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
             return forward(*args, **kwargs)
 
     decoder.forward = offloaded
+
+
+def _to_host(tensor: torch.Tensor) -> tuple:
+    """(device, copy in host memory, mesh layout) of a tensor; of a DTensor (tp), which torch's save_on_cpu cannot take,
+    this rank's part. From a GPU, the copy is pinned and nothing waits for it."""
+    layout = None
+    if isinstance(tensor, DTensor):
+        layout = {"shape": tensor.shape, "stride": tensor.stride()}
+        layout |= {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        tensor = tensor.to_local()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor, non_blocking=tensor.is_cuda), layout
+
+
+def _from_host(packed: tuple) -> torch.Tensor:
+    device, host, layout = packed
+    tensor = host.to(device, non_blocking=True)
+    return DTensor.from_local(tensor, run_check=False, **layout) if layout else tensor

@@ -1,13 +1,15 @@
 """The policy model: its folder, tokenizer, attention kernel and forward pass."""
 
+import copy
 import importlib.util
 import os
+from typing import Optional
 
 import torch
 
 from trainer.errors import UserError
 
-WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
 
 
 def resolve_model_folder(pretrain: str) -> str:
@@ -62,17 +64,22 @@ def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False
     return register_varlen_attention()
 
 
-def validate_packed_model(folder: str, trust_remote_code: bool = False) -> None:
-    """Raises UserError for a model in which packed documents would see each other."""
+def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:
+    """Raises UserError for a model in which packed documents would see each other, with the function named `attention` if
+    that is known."""
     from transformers import AutoConfig
 
-    from trainer.models.varlen_attention import validate_attention_layers
+    from trainer.models.varlen_attention import NAME, validate_attention_layers, validate_registered_attention
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_attention_layers(config, "--packing_samples", "leave it out")
+    if attention == NAME:
+        validate_registered_attention(config, "--packing_samples", "leave it out")
 
 
-def setup_split_attention(folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False) -> str:
+def setup_split_attention(
+    folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False, packed: bool = False
+) -> str:
     """Register attention over sequences split over `sp_group`; returns its name. Raises UserError for unfit models."""
     from transformers import AutoConfig
 
@@ -85,7 +92,37 @@ def setup_split_attention(folder: str, sp_group, sp_mode: str, tp_size: int, tru
         text = config.get_text_config()
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         validate_ulysses(text.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
-    return register_ring_attention(sp_group, sp_mode)
+    return register_ring_attention(sp_group, sp_mode, packed)
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Switch off, in place, what a transformers model drops or blurs by chance while it trains: that would depend on the
+    micro-batch and the rank. The config that is saved with the model keeps its rates."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    without_rates = {}  # of each config that layers read as they run, a copy
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _rates(vars(module)):
+            setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) or not isinstance(config, PreTrainedConfig):
+            continue
+        rates = _rates(vars(config))
+        if rates and id(config) not in without_rates:
+            without_rates[id(config)] = copy.deepcopy(config)
+            without_rates[id(config)].update(dict.fromkeys(rates, 0.0))
+        module.config = without_rates.get(id(config), config)
+
+
+def _rates(attributes: dict) -> list[str]:
+    """Names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
+    return [
+        name
+        for name, value in attributes.items()
+        if isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+    ]
 
 
 def model_inputs(batch: dict) -> dict:

@@ -38,25 +38,28 @@ class _LinearNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, bias, targets, lse = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]  # a frozen head gets none, and no memory for it
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
         # fp32: sums over chunks must not round to bf16 each time
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         for rows in _slices(len(hidden), ctx.chunk_rows):
             logits = F.linear(hidden[rows], weight, bias).float()
             probabilities = logits.sub_(lse[rows, None]).exp_()
             probabilities.scatter_add_(1, targets[rows, None], torch.full_like(lse[rows, None], -1.0))
             grad_logits = probabilities.mul_(grad[rows, None]).to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight
-            if weight.dtype == torch.float32:
+            if for_hidden:
+                grad_hidden[rows] = grad_logits @ weight
+            if for_weight and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, hidden[rows])
-            else:
+            elif for_weight:
                 grad_weight += grad_logits.T @ hidden[rows]
-            if bias is not None:
+            if for_bias:
                 grad_bias += grad_logits.float().sum(0)
             del logits, probabilities, grad_logits
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        grad_weight = grad_weight.to(weight.dtype) if for_weight else None
+        grad_bias = grad_bias.to(bias.dtype) if for_bias else None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def rows_of_a_chunk(vocab_size: int) -> int:

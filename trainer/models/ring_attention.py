@@ -19,15 +19,21 @@ from transformers import AttentionInterface
 from trainer.errors import UserError
 from trainer.models.attention_kernels import block_backward, block_forward
 from trainer.models.ulysses_attention import ulysses_attention
-from trainer.models.varlen_attention import document_bounds, validate_attention_layers
+from trainer.models.varlen_attention import (
+    UNSUPPORTED,
+    document_bounds,
+    validate_attention_layers,
+    validate_call,
+    validate_registered_attention,
+)
 
 
-def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
+def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
     """Make attention over `group` known to transformers; returns its name, to be used as `attn_implementation`.
 
     mode "ring" passes keys and values around, any number of heads; "ulysses" exchanges heads for tokens. Both take and
     give zigzag shards: query (rows, heads, tokens / sp, head_dim) to out (rows, tokens / sp, heads, head_dim). A model
-    call passes `cu_seqlens` of the whole row where documents are packed, and never an attention mask.
+    call passes `cu_seqlens` of the whole row where documents are `packed`, and never an attention mask.
     """
     attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
 
@@ -35,9 +41,14 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str) -> str:
         module, query, key, value, attention_mask=None, *,
         scaling=None, dropout=0.0, cu_seqlens=None, sliding_window=None, **kwargs,
     ):  # fmt: skip
-        _refuse_unsupported(module, attention_mask, dropout, kwargs)
+        others = {"attention_mask": attention_mask, "dropout": dropout or None}
+        others |= {name: kwargs.get(name) for name in UNSUPPORTED}
+        validate_call(module, "--ring_attn_size", "1", cu_seqlens, sliding_window, others, packed)
+        is_causal = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise UserError("--ring_attn_size", "attention that is not causal", "1")
         if key.shape != value.shape:
-            raise NotImplementedError("attention over a split sequence needs keys and values of one head_dim")
+            raise UserError("--ring_attn_size", "keys and values of different head_dim", "1")
         bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else document_bounds(cu_seqlens)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention(query, key, value, bounds, sliding_window, scaling, group), None
@@ -53,6 +64,7 @@ def validate_split_model(config) -> None:
     between ranks.
     """
     validate_attention_layers(config, "--ring_attn_size", "1")
+    validate_registered_attention(config, "--ring_attn_size", "1")
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     for found in sorted(rope_types & {"dynamic", "longrope"}):
@@ -208,17 +220,3 @@ def _start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[],
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU kernel reads head_dim as if it were contiguous, whatever its stride, and is wrong in silence."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _refuse_unsupported(module: torch.nn.Module, attention_mask, dropout: float, kwargs: dict) -> None:
-    """Raises NotImplementedError for what would be computed wrongly over a split sequence."""
-    found = {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
-    found |= {"attention_mask": attention_mask, "dropout": dropout or None}
-    for name, given in found.items():
-        if given is not None:
-            raise NotImplementedError(
-                f"attention over a split sequence does not support {name}; use --ring_attn_size 1"
-            )
-    is_causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise NotImplementedError("attention over a split sequence is causal; use --ring_attn_size 1")

@@ -165,12 +165,11 @@ def train(
     max_skipped_steps: int = 10,
     check_replicas_every: Optional[int] = None,
     parity_dump: Optional[str] = None,
-) -> Optional[dict[str, float]]:
+) -> None:
     """Run the optimizer steps up to `total_steps`. `metrics` is rank 0's log, None on every other rank.
 
-    Returns the metrics of the last evaluation, if there was one. Raises Interrupted, after a checkpoint, where a signal asked for it.
+    Raises Interrupted, after a checkpoint, where a signal asked for it.
     """
-    last_eval_metrics = None
     model.train()
     bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
     batches = endless(loader)
@@ -199,13 +198,11 @@ def train(
             eval_metrics = None
             if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
                 eval_metrics = _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
-                last_eval_metrics = eval_metrics
             checkpoints.after_step(progress, eval_metrics, stop.received)
         checkpoints.finish()
     bar.close()
     if parity_dump:
         dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
-    return last_eval_metrics
 
 
 def warn_of_unreached_parameters(strategy, model) -> None:

@@ -130,12 +130,3 @@ def make_value_loss(options: PolicyOptions, sp_group) -> Callable:
         return total, denominator(micro_batch, options.loss_agg, sp_group), sums
 
     return value_loss
-
-
-def disable_dropout(model: torch.nn.Module) -> None:
-    """Without it the ratio of policies would not be 1 on the first update: the same tokens would meet other masks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

@@ -1,0 +1,85 @@
+"""What packing would compute wrongly is refused, in one line; models whose windows reach the attention are not."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from trainer.datasets.packing import collate_packed
+from trainer.errors import UserError
+from trainer.models.actor import causal_lm_logits, resolve_attention, validate_packed_model
+from trainer.models.compiled import compile_layers
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
+WITH_WINDOWS = {
+    "Mistral": {}, "Phi3": {}, "Starcoder2": {}, "Mixtral": EXPERTS, "Qwen2": {}, "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {"head_dim": 8, **EXPERTS}, "Gemma3Text": {"head_dim": 8}, "Ministral": {"head_dim": 8}, "Olmo3": {},
+    "Cohere2": {},
+}  # fmt: skip
+SAMPLES = [
+    {"input_ids": torch.arange(start, start + length).remainder(97).tolist(), "loss_mask": [1] * length}
+    for start, length in ((3, 13), (50, 9))
+]
+
+
+def make(name: str, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL, **options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=resolve_attention("sdpa", packed=True))
+
+
+@pytest.mark.parametrize("name", WITH_WINDOWS)
+def test_models_that_hand_over_their_windows_give_packed_documents_the_logits_they_get_alone(name, tmp_path):
+    model = make(name, **WINDOW, **WITH_WINDOWS[name])
+    model.config.save_pretrained(tmp_path)
+    validate_packed_model(str(tmp_path), attention="varlen")
+    packed = causal_lm_logits(model, collate_packed(SAMPLES, 0))[0]
+    model.set_attn_implementation("eager")
+    alone = torch.cat([model(torch.tensor([sample["input_ids"]])).logits[0] for sample in SAMPLES])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options", "found"),
+    [
+        ("StableLm", {}, "stablelm does not hand cu_seqlens to its attention"),
+        ("Nemotron", {}, "nemotron does not hand cu_seqlens to its attention"),
+        ("Phimoe", {**EXPERTS, "sliding_window": 4}, "phimoe does not hand its sliding window to its attention"),
+        ("Doge", {"sliding_window": 4}, "doge does not hand its sliding window to its attention"),
+        ("Doge", {}, "doge has attention with attention_mask"),
+    ],
+)
+def test_what_a_model_keeps_from_its_attention_is_missed(name, options, found, compiled):
+    model = make(name, **options)
+    if compiled:
+        compile_layers(model)
+    with pytest.raises(UserError, match=f"--packing_samples: {found} .allowed: leave it out"):
+        causal_lm_logits(model, collate_packed(SAMPLES, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("RecurrentGemma", "recurrent_gemma has layers of recurrent"),
+        ("Jamba", "jamba has layers of "),
+        ("Gemma2", "gemma2 with attn_logit_softcapping"),
+        ("GptOss", "gpt_oss has attention of its own kind"),
+        ("Bloom", "bloom has attention of its own kind"),
+        ("Falcon", "falcon has attention of its own kind"),
+    ],
+)
+def test_a_config_says_what_packing_cannot_do(name, found, tmp_path):
+    getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"--packing_samples: {found}"):
+        validate_packed_model(str(tmp_path), attention="varlen")
+
+
+def test_a_soft_cap_is_left_to_other_attention(tmp_path):
+    transformers.Gemma2Config().save_pretrained(tmp_path)
+    validate_packed_model(str(tmp_path), attention="flash_attention_2")
