@@ -1,12 +1,16 @@
 """Bad input: one line that names the cause, exit code 2, no traceback, every rank gone within 30 s."""
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 
 import pytest
+import yaml
 from launch import LAUNCHER, ROOT, run_process, run_until_gone, torchrun
+
+from trainer.cli.outputs import ConfigDumper
 
 MODULE = "trainer.cli.train_sft"
 
@@ -36,6 +40,9 @@ CASES = {
     "unknown backend": (["--backend", "horovod"], ["--backend", "horovod", "deepspeed, fsdp2"]),
     "wrong dtype": (["--param_dtype", "fp8"], ["--param_dtype", "fp8", "bf16, fp16, fp32"]),
     "wrong number": (["--train_batch_size", "0"], ["--train_batch_size", "0", "above 0"]),
+    "betas": ([*MODEL, *DATA, "--adam_betas", "0.9", "1.5"], ["--adam_betas", "0.9 1.5", "below 1"]),
+    "seed": ([*MODEL, *DATA, "--seed", str(2**63)], ["--seed", "below 2**63"]),
+    "infinite": ([*MODEL, *DATA, "--learning_rate", "inf"], ["--learning_rate", "inf", "a finite number"]),
     "missing config file": (["--config", "none.yaml"], ["--config", "none.yaml"]),
     "only one of pretrain and dataset": (MODEL, ["--dataset", "missing"]),
     "scheduler": ([*MODEL, *DATA, "--lr_scheduler", "cosin"], ["--lr_scheduler", "cosin", "cosine_with_min_lr"]),
@@ -119,6 +126,17 @@ def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
     config.write_text("learning_rat: 0.5\n")
     with pytest.raises(UserError, match="did you mean --learning_rate"):
         parse_arguments(SFTArguments, "train_sft", ["--config", str(config)])
+
+
+@pytest.mark.parametrize("text", ["### {}\n### Answer: ", "# {}", "1e-5", "null", "~", "[1]", "{a: b}", "007", "true"])
+def test_a_text_is_taken_as_it_stands_and_config_yaml_repeats_it(text, tmp_path):
+    from trainer.arguments import SFTArguments, parse_arguments
+
+    args = parse_arguments(SFTArguments, "train_sft", ["--input_template", text, "--output_dir", text])
+    assert args.input_template == args.output_dir == text
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.dump(dataclasses.asdict(args), Dumper=ConfigDumper, sort_keys=False))
+    assert parse_arguments(SFTArguments, "train_sft", ["--config", str(config)]) == args
 
 
 def test_every_flag_of_openrlhf_style_scripts_is_known():

@@ -5,6 +5,8 @@ The plain loops are reference.py and preference_reference.py with peft's own mod
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -161,8 +163,15 @@ def merge(base, adapter, out) -> str:
 
 
 def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
-    base = f"{shared_data}/models/stories260K-hf"
-    merge(base, runs / "fsdp2-dp2" / "model", tmp_path / "merged")
+    base = tmp_path / "base"
+    shutil.copytree(f"{shared_data}/models/stories260K-hf", base, copy_function=os.symlink)
+    (base / "generation_config.json").unlink(missing_ok=True)
+    (base / "generation_config.json").write_text('{"temperature": 0.6}')  # which transformers reads and would not write
+    shutil.copytree(runs / "fsdp2-dp2" / "model", tmp_path / "adapter")
+    config = tmp_path / "adapter" / "config.json"  # as --load_in_4bit leaves it
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"load_in_4bit": True}}))
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["temperature"] == 0.6
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Lily went to the park.", return_tensors="pt")["input_ids"]
     adapted = peft_model(runs / "fsdp2-dp2" / "model", shared_data)

@@ -24,7 +24,7 @@ def runs(tmp_path_factory):
         for backend in ("fsdp2", "deepspeed"):
             out = folder / f"{command}-{backend}"
             flags = ["--param_dtype", "fp32", "--output_dir", str(out), "--logging_steps", "50"]
-            flags += ["--cpu_matmul", "mkl"]
+            flags += ["--cpu_matmul", "mkl", "--save_steps", "150"]
             code, output = run_process(["bash", str(ROOT / f"scripts/{command}_{backend}.sh"), *flags], timeout=900)
             assert code == 0, output[-4000:]
     return folder
@@ -74,6 +74,16 @@ def test_a_saved_reward_model_scores_alike_in_transformers_alone(runs):
     both = torch.cat(list(scores.values()))
     assert config["reward_mean"] == pytest.approx(both.mean().item(), rel=1e-5)
     assert config["reward_std"] == pytest.approx(both.std(correction=0).item(), rel=1e-4)
+
+
+def test_a_finished_run_started_again_writes_the_same_model(runs):
+    out = runs / "train_rm-fsdp2"
+    before = (out / "model/config.json").read_text()
+    command = ["bash", str(ROOT / "scripts/train_rm_fsdp2.sh"), "--param_dtype", "fp32", "--output_dir", str(out)]
+    command += ["--cpu_matmul", "mkl"]
+    code, output = run_process([*command, "--logging_steps", "50", "--load_checkpoint"], timeout=600)
+    assert code == 0 and "at step 150" in output, output[-4000:]
+    assert (out / "model/config.json").read_text() == before
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])

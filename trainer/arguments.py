@@ -243,6 +243,8 @@ def _add_field(group, field: dataclasses.Field, hint) -> None:
         group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
         return
     kind = field.metadata["type"] or hint
+    if kind == Optional[str]:
+        kind = str  # else jsonargparse reads the text as YAML, and a template "### Question: {}" is but a comment
     if isinstance(kind, str):
         kind = getattr(restricted, kind)
         kind = Optional[kind] if default is None else kind

@@ -5,6 +5,8 @@ import os
 import resource
 from typing import Optional
 
+from trainer.errors import UserError
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -30,9 +32,13 @@ class MetricsLog:
         if wandb_project:
             import wandb
 
-            self._wandb = wandb.init(
-                project=wandb_project, dir=output_dir, config=config, id=wandb_run_id, resume="allow"
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=wandb_project, dir=output_dir, config=config, id=wandb_run_id, resume="allow"
+                )
+            except wandb.Error as error:
+                allowed = "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"
+                raise UserError("--use_wandb", str(error).splitlines()[0], allowed) from None
         self.wandb_run_id: Optional[str] = self._wandb.id if self._wandb else None
 
     def event(self, name: str, **fields) -> None:

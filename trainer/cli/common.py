@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
     `eval_metrics` are those of an evaluation that may choose the best checkpoint.
     """
-    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_save_path
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_saved_models
     from trainer.training.schedule import check_scheduler_name, has_min_lr
 
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
@@ -57,9 +58,21 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
     ]
     check_scheduler_name(args.lr_scheduler)
     refuse_idle(args, idle, usual={"lr_warmup_ratio": 0.0})
-    check_save_path(args)
+    check_numbers(args)
+    check_saved_models(args)
     check_mirrors(args.use_wandb, args.use_tensorboard)
     check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
+
+
+def check_numbers(args) -> None:
+    """Raises UserError for numbers of the right kind that torch could not take."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name}", str(value), "a finite number")
+    if not all(0 <= beta < 1 for beta in args.adam_betas):
+        raise UserError("--adam_betas", " ".join(map(str, args.adam_betas)), "two numbers from 0 to below 1")
+    if args.seed >= 2**63:
+        raise UserError("--seed", str(args.seed), "an integer below 2**63")
 
 
 def refuse_idle(args, rules: list[tuple[str, bool, str]], usual: Optional[dict] = None) -> None:
@@ -115,10 +128,11 @@ def set_up(args, is_demo: bool) -> Setup:
         strategy.rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = strategy.rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
     if args.packing_samples:
-        validate_packed_model(folder, args.trust_remote_code)
+        validate_packed_model(folder, args.trust_remote_code, attention)
     if args.ring_attn_size > 1:
         sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
-        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, args.trust_remote_code)
+        remote, packed = args.trust_remote_code, args.packing_samples
+        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, remote, packed)
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     return Setup(strategy, folder, tokenizer, attention, sp_group)
@@ -189,9 +203,19 @@ def build_loader(
 
 
 def load_model(args, setup: Setup, folder: str, auto_class):
+    """The model of `folder`, which may be another than that of `set_up`, without dropout of its own."""
+    from trainer.models.actor import disable_dropout, validate_packed_model
+
+    if args.packing_samples:
+        validate_packed_model(folder, args.trust_remote_code, setup.attention)
     model = setup.strategy.load_model(
         folder, auto_class, attn_implementation=setup.attention, trust_remote_code=args.trust_remote_code
     )
+    if args.ring_attn_size > 1:
+        from trainer.models.ring_attention import validate_split_model
+
+        validate_split_model(model.config)
+    disable_dropout(model)
     if args.gradient_checkpointing or args.selective_checkpointing:
         from trainer.models.activations import offload_layer_inputs, recompute_layers
 
@@ -234,14 +258,20 @@ class Run:
 
 
 def open_run(args, setup: Setup, command: str) -> str:
-    """The run folder, see `outputs.open_output_dir`."""
-    from trainer.cli.outputs import open_output_dir
+    """The run folder, see `outputs.open_output_dir`; what will be written elsewhere is tried as well."""
+    from trainer.cli.outputs import make_writable, open_output_dir, saved_models
 
-    return open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
+    folder = open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
+    if setup.strategy.is_rank_0():
+        for path in saved_models(args, folder):
+            make_writable("--save_path", os.path.dirname(os.path.realpath(path)))
+        if args.parity_dump:
+            make_writable("--parity_dump", args.parity_dump)
+    return folder
 
 
 def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
-    """Wrap the model, resume if asked to, train, write it. `at_end(model, evaluation metrics)` comes before writing."""
+    """Wrap the model, resume if asked to, train, write it. `at_end(model)` comes before writing."""
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.models.actor import flops_per_token
     from trainer.training.checkpointing import Checkpoints, Trained
@@ -267,7 +297,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
-        eval_metrics = train(
+        train(
             strategy,
             model,
             optimizer,
@@ -287,18 +317,18 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
             parity_dump=args.parity_dump,
         )
         if at_end:
-            at_end(model, eval_metrics)
+            at_end(model)
         if not args.no_save:
             save_model(args, setup, model, run, progress)
         if metrics:
             metrics.event("end", steps=total_steps)
 
 
-def save_model(args, setup: Setup, model, run: Run, progress, suffix: str = "") -> None:
-    """Write the trained model and its card."""
-    from trainer.cli.outputs import write_model_card
+def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
+    """Write the trained model, or with `average` the one that --ema_beta keeps, and its card."""
+    from trainer.cli.outputs import saved_models, write_model_card
 
-    save_path = (args.save_path or os.path.join(run.output_dir, "model")).rstrip("/") + suffix
+    save_path = saved_models(args, run.output_dir)[average]
     setup.strategy.save_model(model, setup.tokenizer, save_path)
     if setup.strategy.is_rank_0():
         write_model_card(save_path, run.command, args, progress, run.ledger)

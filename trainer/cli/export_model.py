@@ -1,8 +1,9 @@
 """`export_model CKPT OUT`: the Hugging Face model folder of a checkpoint, or the adapter's folder of a run with LoRA.
 
-One process, no model is built.
+One process; a model is built without its weights alone.
 """
 
+import json
 import os
 import shutil
 
@@ -16,12 +17,10 @@ PREFIX = "weight/"
 
 def run(argv: list[str]) -> None:
     source, target = check_folders(argv, USAGE)
-    import json
-
     import torch
 
     from trainer.strategies import adapter
-    from trainer.strategies.checkpoint import INDEX, commit_folder, save_adapter, save_safetensors_shards
+    from trainer.strategies.checkpoint import INDEX, commit_folder, in_hub_format, save_adapter, save_safetensors_shards
     from trainer.strategies.checkpoint_pieces import PieceReader
     from trainer.strategies.run_state import HF_FOLDER
 
@@ -41,12 +40,26 @@ def run(argv: list[str]) -> None:
         if os.path.exists(os.path.join(temporary, adapter.ADAPTER_CONFIG)):
             save_adapter(weights(), temporary)
         else:
-            save_safetensors_shards(weights(), temporary, 2 << 30)
+            model = without_weights(temporary)
+            save_safetensors_shards(in_hub_format(model, weights()) if model else weights(), temporary, 2 << 30)
         commit_folder(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError("OUT", f"{target}: {error.strerror or error}") from None
     print(f"model written to {target}")
+
+
+def without_weights(folder: str):
+    """The model of a config.json on the meta device; None for one that is not of transformers, but of code of its own."""
+    import torch
+    import transformers
+
+    with open(os.path.join(folder, "config.json")) as file:
+        [name] = json.load(file)["architectures"]
+    if not hasattr(transformers, name):
+        return None
+    with torch.device("meta"):
+        return getattr(transformers, name)(transformers.AutoConfig.from_pretrained(folder))
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """`make_demo`: write the embedded demo (a tiny model, its tokenizer, data for SFT, preferences and RL)."""
 
+import os
 from dataclasses import dataclass
 
 from trainer.arguments import arg, parse_arguments
@@ -16,8 +17,10 @@ class DemoArguments:
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(DemoArguments, "make_demo", argv)
+    from trainer.cli.outputs import make_writable
     from trainer.datasets.demo import make_demo
 
+    make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
     make_demo(args.output_dir, args.seed)
     print(f"demo written to {args.output_dir}")
 

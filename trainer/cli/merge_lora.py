@@ -4,7 +4,6 @@ One process. The sum is made in fp32 and written in the dtype of BASE; host memo
 """
 
 import os
-import shutil
 
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.errors import UserError
@@ -36,6 +35,8 @@ def merged_model(base: str, source: str):
     # the configuration beside the adapter knows of the head that a reward model adds to its base
     has_config = os.path.exists(os.path.join(source, "config.json"))
     config = AutoConfig.from_pretrained(source if has_config else base)
+    if hasattr(config, "quantization_config"):  # of --load_in_4bit; what is merged is the base as it was before
+        del config.quantization_config
     try:
         model = auto_class.from_pretrained(base, config=config, dtype=torch.float32)
         model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
@@ -49,21 +50,13 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
 
     from trainer.models.actor import load_tokenizer, resolve_model_folder
-    from trainer.strategies.checkpoint import commit_folder, fresh_folder
+    from trainer.strategies.checkpoint import all_tensors, save_pretrained
 
     base = resolve_model_folder(base)
     has_tokenizer = os.path.exists(os.path.join(source, "tokenizer_config.json"))
     tokenizer = load_tokenizer(source if has_tokenizer else base)
     model = merged_model(base, source)
-    temporary = None
-    try:
-        temporary = fresh_folder(target)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        commit_folder(temporary, target)
-    except OSError as error:
-        shutil.rmtree(temporary or "", ignore_errors=True)
-        raise UserError("OUT", f"{target}: {error.strerror or error}") from None
+    save_pretrained(all_tensors(model).items(), model, tokenizer, target, model.dtype, writes=True)
     print(f"model written to {target}")
 
 

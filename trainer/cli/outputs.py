@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import tempfile
 import time
 from typing import Optional
 
@@ -24,38 +25,63 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
         return folder
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError("--output_dir", f"{folder} is a file", "a folder")
-    if os.path.exists(os.path.join(folder, METRICS_FILE)) and not resumes:
+    if _holds_run(folder) and not resumes:
         if not overwrite:
             allowed = "another folder, --load_checkpoint to go on with it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
         for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints", "rollouts.jsonl"):
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise UserError("--output_dir", f"{folder}: {error.strerror}") from None
+    make_writable("--output_dir", folder)
     return folder
 
 
-def check_save_path(args) -> None:
-    """Raises UserError where saving the model would replace anything but a model: --save_path is written as a whole."""
-    if args.save_path is None:
-        return
-    target = os.path.abspath(args.save_path)
-    for flag in ("output_dir", "pretrain"):
-        folder = getattr(args, flag)
-        if folder and os.path.commonpath([target, os.path.abspath(folder)]) == target:
-            raise UserError(
-                "--save_path", f"{args.save_path} would replace --{flag}", "another folder, or one within it"
-            )
-    if os.path.isfile(target):
-        raise UserError("--save_path", f"{args.save_path} is a file", "a folder")
-    held = set(os.listdir(target)) if os.path.isdir(target) else set()
-    if held and not held & {"config.json", "adapter_config.json"}:
-        raise UserError(
-            "--save_path", f"{args.save_path} holds no model", "a new or empty folder, or a model to replace"
-        )
+def _holds_run(folder: str) -> bool:
+    """Whether a run has written there; one of --verify_resume leaves checkpoints alone."""
+    checkpoints = os.path.join(folder, "checkpoints")
+    return os.path.exists(os.path.join(folder, METRICS_FILE)) or (
+        os.path.isdir(checkpoints) and any(os.scandir(checkpoints))
+    )
+
+
+def make_writable(flag: str, folder: str) -> None:
+    """Make `folder` and write something into it, for a moment; raises UserError if that cannot be done."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(flag, f"{folder}: {error.strerror}", "a folder that can be written") from None
+
+
+def saved_models(args, output_dir: Optional[str]) -> list[str]:
+    """The folders that the trained model goes to: of the flags, or under `output_dir`; with --ema_beta, its average as well."""
+    if args.no_save or not (args.save_path or output_dir):
+        return []
+    path = (args.save_path or os.path.join(output_dir, "model")).rstrip("/")
+    return [path] if getattr(args, "ema_beta", None) is None else [path, f"{path}_ema"]
+
+
+def check_saved_models(args) -> None:
+    """Raises UserError where saving the model would replace anything but a model that may go: it is written as a whole."""
+    flag, other = "--save_path", "a new or empty folder, or a model to replace"
+    if not args.save_path:
+        flag, other = "--output_dir", "another folder, or --save_path"
+    for path in saved_models(args, args.output_dir):
+        target = os.path.realpath(path)
+        for name in ("output_dir", "pretrain", "reward_pretrain", "critic_pretrain", "ref_model"):
+            for folder in filter(None, (getattr(args, name, None) or "").split(",")):
+                if os.path.commonpath([target, os.path.realpath(folder)]) == target:
+                    raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
+        if os.path.isfile(target):
+            raise UserError(flag, f"{path} is a file", "a folder")
+        if os.path.ismount(target):
+            raise UserError(flag, f"{path} is a mount point, which cannot be replaced", "a folder within it")
+        held = set(os.listdir(target)) if os.path.isdir(target) else set()
+        if held and not held & {"config.json", "adapter_config.json"}:
+            raise UserError(flag, f"{path} holds no model", other)
+        if held and not args.save_path and not _holds_run(args.output_dir):
+            raise UserError(flag, f"{path} holds a model of which no run there tells", other)
 
 
 def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
@@ -92,6 +118,20 @@ def save_policy(args):
     )
 
 
+class ConfigDumper(yaml.SafeDumper):
+    """Quotes texts such as 1e-5, which YAML itself takes for a text and the reader of --config for a number."""
+
+    def represent_text(self, text: str):
+        try:
+            float(text)
+        except ValueError:
+            return self.represent_str(text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+ConfigDumper.add_representer(str, ConfigDumper.represent_text)
+
+
 def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[MetricsLog]:
     """Write config.yaml and the start row, or the resume row of a run that goes on; rank 0's log, None elsewhere."""
     if not strategy.is_rank_0():
@@ -100,7 +140,7 @@ def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[Me
     goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
     if not goes_on:
         with open(os.path.join(folder, "config.yaml"), "w") as file:
-            yaml.safe_dump(config, file, sort_keys=False)
+            yaml.dump(config, file, ConfigDumper, sort_keys=False)
     metrics = MetricsLog(
         folder,
         use_tensorboard=args.use_tensorboard,

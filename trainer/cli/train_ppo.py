@@ -25,6 +25,7 @@ def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
     """(prompts, ledger) of --dataset or --eval_dataset."""
     from trainer.datasets.prompts import tokenize_prompts
+    from trainer.rollout.rewards import needs_labels
 
     return tokenize_prompts(
         common.load_flag_rows(args, names, split, flag),
@@ -36,6 +37,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
         apply_chat_template=args.apply_chat_template,
         max_len=args.prompt_max_len,
         num_proc=args.dataset_num_proc,
+        needs_labels=needs_labels(args.reward_func),
     )
 
 
@@ -117,7 +119,7 @@ def run(argv: list[str]) -> None:
             common.save_model(args, setup, roles.actor[0], run_facts, progress)
         if roles.average and not args.no_save:
             with roles.average.in_place():
-                common.save_model(args, setup, roles.actor[0], run_facts, progress, suffix="_ema")
+                common.save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
         if metrics:
             metrics.event("end", steps=total_steps)
 

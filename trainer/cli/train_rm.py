@@ -47,7 +47,7 @@ def run(argv: list[str]) -> None:
     from trainer.cli.score_plot import plot_scores
     from trainer.datasets.preference import render_pair
     from trainer.models.reward import make_initial_reward_model, return_token_scores
-    from trainer.training.rm import evaluation_scores, make_reward_loss, reward_statistics
+    from trainer.training.rm import evaluation_scores, make_reward_loss
 
     validate(args)
     setup = common.set_up(args, is_demo)
@@ -65,13 +65,13 @@ def run(argv: list[str]) -> None:
     model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
     return_token_scores(model, args.compute_fp32_loss)
 
-    def at_end(model, eval_metrics) -> None:
+    def at_end(model) -> None:
         """Statistics of the scores into the config, their picture into the run folder."""
-        if not eval_metrics:
+        if not eval_loader:
             return
-        config = strategy.unwrap(model).config
-        config.reward_mean, config.reward_std = reward_statistics(eval_metrics)
         scores = evaluation_scores(strategy, model, eval_loader, eval_pairs, setup.sp_group)
+        config = strategy.unwrap(model).config
+        config.reward_mean, config.reward_std = scores.mean().item(), scores.std(correction=0).item()
         if strategy.is_rank_0():
             plot_scores(*scores.unbind(1), os.path.join(output_dir, "reward_histogram.png"))
 

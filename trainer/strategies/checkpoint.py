@@ -15,6 +15,7 @@ from trainer.strategies import adapter
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 
 
 class SafetensorsFolder:
@@ -114,6 +115,7 @@ def restore_computed_buffers(model, device: torch.device) -> None:
     for name, buffer in list(model.named_buffers()):
         path, _, leaf = name.rpartition(".")
         if name in stored:
+            buffer = model.get_submodule(path)._buffers[leaf] = buffer.to(device)  # where masters stay on the host
             buffer._is_hf_initialized = True
             continue
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
@@ -121,6 +123,14 @@ def restore_computed_buffers(model, device: torch.device) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers initialises just what does not carry this mark
     model.initialize_weights()
+
+
+def read_generation_config(model, folder: str) -> None:
+    """Give a model that was built from its config alone the generation config of its folder, as from_pretrained does."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def find_weights(folder: str) -> str:
@@ -154,6 +164,22 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
         weight_map.update(dict.fromkeys(names, file))
     with open(os.path.join(folder, INDEX), "w") as out:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
+
+
+def in_hub_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, CPU tensor) pairs as published models of this kind have them: the experts that transformers holds in one
+    tensor are apart there. One at a time, except where the published tensor is made of several."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        yield from tensors
+    elif any(len(conversion.target_patterns) > 1 for conversion in conversions):
+        yield from revert_weight_conversion(model, dict(tensors)).items()
+    else:
+        for name, tensor in tensors:
+            yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
@@ -205,6 +231,7 @@ def save_pretrained(
     Without `tensors`, all but the weights. Raises UserError on the rank that writes if it cannot.
     """
 
+    folder = os.path.realpath(folder)  # the name of a link stays: what it names is replaced
     with_adapter = adapter.adapter_config(model) is not None
     dtype = torch.float32 if with_adapter else dtype
 
@@ -224,10 +251,10 @@ def save_pretrained(
         if tensors is not None and with_adapter:  # in one file, as peft wants it
             save_adapter(converted(), temporary)
         elif tensors is not None:
-            save_safetensors_shards(converted(), temporary, max_shard_bytes)
+            save_safetensors_shards(in_hub_format(model, converted()), temporary, max_shard_bytes)
         commit_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(folder.rstrip("/") + ".tmp", ignore_errors=True)
+        shutil.rmtree(folder + ".tmp", ignore_errors=True)
         raise UserError(folder, f"cannot be written: {error}") from None
 
 
@@ -239,5 +266,5 @@ def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
     config.save_pretrained(folder)
     if adapter.adapter_config(model) is not None:
         adapter.save_adapter_config(model, folder)
-    elif model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    elif model.can_generate():  # its save_pretrained refuses what older models have: a temperature without do_sample
+        model.generation_config.to_json_file(os.path.join(folder, GENERATION_CONFIG), use_diff=True)

@@ -240,6 +240,7 @@ class DeepspeedStrategy:
             build()
         with partitioned, no_init_weights():
             model = build()
+        checkpoint.read_generation_config(model, folder)
         model.new_tensors = {}
         model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
         names = list(checkpoint.stored_tensors(model))

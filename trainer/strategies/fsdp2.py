@@ -90,7 +90,7 @@ class FSDP2Strategy:
 
     def setup_distributed(self) -> None:
         """Join the process group and build the mesh."""
-        mesh.start_process_group(self.device, self.dist_backend)
+        mesh.start_process_group(self.device, self.dist_backend, host_tensors=self.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         seed_everything(self.seed, self.deterministic, self.device)
 
@@ -120,6 +120,7 @@ class FSDP2Strategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
+        checkpoint.read_generation_config(model, folder)
         model.pretrained_folder, model.new_tensors = folder, {}
         return model
 

@@ -79,8 +79,11 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def start_process_group(device: torch.device, dist_backend: str) -> None:
-    """Join torchrun's process group, or make one of a single rank when started without torchrun."""
+def start_process_group(device: torch.device, dist_backend: str, host_tensors: bool = False) -> None:
+    """Join torchrun's process group, or make one of a single rank when started without torchrun.
+
+    With `host_tensors`, collectives take tensors in host memory beside those on the device.
+    """
     if dist.is_initialized():
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if dist_backend == "auto" else dist_backend
@@ -88,6 +91,8 @@ def start_process_group(device: torch.device, dist_backend: str) -> None:
         raise UserError("--dist_backend", "nccl without a CUDA device", "gloo, auto")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if backend == "nccl" and host_tensors:
+        backend = "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

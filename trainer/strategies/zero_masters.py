@@ -12,6 +12,8 @@ def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
     """The flat masters of this rank, under ZeRO 1 to 3."""
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer, which DeepSpeed takes for bf16 under ZeRO 1
+        return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
 
 

@@ -14,14 +14,17 @@ from trainer.training.dpo import answer_log_probs
 from trainer.training.per_sample import values_by_row
 
 # Raise it whenever the same model and pairs would give other log-probs, so that no older file is taken for them.
-VERSION = 1
+VERSION = 2
 COLUMNS = ("ref_chosen", "ref_rejected")  # of pairs that carry them
 
 
 def model_hash(folder: str) -> str:
     """A hash of config and weights, by content."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([os.path.join(folder, "config.json"), *glob.glob(os.path.join(folder, "*.safetensors"))]):
+    weights = [
+        path for kind in ("safetensors", "bin") for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}"))
+    ]
+    for path in sorted([os.path.join(folder, "config.json"), *weights]):
         with open(path, "rb") as file:
             while block := file.read(1 << 24):
                 digest.update(block)

@@ -54,11 +54,3 @@ def evaluation_scores(strategy, model, loader, pairs, sp_group) -> torch.Tensor:
     )
     model.train()
     return scores.cpu()[rows]
-
-
-def reward_statistics(means: dict[str, float], prefix: str = "eval_") -> tuple[float, float]:
-    """Mean and standard deviation of the scores of both sides together, of the metrics of an evaluation."""
-    sides = [(means[f"{prefix}{side}_reward"], means[f"{prefix}{side}_reward_std"]) for side in ("chosen", "rejected")]
-    mean = sum(side_mean for side_mean, _ in sides) / 2
-    second_moment = sum(side_mean**2 + std**2 for side_mean, std in sides) / 2
-    return mean, max(second_moment - mean**2, 0.0) ** 0.5
