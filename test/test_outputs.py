@@ -113,6 +113,7 @@ def test_only_models_of_runs_are_replaced(flags, expected, tmp_path, monkeypatch
     (tmp_path / "linked").symlink_to("proj/model")
     with pytest.raises(UserError, match="^" + re.escape(expected)):
         check_saved_models(args_of(train_sft, *flags.split()))
+    check_saved_models(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj", "--overwrite"))
     (tmp_path / "proj/metrics.jsonl").write_text("{}\n")
     check_saved_models(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj"))
 

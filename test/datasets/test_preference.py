@@ -1,5 +1,6 @@
 """Pairs: what becomes of each kind of row, and what a micro-batch of them holds."""
 
+import copy
 import json
 
 import pytest
@@ -55,6 +56,16 @@ def test_plain_texts(tokenizer):
     ]
     assert pairs[0]["num_tokens"] == len(pairs[0]["chosen_ids"]) + len(pairs[0]["rejected_ids"])
     assert (pairs[0]["num_loss_tokens"], ledger.num_samples, ledger.num_truncated) == (1, 1, 0)
+
+
+def test_tools_of_a_row_are_shown_on_both_sides(tokenizer):
+    with_tools = copy.copy(tokenizer)
+    with_tools.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    row = {"prompt": [user("2 1")], "chosen": [assistant("1 2")], "rejected": [assistant("2 1")]}
+    pairs, _ = tokenize(with_tools, [{**row, "tools": [{"n": 1}]}])
+    bare, _ = tokenize(tokenizer, [row])
+    for (shown, answer), (text, same_answer) in zip(texts(tokenizer, pairs[0]), texts(tokenizer, bare[0]), strict=True):
+        assert (shown, answer) == ('[{"n": 1}]' + text, same_answer)
 
 
 def test_every_form_of_a_conversation_is_the_same_pair(tokenizer):

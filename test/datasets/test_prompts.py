@@ -1,5 +1,6 @@
 """Prompts: what the model is asked, the label beside it, and what is left out and counted."""
 
+import copy
 import json
 
 import pytest
@@ -41,6 +42,14 @@ def test_messages_are_rendered_up_to_the_answer(demo, tokenizer):
     text = tokenizer.decode(prompts[0]["prompt_ids"])
     assert text == f"<|im_start|>user\n{row['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     assert prompts[0]["label"] == row["label"] and ledger.num_samples == ledger.num_rows == 2000
+
+
+def test_tools_of_a_row_are_shown(tmp_path, tokenizer):
+    with_tools = copy.copy(tokenizer)
+    with_tools.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    row = {"messages": [{"role": "user", "content": "1 2"}], "tools": [{"n": 1}]}
+    prompts, _ = prompts_of(write(tmp_path, [row]), with_tools)
+    assert tokenizer.decode(prompts[0]["prompt_ids"]).startswith('[{"n": 1}]<|im_start|>user\n1 2')
 
 
 def test_plain_texts_templates_and_labels(tmp_path, tokenizer):

@@ -283,6 +283,38 @@ def test_arguments_of_tool_calls_are_trained_as_the_file_has_them(num_proc, tmp_
     assert [answer_of(sample, tiny()) for sample in samples] == [json.dumps(call) + "<|im_end|>" for call in calls]
 
 
+WITH_TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}" + CHATML
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"default": None, "n": 1}}}]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("form", ["list", "JSON"])
+def test_tools_of_a_row_are_shown_by_the_template(form, marked, tmp_path):
+    written = TOOLS if form == "list" else json.dumps(TOOLS)
+    rows = [{"messages": TALK, "tools": written}, {"messages": TALK, "tools": None}, {"messages": TALK}]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = WITH_TOOLS
+    if marked:
+        body = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        answer = f"{{% if m.role == 'assistant' %}}{{{{ '<|im_start|>assistant\n' }}}}{body}{{{{ '\n' }}}}{{% else %}}"
+        template = template.replace("{% for m in messages %}", "{% for m in messages %}" + answer, 1)
+        template = template.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    samples, _ = tokenize(load_rows(str(path), flag="--dataset", split="train"), tiny(template), multiturn=True)
+    plain = tokenize([{"messages": TALK}], tiny(CHATML), multiturn=True)[0][0]
+    shown = tiny()(f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n", add_special_tokens=False)["input_ids"]
+    assert samples[0]["input_ids"] == shown + plain["input_ids"][: len(samples[0]["input_ids"]) - len(shown)]
+    assert answer_of(samples[0], tiny()) == answer_of(plain, tiny()) == "Hello.<|im_end|>It is 2.<|im_end|>"
+    assert [sample["input_ids"] for sample in samples][1:] == [samples[1]["input_ids"]] * 2
+    assert samples[1]["input_ids"] == plain["input_ids"][: len(samples[1]["input_ids"])]
+
+
+@pytest.mark.parametrize("tools, found", [(["f"], "no list of objects"), ("[{", "broken JSON")])
+def test_tools_that_are_none_are_named_by_row(tools, found):
+    error = error_of([{"messages": TALK, "tools": tools}], tiny(WITH_TOOLS))
+    assert error.where == "--dataset row 1: column tools" and found in error.found
+
+
 def test_a_template_fault_names_the_row():
     strict = "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     error = error_of([{"messages": TALK[:2]}, {"messages": TALK}], tiny(strict))

@@ -19,11 +19,12 @@ MODELS = {  # a name for each way to keep a rate: modules, floats, the config re
     "Persimmon": {},
     "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.1},
 }
+PHIMOE = {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.1}
 
 
 def make(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(vocab_size=97, **{**SMALL, **RATES, **MODELS[name]})
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, **{**SMALL, **RATES, **MODELS.get(name, PHIMOE)})
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -45,3 +46,10 @@ def test_an_adapter_that_comes_after_keeps_its_dropout():
     add_adapter(model, LoraOptions(rank=2, alpha=4, dropout=0.3), "base", seed=0)
     rates = {module.p for name, module in model.named_modules() if "lora_dropout.default" in name}
     assert rates == {0.3}
+
+
+def test_what_only_looks_like_noise_stays():
+    model = make("Phimoe")
+    disable_dropout(model)
+    noises = {module.router_jitter_noise for module in model.modules() if hasattr(module, "router_jitter_noise")}
+    assert noises == {0.1} and {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} <= {0.0}

@@ -91,6 +91,7 @@ def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token
     batches = [
         collate_sequences(samples, pad_token_id, packed),
         collate_samples([{**sample, **of_a_rollout} for sample in samples], pad_token_id, packed),
+        collate_samples([{**sample, **of_a_rollout} for sample in samples], 5, packed, scoring_pad=pad_token_id),
     ]
     classifier.set_attn_implementation(resolve_attention("sdpa", packed))
     return_token_scores(classifier)
@@ -117,3 +118,13 @@ def test_a_saved_classifier_and_its_server_score_where_training_did(tmp_path, pa
     expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in sequences]
     server = RewardServer(ServeArguments(reward_pretrain=str(folder), param_dtype="fp32", device="cpu"))
     assert server.score(["1 2 3", "6"], [" 4 5", " 7"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_a_model_without_a_tokenizer_keeps_its_pad_token(tmp_path):
+    """A critic's; transformers makes up a tokenizer for some kinds of model, whose pad token is another."""
+    model = make_model("qwen2")
+    model.config.pad_token_id = 5
+    model.save_pretrained(tmp_path / "source")
+    make_initial_reward_model(str(tmp_path / "source"), str(tmp_path / "initial"), seed=1)
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "initial").config
+    assert config.pad_token_id == 5

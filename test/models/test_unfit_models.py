@@ -83,3 +83,8 @@ def test_a_config_says_what_packing_cannot_do(name, found, tmp_path):
 def test_a_soft_cap_is_left_to_other_attention(tmp_path):
     transformers.Gemma2Config().save_pretrained(tmp_path)
     validate_packed_model(str(tmp_path), attention="flash_attention_2")
+
+
+def test_a_window_that_never_cuts_is_no_fault():
+    model = make("Phimoe", **EXPERTS, sliding_window=128)
+    assert causal_lm_logits(model, collate_packed(SAMPLES, 0)).isfinite().all()

@@ -10,12 +10,15 @@ import time
 from fractions import Fraction
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_process
 
+from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
-from trainer.rollout.experience import Sample
+from trainer.models.actor import load_tokenizer
+from trainer.rollout.experience import Sample, score_by_texts
 from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards import function_scorer, remote_scorer
 from trainer.training.ppo import sample_facts
@@ -259,3 +262,22 @@ def test_a_server_that_is_down():
         pass
     with pytest.raises(UserError, match=r"--remote_rm_url .* no usable answer after 2 tries: .*refused"):
         remote_scorer(url, 1, 1, pause=0.01)(*ASKED)
+
+
+def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_path):
+    """Models whose turns end with another token than eos name it in their generation config."""
+    make_demo(str(tmp_path))
+    tokenizer, told = load_tokenizer(str(tmp_path / "model")), []
+
+    def scorer(prompts, responses, labels, finished):
+        told.extend(finished)
+        return [0.0] * len(responses), {}
+
+    ids = ([5, tokenizer.eos_token_id], [5, 6], [5, 7], [])
+    samples = [Sample(n, n, [1], response, [0.0] * len(response), True, None) for n, response in enumerate(ids)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        score_by_texts(scorer, samples, tokenizer, (tokenizer.eos_token_id, 6))
+    finally:
+        dist.destroy_process_group()
+    assert told == [True, True, False, False] and [sample.score for sample in samples] == [0.0] * 4

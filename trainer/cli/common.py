@@ -67,7 +67,8 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 def check_numbers(args) -> None:
     """Raises UserError for numbers of the right kind that torch could not take."""
     for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value):
+        endless = value == math.inf and name in ("max_norm", "max_ckpt_mem", "save_interval_minutes")
+        if isinstance(value, float) and not math.isfinite(value) and not endless:
             raise UserError(f"--{name}", str(value), "a finite number")
     if not all(0 <= beta < 1 for beta in args.adam_betas):
         raise UserError("--adam_betas", " ".join(map(str, args.adam_betas)), "two numbers from 0 to below 1")

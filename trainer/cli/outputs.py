@@ -80,7 +80,7 @@ def check_saved_models(args) -> None:
         held = set(os.listdir(target)) if os.path.isdir(target) else set()
         if held and not held & {"config.json", "adapter_config.json"}:
             raise UserError(flag, f"{path} holds no model", other)
-        if held and not args.save_path and not _holds_run(args.output_dir):
+        if held and not (args.save_path or args.overwrite or _holds_run(args.output_dir)):
             raise UserError(flag, f"{path} holds a model of which no run there tells", other)
 
 

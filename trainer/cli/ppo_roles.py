@@ -60,9 +60,10 @@ def make_batches_of(args: PPOArguments, setup: common.Setup) -> Callable:
     max_len = args.prompt_max_len + args.generate_max_len
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
 
-    def make_batches(samples: list, episode: int, pad_token_id: int = setup.tokenizer.pad_token_id) -> tuple[list, int]:
+    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, int]:
         dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
-        collate = functools.partial(collate_samples, pad_token_id=pad_token_id, packed=args.packing_samples)
+        options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
+        collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
             dataset,
             collate,
@@ -196,7 +197,8 @@ def build_reward(args: PPOArguments, setup: common.Setup, make_batches: Callable
         scorer = function_scorer(args.reward_func, args.reward_timeout)
     else:  # scores come from --rollouts_from, and nothing is evaluated
         return lambda samples: None
-    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer)
+    ids = stop_ids(setup)
+    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer, ids)
 
 
 def _reward_models(args: PPOArguments, setup: common.Setup, make_batches: Callable) -> Callable:

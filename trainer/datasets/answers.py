@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.datasets.packing import collate_packed, collate_padded
-from trainer.datasets.rows import messages_of, text_of, with_eos, with_special_tokens
+from trainer.datasets.rows import messages_of, text_of, tools_of, with_eos, with_special_tokens
 from trainer.datasets.templates import chat_template, check_input_template, render_chat
 from trainer.errors import UserError
 
@@ -74,13 +74,13 @@ def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: Ans
 
 def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
     prompt = [] if options.prompt_key is None else as_messages(row, "--prompt_key", options.prompt_key, "user")
-    messages = prompt + as_messages(row, key_flag, key, "assistant")
+    messages, tools = prompt + as_messages(row, key_flag, key, "assistant"), tools_of(row)
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(f"{key_flag} {key}", "does not end with an assistant message", "an answer")
     if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
         # an empty answer has no loss token: an earlier turn must not take its place
-        return render_chat(tokenizer, messages[:-1], multiturn=False)[0], []
-    return render_chat(tokenizer, messages, multiturn=False)
+        return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
+    return render_chat(tokenizer, messages, multiturn=False, tools=tools)
 
 
 def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:

@@ -29,8 +29,17 @@ def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
     except Exception as error:  # whatever the library raises is about this folder
         raise UserError(where, f"cannot be read: {one_line(error)}") from None
     files = {str(split): list(names) for split, names in files.items()}
-    _refuse_unread_files(folder, files, where)
+    if not _card_names_files(folder):
+        _refuse_unread_files(folder, files, where)
     return read_files(files, where)
+
+
+def _card_names_files(folder: str) -> bool:
+    """Whether the folder's README, as of a set on the hub, says which files make up a set."""
+    from huggingface_hub import DatasetCard
+
+    card = os.path.join(folder, "README.md")
+    return os.path.exists(card) and bool(DatasetCard.load(card).data.to_dict().get("configs"))
 
 
 def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -> None:

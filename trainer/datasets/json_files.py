@@ -6,6 +6,7 @@ one row become null in all others, and "2024-05-01" becomes a date. Imported onl
 
 import io
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -18,18 +19,16 @@ import pyarrow.json as paj
 from datasets.builder import Key
 from datasets.features.features import register_feature
 
+from trainer.datasets.rows import AsWritten
+
 READER_VERSION = "1"  # raise it whenever the same file would give another table, so that no older cache file is taken
 CHUNK_BYTES = 64 << 20
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 SPACE = re.compile(r"[ \t\r\n]*")
-ENCODER = json.JSONEncoder(ensure_ascii=False)
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # dates of Arrow's, if of other sets
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
+DECODER = json.JSONDecoder()
 
 
 @dataclass
@@ -43,7 +42,7 @@ class JsonText(datasets.Json):
         return ENCODER.encode(value)
 
     def decode_example(self, value: str, token_per_repo_id: Any = None) -> Any:
-        return json.loads(value)
+        return json.loads(value, object_hook=AsWritten)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:
         if pa.types.is_string(storage.type):
@@ -73,7 +72,11 @@ def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
 
     All have the columns of all; a row has None where it lacks one. Raises whatever is wrong with a file, often without its name and line: see `json_faults`.
     """
+    kept = _JsonBuilder(data_files=patterns, hash=READER_VERSION).cache_dir + ".columns.json"
     columns = None
+    if os.path.exists(kept):  # those that it took to read these files before
+        with open(kept) as file:
+            columns = datasets.Features.from_dict(json.load(file))
     while True:
         builder = _JsonBuilder(data_files=patterns, features=columns, hash=READER_VERSION)
         try:
@@ -83,6 +86,9 @@ def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
             if not isinstance(error.__cause__, _MoreColumns):
                 raise
             columns = error.__cause__.args[0]
+            with open(f"{kept}.{os.getpid()}", "w") as file:
+                json.dump(columns.to_dict(), file)
+            os.replace(file.name, kept)
 
 
 class _MoreColumns(Exception):
@@ -102,7 +108,8 @@ class _JsonBuilder(datasets.ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         splits = self.config.data_files.items()
-        return [datasets.SplitGenerator(name=str(name), gen_kwargs={"files": list(files)}) for name, files in splits]
+        paths = {name: dl_manager.download_and_extract(list(files)) for name, files in splits}  # if they are compressed
+        return [datasets.SplitGenerator(name=str(name), gen_kwargs={"files": files}) for name, files in paths.items()]
 
     def _generate_shards(self, files: list[str]) -> Iterator[str]:
         yield from files

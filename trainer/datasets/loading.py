@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
 
@@ -92,23 +92,7 @@ def _load_set(path: str, flag: str, split: str) -> "Dataset":
         raise UserError(where, f"no split {split!r}", ", ".join(splits))
     if len(splits[split]) == 0:
         raise UserError(where, "no rows")
-    return _without_filled_arguments(splits[split])
-
-
-def _without_filled_arguments(rows: "Dataset") -> "Dataset":
-    """Tool arguments that Arrow stores as objects hold None under the keys of other rows' tools; as JSON they do not."""
-    columns = [column for column, feature in rows.features.items() if _has_arguments(feature)]
-    for column in columns:
-        from trainer.datasets.json_files import JsonText  # only now: seldom needed
-
-        rows = rows.cast_column(column, JsonText())
-    return rows
-
-
-def _has_arguments(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return isinstance(feature.get("arguments"), dict) or any(map(_has_arguments, feature.values()))
-    return hasattr(feature, "feature") and _has_arguments(feature.feature)
+    return splits[split]
 
 
 def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:

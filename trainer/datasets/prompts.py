@@ -14,6 +14,7 @@ from trainer.datasets.rows import (
     messages_of,
     text_of,
     tokenizer_state,
+    tools_of,
     with_special_tokens,
 )
 from trainer.datasets.templates import chat_template, check_input_template, render_prompt
@@ -155,7 +156,7 @@ def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
         return []
     if messages[-1]["role"] == "assistant":
         raise UserError(where, "ends with an assistant message", "a prompt, which the model is to answer")
-    return render_prompt(tokenizer, messages)
+    return render_prompt(tokenizer, messages, tools_of(row))
 
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:

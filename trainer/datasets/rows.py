@@ -73,11 +73,31 @@ def messages_of(value: Any, where: str) -> list[dict]:
     return messages
 
 
+def tools_of(row: Any) -> list[dict] | None:
+    """What stands under `tools` of a row: JSON schemas of functions, as a list or as its JSON; None where there is nothing."""
+    value = row.get("tools")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_hook=AsWritten) if value.strip() else None
+        except json.JSONDecodeError as error:
+            raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError("column tools", "no list of objects", "a list of objects, or its JSON")
+    return [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
+
+
+class AsWritten(dict):
+    """An object as its file has it; Arrow's have all keys of all rows, with None under those of others."""
+
+
 def _without_none(value: Any) -> Any:
-    """Without keys that hold None, which a template would print; a null among a tool's arguments is one of them."""
+    """Without keys that hold None, which a template would print; a null that was written among a tool's arguments stays."""
     if isinstance(value, dict):
         present = {key: child for key, child in value.items() if child is not None}
-        return {key: child if key == "arguments" else _without_none(child) for key, child in present.items()}
+        kept = {key for key, child in present.items() if key == "arguments" and isinstance(child, AsWritten)}
+        return {key: child if key in kept else _without_none(child) for key, child in present.items()}
     return [_without_none(child) for child in value] if isinstance(value, list) else value
 
 

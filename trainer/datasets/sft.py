@@ -13,6 +13,7 @@ from trainer.datasets.rows import (
     messages_of,
     text_of,
     tokenizer_state,
+    tools_of,
     with_eos,
     with_special_tokens,
 )
@@ -230,7 +231,7 @@ def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
         else:
             answer = text_of(row, "--output_key", options.output_key)
             messages = [*messages, {"role": "assistant", "content": answer}]
-    return render_chat(tokenizer, messages, multiturn=options.multiturn)
+    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools_of(row))
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:

@@ -41,12 +41,12 @@ def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def chat_template(tokenizer: Any) -> str:
-    """The template that renders a conversation without tools; raises UserError where there is none."""
+def chat_template(tokenizer: Any, tools: list | None = None) -> str:
+    """The template that renders a conversation with or without tools; raises UserError where there is none."""
     if not tokenizer.chat_template:
         raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
     try:
-        return tokenizer.get_chat_template()
+        return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
 
@@ -59,8 +59,11 @@ def is_stop_token(tokenizer: Any, token: int) -> bool:
     return added is not None and added.special
 
 
-def render_chat(tokenizer: Any, messages: list[dict], *, multiturn: bool) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask) of a conversation: the template's own tokens, 1 on what the assistant has to produce.
+def render_chat(
+    tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None
+) -> tuple[list[int], list[int]]:
+    """(input_ids, loss_mask) of a conversation: the template's own tokens, 1 on what the assistant has to produce. `tools`
+    are JSON schemas of functions that it may call, which the template shows to it.
 
     That is the last assistant turn or, with multiturn, each; from the first token after the generation prompt to the
     token that ends the turn, which is trained, while white space after it is not. An empty answer is not trained.
@@ -70,15 +73,15 @@ def render_chat(tokenizer: Any, messages: list[dict], *, multiturn: bool) -> tup
     the conversation up to the turn and the conversation with it; either is checked to hold the answer's text.
     Raises UserError where the template or the tokenizer leaves that in doubt.
     """
-    template = chat_template(tokenizer)
+    template = chat_template(tokenizer, tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
     if not trained:
-        input_ids = _render(tokenizer, messages) if messages else []
+        input_ids = _render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
     messages = messages[: trained[-1] + 1]
     find_spans = _marked_spans if GENERATION_TAG.search(template) else _difference_spans
-    input_ids, spans = find_spans(tokenizer, messages, trained)
+    input_ids, spans = find_spans(tokenizer, messages, trained, tools)
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
         _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end])
@@ -86,10 +89,10 @@ def render_chat(tokenizer: Any, messages: list[dict], *, multiturn: bool) -> tup
     return input_ids, loss_mask
 
 
-def render_prompt(tokenizer: Any, messages: list[dict]) -> list[int]:
+def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant is to answer. Raises UserError where the template refuses it."""
-    chat_template(tokenizer)
-    return _render(tokenizer, messages, add_generation_prompt=True)
+    chat_template(tokenizer, tools)
+    return _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
 
 
 def _has_answer(message: dict) -> bool:
@@ -110,10 +113,10 @@ def _render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **op
 
 
 def _marked_spans(
-    tokenizer: Any, messages: list[dict], trained: list[int]
+    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
     """Ids and {turn: (start, end)} by the {% generation %} markers: one run of marked tokens per assistant turn."""
-    input_ids, mask = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    input_ids, mask = _render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
     runs, start = [], 0
     for marked, group in groupby(mask):
         end = start + len(list(group))
@@ -130,33 +133,35 @@ def _marked_spans(
 
 
 def _difference_spans(
-    tokenizer: Any, messages: list[dict], trained: list[int]
+    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
     """Ids and {turn: (start, end)} by what a turn adds to the conversation before it.
 
     <user>hi<assistant>yes<end>\\n<user>...: the prompt of turn 1 is <user>hi<assistant>, so its span is yes<end>.
     """
-    input_ids = _render(tokenizer, messages)
+    input_ids = _render(tokenizer, messages, tools=tools)
     spans = {}
     for turn in trained:
-        start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True)
+        start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, tools=tools)
         end = len(input_ids)
         if turn + 1 < len(messages):
-            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False)
+            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False, tools=tools)
         spans[turn] = (start, _after_stop_token(tokenizer, input_ids, start, end))
     return input_ids, spans
 
 
-def _prefix_length(tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool) -> int:
+def _prefix_length(
+    tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool, tools: list | None
+) -> int:
     """How many of the conversation's ids its first num messages (and the generation prompt) make up; checked."""
     if num == 0:
         raise UserError("the chat template", "cannot tell an assistant turn that opens the conversation", REMEDY)
     head = messages[:num]
-    ids = _render(tokenizer, head, add_generation_prompt=prompt)
+    ids = _render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
     if input_ids[: len(ids)] == ids:
         return len(ids)
-    text = _render(tokenizer, head, tokenize=False, add_generation_prompt=prompt)
-    if not _render(tokenizer, messages, tokenize=False).startswith(text):
+    text = _render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
+    if not _render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
         raise _rewrites(messages, num)
     # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"): the merged token is the answer's.
     return next(

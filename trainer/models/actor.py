@@ -104,25 +104,24 @@ def disable_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in _rates(vars(module)):
+        for name in _rates(module):
             setattr(module, name, 0.0)
         config = getattr(module, "config", None)
         if isinstance(module, PreTrainedModel) or not isinstance(config, PreTrainedConfig):
             continue
-        rates = _rates(vars(config))
+        rates = _rates(config)
         if rates and id(config) not in without_rates:
             without_rates[id(config)] = copy.deepcopy(config)
             without_rates[id(config)].update(dict.fromkeys(rates, 0.0))
         module.config = without_rates.get(id(config), config)
 
 
-def _rates(attributes: dict) -> list[str]:
+def _rates(owner) -> list[str]:
     """Names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
-    return [
-        name
-        for name, value in attributes.items()
-        if isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
-    ]
+    names = [name for name, value in vars(owner).items() if isinstance(value, float) and value > 0]
+    # PhiMoE's is no noise: it decides which experts count, in evaluation as well
+    kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None
+    return [name for name in names if ("drop" in name or "jitter" in name) and name != kept]
 
 
 def model_inputs(batch: dict) -> dict:

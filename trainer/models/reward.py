@@ -4,7 +4,6 @@
 packed rows hold several sequences and split rows only a part of one; `return_token_scores` changes no weight and no name.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from trainer.models.actor import load_tokenizer, model_inputs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 HEAD = "score.weight"  # what transformers calls it; a checkpoint to start from may call it otherwise
 HEAD_FILE = "score.safetensors"
 
@@ -114,7 +114,8 @@ def _save_config(config, source: str, folder: str, trust_remote_code: bool) -> N
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    with contextlib.suppress(UserError):  # a critic may come without a tokenizer; it is scored at every token
+    # a critic may come without a tokenizer; it is scored at every token
+    if any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):
         # transformers scores a row at its last token that is not this one, and training at the last that is not the tokenizer's
         config.get_text_config().pad_token_id = load_tokenizer(source, trust_remote_code).pad_token_id
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]

@@ -5,6 +5,7 @@ a document, and no (tokens x tokens) mask is built.
 """
 
 import itertools
+import math
 from typing import Optional
 
 import torch
@@ -108,6 +109,8 @@ def validate_call(module, flag: str, allowed: str, cu_seqlens, window, others: d
     if packed and cu_seqlens is None:
         raise UserError("--packing_samples", f"{name} does not hand cu_seqlens to its attention", "leave it out")
     has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) is not False
+    # one that is as wide as the longest text of the model cuts nothing
+    has_window = has_window and config.sliding_window < getattr(config, "max_position_embeddings", math.inf)
     if window is None and has_window and not getattr(config, "layer_types", None):
         raise UserError(flag, f"{name} does not hand its sliding window to its attention", allowed)
     for what, given in others.items():

@@ -76,13 +76,15 @@ def generate_samples(
     )
 
 
-def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer) -> None:
+def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
     """Set score and metrics of every sample, on every rank, by a function of texts that each rank calls for its share
-    (all-gather of objects over the world). If it fails on one rank, UserError on every rank alike."""
+    (all-gather of objects over the world). If it fails on one rank, UserError on every rank alike.
+
+    A response that ends with one of `stop_ids` ended by itself; one that was cut, or met a stop text, did not."""
     mine = my_slice(samples)
     prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
     responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
-    finished = [sample.response_ids[-1:] == [tokenizer.eos_token_id] for sample in mine]  # not cut, nor by a stop text
+    finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
     problem, results = None, []
     try:
         scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished)
@@ -101,25 +103,27 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer) -> None:
 # --- micro-batches
 
 
-def collate_samples(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
+def collate_samples(
+    samples: list[dict], pad_token_id: int, packed: bool, scoring_pad: Optional[int] = None
+) -> dict[str, torch.Tensor]:
     """A micro-batch of samples, padded or packed; labels are the response tokens.
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of its sample in the
     micro-batch; response_index, the place of the label in the flat vector; is_last, 1 where a reward model scores it (see
-    `answers.scored_position`; the reward is that of the last response token all the same); loss_weights, see
+    `answers.scored_position`; its pad token is `scoring_pad` where that is another; the reward is that of the last response token all the same); loss_weights, see
     `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five are what a split over
     sequence-parallel ranks pads with 0, where no label is.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in ("sequence_ids", "response_index", "is_last")}
     weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
-    start = 0
+    start, scoring_pad = 0, pad_token_id if scoring_pad is None else scoring_pad
     for number, sample in enumerate(samples):
         row, first = (0, start) if packed else (number, 0)
         length, response = len(sample["input_ids"]), sample["response_length"]
         start += length
         extra["sequence_ids"][row, first : first + length] = number
-        extra["is_last"][row, first + scored_position(sample["input_ids"], pad_token_id)] = 1
+        extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
         # labels are shifted: the token at t predicts t + 1
         predicting = slice(first + length - response - 1, first + length - 1)
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)

@@ -19,7 +19,7 @@ BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
 FIRST_PAUSE_SECONDS = 0.5
 # score(prompts, responses, labels, finished) -> (scores, further metrics, each one number per response); finished: whether
-# the response ended with eos, which its text does not show
+# the response ended with a stop token, which its text does not show
 Scorer = Callable[[list[str], list[str], list, list[bool]], tuple[list[float], dict[str, list[float]]]]
 
 
