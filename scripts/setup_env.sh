@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Create .venv and install the trainer into it; does nothing when it is there already. Source it or run it.
-set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+( # on its own, so that a shell that sources this keeps its options
+set -euo pipefail
 PYTHON="${PYTHON:-python3}"
 STAMP="$ROOT/.venv/.installed"
 WANTED="$(cat "$ROOT/setup.py" "$ROOT/constraints.txt" | cksum)"
@@ -12,4 +13,6 @@ if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
     "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
     echo "$WANTED" > "$STAMP"
 fi
+)
+[[ $? == 0 ]] || { return 1 2>/dev/null || exit 1; }  # not `( ... ) ||`, within which set -e does nothing
 export PATH="$ROOT/.venv/bin:$PATH"

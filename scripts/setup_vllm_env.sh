@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Create .venv-vllm: the trainer beside vLLM for CPUs, in its tested version; does nothing when it is there already.
 # Source it or run it. On a machine with CUDA, `pip install -e .[vllm]` into the usual environment is enough.
-set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="${PYTHON:-python3}"
 VENV="$ROOT/.venv-vllm"
+( # on its own, so that a shell that sources this keeps its options
+set -euo pipefail
+PYTHON="${PYTHON:-python3}"
 WANTED="$(cat "$ROOT/setup.py" "$ROOT/constraints.txt" "${BASH_SOURCE[0]}" | cksum)"
 if [[ ! -f "$VENV/.installed" || "$(cat "$VENV/.installed")" != "$WANTED" ]]; then
     echo "installing into $VENV (a few minutes, once)"
@@ -28,4 +29,6 @@ PYTHON
     "$VENV/bin/pip" install --quiet -c "$VENV/constraints.txt" -r "$VENV/requirements.txt" -e "$ROOT" pytest hypothesis
     echo "$WANTED" > "$VENV/.installed"
 fi
+)
+[[ $? == 0 ]] || { return 1 2>/dev/null || exit 1; }  # not `( ... ) ||`, within which set -e does nothing
 export PATH="$VENV/bin:$PATH"

@@ -7,6 +7,7 @@ A new layout is one more line in LAYOUTS.
 
 import argparse
 import itertools
+import math
 import random
 import sys
 import tempfile
@@ -83,6 +84,7 @@ def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str
         own, rows = read_steps(folder / source)[SAVED_AT:], read_steps(folder / f"{source}-to-{target}")
         assert [row["step"] for row in rows] == list(range(SAVED_AT + 1, STEPS + 1)), (source, target)
         assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in expected], (source, target)
+        assert all(math.isfinite(row["loss"]) for row in rows), (source, target)  # max() passes over what is not
         worst = max(abs(row["loss"] - other["loss"]) / other["loss"] for row, other in zip(rows, expected))
         same = all(row[key] == other[key] for row, other in zip(rows, own) for key in ("loss", "grad_norm", "lr"))
         results[source, target] = (worst, same)

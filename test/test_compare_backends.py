@@ -241,6 +241,15 @@ def test_where_a_step_stands_twice_the_later_row_counts(tmp_path):
     assert run.param_dtype == "bf16"
 
 
+def test_what_an_earlier_life_did_is_no_part_of_a_run(tmp_path):
+    """A run that was killed after step 3, resumed at step 1 and left after step 2; then one that began anew."""
+    rows = [START, *[step_row(step, 9.0) for step in (1, 2, 3)], {"event": "resume", "step": 1}, step_row(2, 2.5)]
+    run = read_run("a", write_rows(tmp_path / "a.jsonl", rows))
+    assert {step: row.loss for step, row in run.steps.items()} == {1: 9.0, 2: 2.5}
+    run = read_run("b", write_rows(tmp_path / "b.jsonl", [*rows, START, step_row(1, 3.0)]))
+    assert {step: row.loss for step, row in run.steps.items()} == {1: 3.0}
+
+
 TEXT_LOG = (
     "W0101 some warning about step 7\n"
     "train:   0%|          | 0/20 [00:00<?, ?it/s]\r"

@@ -183,6 +183,25 @@ def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
     assert (plain - expected).norm() > 1e-2 * expected.norm()  # the adapter does something
 
 
+def test_an_adapter_of_another_depth_does_not_fit(runs, shared_data, tmp_path):
+    source = f"{shared_data}/models/stories260K-hf"
+    shutil.copytree(source, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(tmp_path / "base")
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.cli.merge_lora",
+        str(tmp_path / "base"),
+        str(runs / "fsdp2-dp2" / "model"),
+    ]
+    code, output = run_process([*command, str(tmp_path / "merged")])
+    assert code == 2 and "error: ADAPTER:" in output and "does not fit" in output, output[-3000:]
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_reward_model_is_merged_with_its_head(runs, shared_data, tmp_path):
     folder = runs / "train_rm-z3-dp2"
     merge(f"{shared_data}/models/stories260K-hf", folder / "model", tmp_path / "merged")

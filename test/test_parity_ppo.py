@@ -6,6 +6,7 @@ else is compared has the tolerances of test_parity.py. Each run also evaluates, 
 """
 
 import json
+import math
 import random
 import sys
 
@@ -120,7 +121,9 @@ def differences(run, reference) -> dict[str, float]:
     for row, expected in zip(steps, expected_steps):
         for key in expected.keys() - {"step"}:
             scale = max(abs(expected[key]), row["advantage_abs"]) if key == "loss" else abs(expected[key])
-            worst[key] = max(worst.get(key, 0.0), abs(row[key] - expected[key]) / scale)
+            difference = abs(row[key] - expected[key]) / scale
+            assert math.isfinite(difference), (row["step"], key)  # max() would pass over it
+            worst[key] = max(worst.get(key, 0.0), difference)
     return worst
 
 

@@ -11,8 +11,9 @@ import kill_test
 import pytest
 import resume_matrix
 import torch
-from launch import ROOT, read_rows, read_steps, run_process, torchrun
+from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from trainer.datasets.demo import make_demo
 from trainer.strategies import checkpoint_store as store
@@ -270,3 +271,24 @@ def test_random_states_come_back_through_json():
     first = [draw() for _ in range(5)]
     restore_random_states(states, torch.device("cpu"))
     assert [draw() for _ in range(5)] == first
+
+
+def test_copies_of_hybrid_sharding_are_those_of_the_checkpoint(folder):
+    """ZeRO 3 gathers weights of more than 100,000 elements from copies within a group of replicas; none is older than the
+    checkpoint."""
+    config = Qwen3Config(
+        vocab_size=304, hidden_size=320, intermediate_size=640, num_hidden_layers=1, num_attention_heads=5,
+        num_key_value_heads=5, head_dim=64, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "wide")
+    AutoTokenizer.from_pretrained(folder / "demo/model").save_pretrained(folder / "wide")
+    layout = ["--backend", "deepspeed", "--zero_stage", "3", "--dp_replicate_size", "2", "--no_save"]
+    line = [
+        *flags(folder, "wide-run", *layout, "--max_steps", "4", "--save_steps", "2"),
+        "--pretrain",
+        f"{folder}/wide",
+    ]
+    again = ["--load_checkpoint", f"{folder}/wide-run/checkpoints/step_2", "--output_dir", f"{folder}/wide-again"]
+    train_many(2, [line, [*line, *again]], folder, timeout=300)
+    assert curve(folder / "wide-again") == curve(folder / "wide-run", start=2)

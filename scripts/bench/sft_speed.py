@@ -105,7 +105,7 @@ def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
     rows = [row for row in rows if "step_time" in row]
     # train_sft writes the speed itself; its "tokens" are those with a loss
     speeds = [row.get("tokens_per_second") or row["tokens"] / row["step_time"] for row in rows[WARM_UP:]]
-    tenths = statistics.quantiles([row["step_time"] for row in rows[WARM_UP:]], n=10)
+    tenths = statistics.quantiles([row["step_time"] for row in rows[WARM_UP:]], n=10, method="inclusive")
     return {
         "tokens_per_second": statistics.median(speeds),
         "step_time_p90_over_p10": tenths[-1] / tenths[0],

@@ -38,7 +38,11 @@ def merged_model(base: str, source: str):
     if hasattr(config, "quantization_config"):  # of --load_in_4bit; what is merged is the base as it was before
         del config.quantization_config
     try:
-        model = auto_class.from_pretrained(base, config=config, dtype=torch.float32)
+        model, info = auto_class.from_pretrained(base, config=config, dtype=torch.float32, output_loading_info=True)
+        odd = {name for kind in ("missing_keys", "unexpected_keys") for name in info[kind]}
+        odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
+        if odd:
+            raise ValueError(f"{len(odd)} weights that one has and the other lacks, such as {min(odd)}")
         model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise UserError("ADAPTER", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None

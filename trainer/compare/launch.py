@@ -38,6 +38,7 @@ class Job:
     command: Callable[[], list[str]]
     log: Path
     environment: dict[str, str]
+    num_sharing: int = 1  # configurations that it runs, each with its time
 
 
 @dataclass
@@ -75,7 +76,8 @@ def shared_job(configurations: list[Configuration], train_args: list[str], outpu
     def command() -> list[str]:
         return [*_torchrun(nproc, free_port()), "-m", "trainer.compare.many_runs", str(lines)]
 
-    return Job(name, command, output_dir / f"{name}.log", dict(os.environ) | {"OMP_NUM_THREADS": "1"})
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    return Job(name, command, output_dir / f"{name}.log", environment, num_sharing=len(configurations))
 
 
 def training_command(configuration: Configuration, train_args: list[str], output_dir: Path, port: int) -> list[str]:
@@ -136,6 +138,7 @@ def _start(job: Job, cwd: Path) -> _Running:
 
 def _poll(entry: _Running, timeout: float) -> Outcome | None:
     code, seconds = entry.process.poll(), time.monotonic() - entry.started
+    timeout *= entry.job.num_sharing
     if code is None and seconds < timeout:
         return None
     if code is None:

@@ -72,6 +72,8 @@ def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
             continue
         where = f"{path} line {number}"
         row = _parse_json(where, line)
+        if row.get("event") in ("start", "resume"):  # what an earlier life did beyond it is no part of this run
+            rows = {step: kept for step, kept in rows.items() if step <= row.get("step", 0)}
         if "event" in row or ("loss" not in row and any(name.startswith("eval_") for name in row)):
             continue
         step = row.get("step")

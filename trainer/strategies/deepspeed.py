@@ -316,7 +316,11 @@ class DeepspeedStrategy:
 
         offload = offload and self.device.type != "cpu"
         if self.zero_stage < 3 and self.sizes.tp == 1:
-            model = model.to(dtype=self.param_dtype).eval()
+            for parameter in filter(torch.is_floating_point, model.parameters()):
+                parameter.data = parameter.data.to(
+                    self.param_dtype
+                )  # not the RoPE tables: the trained model's are fp32
+            model.eval()
             return keep_on_host(model, self.device) if offload else model.to(device=self.device)
         # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
         config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
@@ -454,7 +458,7 @@ class DeepspeedStrategy:
         checkpoint.save_pretrained(
             self.iter_full_params(model), module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes
         )
-        dist.barrier()
+        ranks.wait_for_all()
 
     # --- checkpoints
 
@@ -573,6 +577,7 @@ class DeepspeedStrategy:
             if kept:
                 kept[0].partition(kept)
                 kept[0].all_gather(kept)
+            optimizer.invalidate_secondary_tensor()  # hpZ gathers from copies, which would keep the old values
 
     # --- helpers that know the mesh
     setup_dataloader = setup_dataloader  # in the same words on both, see `data_order`

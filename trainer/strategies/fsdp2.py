@@ -270,7 +270,7 @@ class FSDP2Strategy:
         checkpoint.save_pretrained(
             self.iter_full_params(model), model, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes
         )
-        dist.barrier()
+        ranks.wait_for_all()
 
     # --- checkpoints
 

@@ -7,6 +7,8 @@ small operations of the whole process then take several times as long.
 """
 
 import builtins
+import datetime
+import functools
 from collections.abc import Callable
 from typing import Optional
 
@@ -59,10 +61,23 @@ def broadcast_object(strategy, value):
     return box[0]
 
 
+def wait_for_all() -> None:
+    """A barrier for work that takes rank 0 alone as long as it may: downloads, tokenization, writing. NCCL's watchdog ends
+    ranks that wait for ten minutes, gloo those that wait for thirty; theirs are for training, where a hang is one."""
+    if dist.get_world_size() > 1:
+        dist.barrier(group=_patient_group(dist.group.WORLD))
+
+
+@functools.cache
+def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+
+
 def rank_0_first(strategy, build: Callable):
     """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+    wait_for_all()  # makes its group while all ranks are here
     value = build() if strategy.is_rank_0() else None
-    dist.barrier()
+    wait_for_all()
     return value if strategy.is_rank_0() else build()
 
 
@@ -70,7 +85,7 @@ def rank_0_alone(strategy, act: Callable) -> None:
     """`act()` on rank 0 while all others wait."""
     if strategy.is_rank_0():
         act()
-    dist.barrier()
+    wait_for_all()
 
 
 def print(strategy, *values) -> None:
