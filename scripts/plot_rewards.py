@@ -8,11 +8,15 @@ from matplotlib.figure import Figure
 
 
 def read(run: str) -> tuple[list[tuple], list[tuple]]:
-    """((step, mean reward of the samples), (step, held-out accuracy)) of a run; where a step stands twice, the later row."""
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    sampled = {row["step"]: row["reward"] for row in rows if "loss" in row}
-    held_out = {row["step"]: row["eval_reward"] for row in rows if "eval_reward" in row}
-    return sorted(sampled.items()), sorted(held_out.items())
+    """((step, mean reward of the samples), (step, held-out accuracy)) of a run, without what a resume took back."""
+    rows = []
+    for row in map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()):
+        if row.get("event") in ("start", "resume"):
+            rows = [kept for kept in rows if kept["step"] <= row.get("step", 0)]
+        rows += [row] * ("event" not in row)
+    sampled = [(row["step"], row["reward"]) for row in rows if "loss" in row]
+    held_out = [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
+    return sampled, held_out
 
 
 def main(path: str, runs: list[str]) -> None:

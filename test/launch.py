@@ -84,8 +84,13 @@ def train_many_with_trl(runs: list[dict], folder: Path) -> None:
 
 
 def read_steps(run_folder: Path) -> list[dict]:
-    """The step rows of a run's metrics.jsonl; where a resumed run repeated a step, the later row."""
-    rows = {row["step"]: row for row in read_rows(run_folder) if "loss" in row}
+    """The step rows of a run's metrics.jsonl; those beyond where a later start or resume took over do not count."""
+    rows = {}
+    for row in read_rows(run_folder):
+        if row.get("event") in ("start", "resume"):
+            rows = {step: kept for step, kept in rows.items() if step <= row.get("step", 0)}
+        if "loss" in row:
+            rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
 
 

@@ -48,6 +48,15 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
+def test_whole_texts_have_no_mean_over_the_answer(tokenizer):
+    rows = [{"chosen": "2 1 1 2", "rejected": "2 1 2 1"}]
+    with pytest.raises(UserError, match="--prompt_key: missing with --loss simpo"):
+        tokenize(tokenizer, rows, mean_flag="--loss simpo")
+    assert tokenize(tokenizer, rows)[1].num_samples == 1
+    with_prompts = [{"prompt": "Sort: 2 1", "chosen": " 1 2", "rejected": " 2 1"}]
+    assert tokenize(tokenizer, with_prompts, mean_flag="--loss simpo")[1].num_samples == 1
+
+
 def test_plain_texts(tokenizer):
     pairs, ledger = tokenize(tokenizer, [{"prompt": "Sort: 2 1", "chosen": " 1 2", "rejected": " 2 1"}])
     assert texts(tokenizer, pairs[0]) == [

@@ -14,8 +14,8 @@ def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
         raise UserError("--max_tokens_per_micro_batch", found, "--packing_samples or --micro_train_batch_size")
 
 
-def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=None):
-    """(tokenized pairs, ledger) of --dataset or --eval_dataset."""
+def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=None, mean_flag=None):
+    """(tokenized pairs, ledger) of --dataset or --eval_dataset; see `tokenize_preference`."""
     from trainer.datasets.preference import tokenize_preference
 
     return tokenize_preference(
@@ -26,6 +26,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
         chosen_key=args.chosen_key,
         rejected_key=args.rejected_key,
         margin_key=margin_key,
+        mean_flag=mean_flag,
         input_template=args.input_template,
         apply_chat_template=args.apply_chat_template,
         max_len=args.max_len,

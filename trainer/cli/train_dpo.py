@@ -80,24 +80,8 @@ def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
 
     if args.loss == "kto":
         return load_unpaired(args, tokenizer, names, split, flag)
-    loaded = load_pairs(args, tokenizer, names, split, flag)  # which checks the keys
-    if args.loss in REFERENCE_FREE or args.nll_loss_coef:
-        mean = f"--loss {args.loss}" if args.loss in REFERENCE_FREE else "--nll_loss_coef"
-        _refuse_whole_texts(args, tokenizer, names, split, flag, mean)
-    return loaded
-
-
-def _refuse_whole_texts(args: DPOArguments, tokenizer, names: str, split: str, flag: str, mean: str) -> None:
-    """Whole texts do not show where the answer begins, and `mean`, per token of it, would take in the prompt; that cancels
-    in differences of sums alone."""
-    from trainer.datasets.answers import answer_options
-
-    rows, keys = common.load_flag_rows(args, names, split, flag), (args.chosen_key, args.rejected_key)
-    given = args.prompt_key, keys, args.input_template, args.apply_chat_template, args.max_len
-    options = answer_options(rows, tokenizer, *given)
-    if options.prompt_key is None and not options.chat:
-        found = f"missing with {mean}, which takes means over the answer's tokens, and whole texts in {flag}"
-        raise UserError("--prompt_key", found, "the column of the prompt; or conversations")
+    mean_flag = f"--loss {args.loss}" if args.loss in REFERENCE_FREE else "--nll_loss_coef" * bool(args.nll_loss_coef)
+    return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag or None)
 
 
 def make_loss(args: DPOArguments, config, reference, sp_group):

@@ -26,8 +26,6 @@ CHUNK_BYTES = 64 << 20
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 SPACE = re.compile(r"[ \t\r\n]*")
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # dates of Arrow's, if of other sets
-
-
 DECODER = json.JSONDecoder()
 
 

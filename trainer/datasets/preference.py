@@ -58,13 +58,16 @@ def tokenize_preference(
     apply_chat_template: bool,
     max_len: int,
     num_proc: int | None = None,
+    mean_flag: str | None = None,
 ) -> tuple["Dataset", PreferenceLedger]:
     """Pairs in row order, and the ledger; cached on disk by rows, tokenizer and options.
 
     The prompt is a text or a list of messages, each answer a text or a list of messages behind it. Without a prompt
     column both answers are whole conversations that share all but their last message. Any list of messages, or
     apply_chat_template, means the chat template; else prompt (put into input_template), answer, eos. The mask is on the
-    answer (its last turn). Each side is cut on the right to max_len tokens; a cut side gets no eos.
+    answer (its last turn). Each side is cut on the right to max_len tokens; a cut side gets no eos. Whole texts, which do not show
+    where the answer begins, are refused where `mean_flag` names a flag that takes means over the answer's tokens: they
+    would take in the prompt, which cancels in differences of sums alone.
 
     Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
     both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
@@ -76,6 +79,9 @@ def tokenize_preference(
     options = answer_options(
         rows, tokenizer, prompt_key, (chosen_key, rejected_key), input_template, apply_chat_template, max_len
     )
+    if mean_flag and options.prompt_key is None and not options.chat:
+        found = f"missing with {mean_flag}, which takes means over the answer's tokens, and whole texts in {flag}"
+        raise UserError("--prompt_key", found, "the column of the prompt; or conversations")
     pairs = map_cached(
         rows,
         _tokenize_row,

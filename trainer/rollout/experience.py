@@ -110,8 +110,8 @@ def collate_samples(
 
     Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of its sample in the
     micro-batch; response_index, the place of the label in the flat vector; is_last, 1 where a reward model scores it (see
-    `answers.scored_position`; its pad token is `scoring_pad` where that is another; the reward is that of the last response token all the same); loss_weights, see
-    `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five are what a split over
+    `answers.scored_position`; its pad token is `scoring_pad` where that is another; the reward is that of the last response
+    token all the same); loss_weights, see `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five are what a split over
     sequence-parallel ranks pads with 0, where no label is.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.errors import UserError
+from trainer.strategies import ranks
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 
@@ -97,6 +98,8 @@ def start_process_group(device: torch.device, dist_backend: str, host_tensors: b
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() > 1:
+        ranks.make_patient_group(dist.group.WORLD)
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,17 @@ def wait_for_all() -> None:
     """A barrier for work that takes rank 0 alone as long as it may: downloads, tokenization, writing. NCCL's watchdog ends
     ranks that wait for ten minutes, gloo those that wait for thirty; theirs are for training, where a hang is one."""
     if dist.get_world_size() > 1:
-        dist.barrier(group=_patient_group(dist.group.WORLD))
+        dist.barrier(group=make_patient_group(dist.group.WORLD))
 
 
 @functools.cache
-def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of `wait_for_all`; its first call is made where all ranks arrive together."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
 def rank_0_first(strategy, build: Callable):
     """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
-    wait_for_all()  # makes its group while all ranks are here
     value = build() if strategy.is_rank_0() else None
     wait_for_all()
     return value if strategy.is_rank_0() else build()
