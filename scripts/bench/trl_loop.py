@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 
 import torch
 from datasets import Dataset
@@ -26,6 +27,11 @@ FASTEST_ON_CPU = {
 }  # fmt: skip
 
 
+def peak_memory() -> int:
+    """Bytes: the device's on CUDA, else the process's."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else host_peak_memory_bytes()
+
+
 class StepTimes(TrainerCallback):
     """A row for each optimizer step; the time runs from one step's end to the next one's, data included."""
 
@@ -36,9 +42,11 @@ class StepTimes(TrainerCallback):
         self.last = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         now = time.perf_counter()
         row = {"step": state.global_step, "tokens": self.tokens[state.global_step - 1], "step_time": now - self.last}
-        self.rows.append(row | {"peak_memory_bytes": host_peak_memory_bytes()})
+        self.rows.append(row | {"peak_memory_bytes": peak_memory()})
         self.last = now
 
 
@@ -53,6 +61,9 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
     rows = [{"input_ids": list(s["input_ids"]), "completion_mask": list(s["loss_mask"])} for s in chosen]
     lengths = [len(row["input_ids"]) for row in rows]
     times = StepTimes([sum(lengths[first : first + size]) for first in range(0, len(rows), size)])
+    on_cuda = args.device != "cpu" and torch.cuda.is_available()
+    hardware = {"bf16": args.param_dtype == "bf16", "use_cpu": not on_cuda}  # bf16: by autocast, weights stay fp32
+    hardware["use_liger_kernel"] = on_cuda and find_spec("liger_kernel") is not None
     config = SFTConfig(
         output_dir=args.output_dir,
         per_device_train_batch_size=micro_size,
@@ -64,7 +75,7 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
         max_length=args.max_len,
         train_sampling_strategy="sequential",
         torch_compile=args.compile,
-        **FASTEST_ON_CPU,
+        **FASTEST_ON_CPU | hardware,
     )
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
     SFTTrainer(
