@@ -179,7 +179,8 @@ def plot(results: dict[str, dict[str, list[dict]]], path: Path) -> None:
         medians = [statistics.median(f["tokens_per_second"] for f in figures) for figures in found.values()]
         axes.barh(list(found), medians, color=["C0" if name.startswith("train_sft") else "C7" for name in found])
         axes.invert_yaxis()
-        axes.set(title=TITLES[job], xlabel="tokens/s")
+        axes.set_title(TITLES[job], fontsize="medium")
+        axes.set(xlabel="tokens/s")
     figure.savefig(path, dpi=110)
 
 
