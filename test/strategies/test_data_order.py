@@ -1,8 +1,11 @@
 """Which samples form which batch: every sample once, on any layout, and no micro-batch over its bound."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from trainer.datasets.packing import best_fit_bins
 from trainer.errors import UserError
@@ -66,6 +69,21 @@ def test_best_fit_leaves_no_two_bins_that_would_fit_in_one(lengths):
     assert sorted(i for bin in bins for i in bin) == list(range(len(lengths)))
     loads = sorted(sum(lengths[i] for i in bin) for bin in bins)
     assert len(loads) < 2 or loads[0] + loads[1] > 60
+
+
+def test_rows_packed_of_gsm8k_are_full(shared_data):
+    """Rows of 2048 tokens, of whole epochs and of shuffled batches of 512: 99.4 % and 98.0 % when this was written."""
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/gpt2")
+    lines = [json.loads(line) for line in (shared_data / "gsm8k/train.jsonl").read_text("utf-8").splitlines()]
+    lengths = [len(ids) + 1 for ids in tokenizer([row["question"] + row["answer"] for row in lines])["input_ids"]]
+    order = epoch_order(len(lengths), seed=0, epoch=0, shuffle=True)
+    for size, least in ((len(order), 0.99), (512, 0.97)):
+        for start in range(0, len(order) - size + 1, size):
+            items = order[start : start + size]
+            rows = cut_micro_batches(items, lengths, micro_batch_size=1, max_tokens=None, packed_capacity=2048)
+            assert sorted(item for row in rows for item in row) == sorted(items)
+            assert all(sum(lengths[item] for item in row) <= 2048 for row in rows)
+            assert sum(lengths[item] for item in items) >= least * 2048 * len(rows)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
