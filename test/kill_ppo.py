@@ -20,7 +20,7 @@ from killing_reward import PHASES
 from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.datasets.demo import make_demo
-from trainer.rollout.store import read_rollouts
+from trainer.rollout.rollouts_file import read_rollouts
 
 STEPS, SAVE_STEPS = 16, 4  # two steps to a rollout: every second one is followed by a checkpoint
 SAME = (

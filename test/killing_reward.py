@@ -22,7 +22,7 @@ PHASES = {
     "logprobs": ("training/ppo.py", "add_log_probs"),
     "train": ("training/loop.py", "forward_backward"),
     "sync": ("rollout/sync.py", "sync_weights"),
-    "save": ("strategies/checkpoint_pieces.py", "write_pieces"),
+    "save": ("checkpoints/shards.py", "write_shards"),
 }
 
 

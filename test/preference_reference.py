@@ -21,9 +21,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
 from reference import add_lora, dump, trained
 
+from trainer.datasets.global_batches import epoch_order
 from trainer.datasets.templates import load_chat_template
 from trainer.models.reward import make_initial_reward_model
-from trainer.strategies.data_order import epoch_order
 
 
 def balance_loss(model, ids: list[int]) -> torch.Tensor:

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.cli.train_sft import load_data, parse
+from trainer.datasets.global_batches import epoch_order
 from trainer.datasets.templates import load_chat_template
-from trainer.strategies.data_order import epoch_order
 
 
 def sample_loss(model, sample: dict) -> torch.Tensor:

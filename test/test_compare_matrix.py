@@ -16,6 +16,7 @@ from trainer.compare.launch import (
     Job,
     Outcome,
     configuration_job,
+    error_of_run,
     kill_tree,
     last_error,
     reference_job,
@@ -23,6 +24,7 @@ from trainer.compare.launch import (
     training_command,
 )
 from trainer.compare.logs import Run, read_run
+from trainer.compare.many_runs import RUN_BEGINS
 from trainer.compare.matrix import (
     QUICK,
     Configuration,
@@ -207,6 +209,17 @@ def test_kill_tree_of_a_process_that_ended_is_harmless():
 def test_the_line_that_says_why_is_found(tmp_path, log, told):
     (tmp_path / "a.log").write_text(log)
     assert last_error(tmp_path / "a.log", 3) == told
+
+
+def test_each_run_of_a_shared_launch_is_told_its_own_error(tmp_path):
+    """A refusal of tp must not be printed under the ring configuration that comes after it."""
+    log = tmp_path / "2-ranks.log"
+    refused = "error: --tensor_parallel_size: 3 does not divide heads [--tensor_parallel_size 3]"
+    runs = [f"{RUN_BEGINS.format(number)}\n" for number in range(3)]
+    log.write_text(f"{runs[0]}{refused}\n{runs[1]}step 1/2\n{runs[2]}RuntimeError: no ring\nRuntimeError: no ring\n")
+    assert error_of_run(log, 0) == refused.removeprefix("error: ")
+    assert error_of_run(log, 2) == "RuntimeError: no ring"
+    assert error_of_run(log, 3) is None
 
 
 def test_a_matrix_whose_plain_loop_fails_is_an_error(tmp_path, capsys, signals_kept):

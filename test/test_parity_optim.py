@@ -14,9 +14,12 @@ from test_parity import assert_same_steps, assert_same_tensors, command_line
 from tiny_models import make_model
 
 from trainer.errors import UserError
-from trainer.strategies import adamw_8bit, matrix_optimizers
+from trainer.optimizers.adamw_8bit import AdamW8bit
+from trainer.optimizers.build import build_optimizer
+from trainer.optimizers.muon import orthogonalized
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
+from trainer.strategies.options import StrategyOptions
 
 STEPS, SAVED_AT = 6, 3
 # of each number of ranks: the runs, and what goes on from a checkpoint of another layout
@@ -107,7 +110,7 @@ def test_another_optimizer_is_refused_at_a_checkpoint(runs, shared_data):
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
 def test_matrix_products_do_what_singular_values_say(shape):
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    found, expected = matrix_optimizers.orthogonalized(matrix).double(), svd_orthogonalized(matrix)
+    found, expected = orthogonalized(matrix).double(), svd_orthogonalized(matrix)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     assert 0.6 < torch.linalg.svdvals(found).median() < 1.3
 
@@ -115,7 +118,7 @@ def test_matrix_products_do_what_singular_values_say(shape):
 def test_muon_takes_matrices_of_layers_alone():
     model = make_model("qwen3")
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    groups = matrix_optimizers.build("muon", model, **options).param_groups
+    groups = build_optimizer("muon", model, **options).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken = {names[id(parameter)] for group in groups if group["is_matrix"] for parameter in group["params"]}
     assert taken == {name for name in names.values() if ".layers." in name and name.endswith("_proj.weight")}
@@ -132,16 +135,16 @@ def test_muon_takes_matrices_of_layers_alone():
 )
 def test_it_is_refused_where_no_matrix_is_at_hand(strategy, options):
     with pytest.raises(UserError, match="--optim"):
-        strategy(optim="muon", **options)
+        strategy(StrategyOptions(optim="muon", **options))
 
 
 def test_adafactor_refuses_the_betas_that_it_has_not():
     with pytest.raises(UserError, match="--adam_betas"):
-        matrix_optimizers.build("adafactor", make_model("llama"), lr=1.0, betas=(0.8, 0.9), eps=1e-8, weight_decay=0)
+        build_optimizer("adafactor", make_model("llama"), lr=1.0, betas=(0.8, 0.9), eps=1e-8, weight_decay=0)
 
 
 def test_8_bit_moments_of_cut_weights_are_those_of_whole_ones():
-    code, output = torchrun(4, str(ROOT / "test/strategies/adamw_8bit_checks.py"), timeout=180)
+    code, output = torchrun(4, str(ROOT / "test/optimizers/adamw_8bit_checks.py"), timeout=180)
     assert code == 0 and output.count("8 bits agree") == 4, output[-3000:]
 
 
@@ -152,7 +155,7 @@ def test_8_bit_adamw_is_adamw_with_rounded_moments(shape):
     own = torch.nn.Parameter(torch.randn(shape, generator=generator))
     plain = torch.nn.Parameter(own.detach().clone())
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = adamw_8bit.AdamW8bit([{"params": [own], "weight_decay": 0.1}], {id(own)}, **options)
+    optimizer = AdamW8bit([{"params": [own], "weight_decay": 0.1, "in_8_bits": True}], **options)
     reference = torch.optim.AdamW([plain], weight_decay=0.1, **options)
     for step in range(12):
         own.grad = torch.randn(shape, generator=generator) * torch.logspace(-4, 1, shape[1])

@@ -40,9 +40,9 @@ def write_rollouts(path, shared_data) -> None:
     importance weights of --tis_cap are not all 1."""
     from transformers import AutoTokenizer
 
+    from trainer.checkpoints.model_folder import SafetensorsFolder
     from trainer.rollout.hf import HFEngine
     from trainer.rollout.sampling import Sampling, sample_seed
-    from trainer.strategies.checkpoint import SafetensorsFolder
 
     folder = str(shared_data / "models/stories260K-hf")
     tokenizer = AutoTokenizer.from_pretrained(folder)

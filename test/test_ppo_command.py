@@ -496,7 +496,7 @@ def test_a_prompt_without_a_label_is_named_before_the_first_step(folder):
 def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, found):
     """Of prompts that are left, not of those that are not; and by no other reward."""
     from trainer.cli.train_ppo import load_data, parse
-    from trainer.models.actor import load_tokenizer
+    from trainer.models.model_loading import load_tokenizer
 
     path, tokenizer = folder / "labels.jsonl", load_tokenizer(str(folder / "demo/model"))
     rows = [{"q": "", "label": label}, {"q": "1", "label": "0"}, {"q": "2", "label": label}]
@@ -540,7 +540,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(folder):
 
 
 def test_rollouts_that_are_none(tmp_path):
-    from trainer.rollout.store import read_rollouts
+    from trainer.rollout.rollouts_file import read_rollouts
 
     path = tmp_path / "rollouts.jsonl"
     for text, expected in (("{}\n", "line 1: KeyError"), ("nothing\n", "line 1"), (None, "No such file")):

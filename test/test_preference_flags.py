@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from trainer.cli import train_dpo
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
-from trainer.models.actor import load_tokenizer
+from trainer.models.model_loading import load_tokenizer
 from trainer.training.load_balance import experts_per_token
 
 REFUSED = {

@@ -15,9 +15,9 @@ from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_man
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.demo import make_demo
-from trainer.strategies import checkpoint_store as store
-from trainer.training.schedule import UNSUPPORTED, build_scheduler
+from trainer.optimizers.build import UNSUPPORTED, build_scheduler
 
 SAMPLE, SEED = 12, 0
 
@@ -238,7 +238,7 @@ def test_out_of_memory_is_one_line_that_names_the_flags(folder):
 def test_every_scheduler_is_rebuilt_from_its_arguments_and_the_step():
     from transformers import SchedulerType
 
-    from trainer.strategies.run_state import set_scheduler_step
+    from trainer.checkpoints.run_state import set_scheduler_step
 
     def make(name):
         optimizer = torch.optim.AdamW([torch.zeros(1)], lr=3e-4)
@@ -261,7 +261,7 @@ def test_random_states_come_back_through_json():
 
     import numpy as np
 
-    from trainer.strategies.run_state import random_states, restore_random_states
+    from trainer.checkpoints.run_state import random_states, restore_random_states
 
     def draw():
         return random.gauss(0, 1), np.random.randn(), torch.randn(()).item()

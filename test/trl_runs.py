@@ -26,7 +26,7 @@ from trl.trainer.utils import pad
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.models.reward import make_initial_reward_model
-from trainer.rollout.store import read_rollouts
+from trainer.rollout.rollouts_file import read_rollouts
 
 
 def split_pair(pair: dict) -> dict:

@@ -1,9 +1,11 @@
 """metrics.jsonl, the one record of a run; wandb and TensorBoard mirror it, and one readable line goes to the terminal."""
 
 import json
+import math
 import os
 import resource
-from typing import Optional
+from dataclasses import dataclass
+from typing import Any, Optional
 
 from trainer.errors import UserError
 
@@ -83,6 +85,41 @@ class MetricsLog:
             self._wandb.finish()
 
 
+@dataclass(frozen=True)
+class MetricSum:
+    """A metric of a loss function: a sum, and what its mean over the global batch divides by.
+
+    `total` sums the values. `count` is their number where that is not the count of the loss. With `squares`, the sum of
+    the squared values, the standard deviation is reported too. All are tensors of one element, or floats.
+    """
+
+    total: Any
+    count: Any = None
+    squares: Any = None
+
+    def parts(self) -> list:
+        """The numbers that add up over micro-batches and ranks."""
+        return [value for value in (self.total, self.count, self.squares) if value is not None]
+
+    def with_parts(self, numbers: list) -> "MetricSum":
+        """The same kind of metric with other numbers, in the order of `parts`."""
+        given = iter(numbers)
+        return MetricSum(*(None if v is None else next(given) for v in (self.total, self.count, self.squares)))
+
+    def __add__(self, other: "MetricSum") -> "MetricSum":
+        return self.with_parts([a + b for a, b in zip(self.parts(), other.parts())])
+
+    def means(self, name: str, default_count: float) -> dict[str, float]:
+        """{name: mean}, and {name_std: standard deviation}; nothing where the count is 0."""
+        count = default_count if self.count is None else self.count
+        if not count:
+            return {}
+        mean = self.total / count
+        if self.squares is None:
+            return {name: mean}
+        return {name: mean, f"{name}_std": math.sqrt(max(self.squares / count - mean**2, 0.0))}
+
+
 class Rows:
     """The rows of steps in memory, instead of a log."""
 
@@ -118,3 +155,22 @@ def step_line(row: dict, total_steps: int) -> str:
         f"grad_norm {row['grad_norm']:.9g} | lr {row['lr']:.3e} | tokens {row['tokens']} | "
         f"{row['step_time']:.2f} s | {row['tokens_per_second']:.0f} tok/s"
     )
+
+
+# dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def peak_flops(device_name: str) -> Optional[float]:
+    """Dense bf16 FLOP/s of a GPU; None where it is not known."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def flops_per_token(config, num_params: float, mean_length: float) -> float:
+    """Training FLOPs per token of a transformers `config`: 6 N + 6 L d s for causal attention.
+
+    The formula is that of PaLM (Chowdhery et al. 2022, appendix B); causal attention needs half of its second term.
+    """
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 6 * num_params + 6 * text.num_hidden_layers * text.num_attention_heads * head_dim * mean_length

@@ -92,7 +92,7 @@ class AdvantageArguments:
     gamma: float = arg(1.0, "discount", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
-    policy_loss: Literal["ppo", "reinforce", "gspo", "cispo"] = arg("ppo", "see trainer/models/policy_loss.py")
+    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, cispo, or your own: trainer/models/policy_loss.py")
     loss_agg: Literal["token", "sequence", "fixed_length"] = arg(
         "token", "mean over tokens; over responses of their means; over responses of their sums / --generate_max_len"
     )

@@ -1,7 +1,7 @@
 """Flags of `train_rm` and `train_dpo` beside those that all training commands share (trainer.arguments)."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Optional
 
 from trainer.arguments import (
     BatchArguments,
@@ -34,8 +34,8 @@ class PreferenceDataArguments:
 class RewardArguments:
     """Reward model"""
 
-    loss: Literal["sigmoid", "logexp"] = arg(
-        "sigmoid", "-log sigmoid(chosen - rejected - margin), or log(1 + exp(...))"
+    loss: str = arg(
+        "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
     compute_fp32_loss: bool = arg(False, "reward head in fp32 whatever --param_dtype (the loss always is)")
     value_head_prefix: str = arg("score", "name of a reward head that --pretrain has; saved as `score`")
@@ -46,9 +46,7 @@ class RewardArguments:
 class PreferenceArguments:
     """Preference optimization"""
 
-    loss: Literal["dpo", "cdpo", "ipo", "hinge", "simpo", "orpo", "kto"] = arg(
-        "dpo", "see trainer/models/preference_loss.py"
-    )
+    loss: str = arg("dpo", "dpo, cdpo, ipo, hinge, simpo, orpo, kto, or your own: trainer/models/preference_loss.py")
     beta: float = arg(0.1, "strength of the preference; ipo: tau, orpo: lambda", type="PositiveFloat")
     label_smoothing: float = arg(0.0, "cdpo: probability that a label is wrong", type="ClosedUnitInterval")
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")

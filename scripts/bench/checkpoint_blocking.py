@@ -12,7 +12,10 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from trainer.checkpoints.run_state import MAIN, CheckpointForm
 from trainer.datasets.demo import make_demo
+from trainer.distributed.collectives import broadcast_object, max_over_all_ranks, rank_0_first
+from trainer.strategies.options import StrategyOptions
 
 
 def parse() -> argparse.Namespace:
@@ -38,12 +41,12 @@ def main() -> None:
         from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
     else:
         from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
-    strategy = Strategy(param_dtype="fp32", zero_stage=args.zero_stage, device=args.device, deterministic=False)
-    strategy.setup_distributed()
-    folder = strategy.broadcast_object(tempfile.mkdtemp(prefix="checkpoint-bench-"))
-    strategy.rank_0_first(
-        lambda: (make_demo(f"{folder}/demo"), make_model(f"{folder}/model", args.hidden_size, args.layers))
+    strategy = Strategy(
+        StrategyOptions(param_dtype="fp32", zero_stage=args.zero_stage, device=args.device, deterministic=False)
     )
+    strategy.setup_distributed()
+    folder = broadcast_object(tempfile.mkdtemp(prefix="checkpoint-bench-"))
+    rank_0_first(lambda: (make_demo(f"{folder}/demo"), make_model(f"{folder}/model", args.hidden_size, args.layers)))
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/demo/model")
     model = strategy.load_model(f"{folder}/model", AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-4)
@@ -54,7 +57,7 @@ def main() -> None:
     def step() -> float:
         started = time.perf_counter()
         loss = model(input_ids=input_ids).logits.float().logsumexp(-1).sum()
-        strategy.backward(loss, model, optimizer, num_targets=64, is_last=True)
+        strategy.backward(loss, model, num_targets=64, is_last=True)
         strategy.optimizer_step(optimizer, model, scheduler)
         return time.perf_counter() - started
 
@@ -68,13 +71,12 @@ def main() -> None:
         for number in range(args.count):
             started = time.perf_counter()
             target = f"{folder}/{name}_{number}"
-            pending = strategy.save_ckpt(
-                target, model, optimizer, scheduler, tokenizer, state={}, background=background
-            )
+            roles, form = {MAIN: (model, optimizer, scheduler)}, CheckpointForm(background=background)
+            pending = strategy.save_ckpt(target, roles, tokenizer, state={}, form=form)
             if not background:
                 pending.finish()
             blocked.append(time.perf_counter() - started)
-            while background and strategy.max_over_all_ranks([not pending.done()])[0]:
+            while background and max_over_all_ranks([not pending.done()], strategy.device)[0]:
                 steps.append(step())
             if background:
                 finishing = time.perf_counter()

@@ -3,7 +3,7 @@
     python scripts/bench/gpu_speed.py --data ../shared/data [--rounds 5] [--update docs/benchmarks.md]
 
 A random model of Qwen3 1.7B's shape, bf16 with fp32 master weights, 4096 tokens a sample, no gradient checkpointing; of the
-training FLOPs of `trainer.models.actor.flops_per_token`, the share of what products of 8192 x 8192 matrices reach in the same
+training FLOPs of `trainer.models.model_loading.flops_per_token`, the share of what products of 8192 x 8192 matrices reach in the same
 round. `--tiny` tries the bench itself on a CPU with a shape of seconds; its figures mean nothing.
 """
 
@@ -30,7 +30,7 @@ def make_model(folder: Path, tokenizer_folder: Path, shape: dict, length: int) -
     """Save a random model in bf16; returns its training FLOPs per token in rows of `length` tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-    from trainer.models.actor import flops_per_token
+    from trainer.metrics import flops_per_token
 
     config = Qwen3Config(**shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
-from trainer.models import linear_loss
+from trainer.models import linear_loss, token_losses
 from trainer.models.cpu_matmul import choose_cpu_matmul
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--chunk_bytes", type=int, default=linear_loss.CHUNK_BYTES)
+    parser.add_argument("--chunk_bytes", type=int, default=token_losses.CHUNK_BYTES)
     args = parser.parse_args()
     choose_cpu_matmul("auto")  # as in training
     chunk_rows = args.chunk_bytes // (4 * args.vocab)

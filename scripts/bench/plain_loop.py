@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
 from trainer.cli.train_sft import load_data, parse
+from trainer.datasets.global_batches import epoch_order
 from trainer.metrics import host_peak_memory_bytes
-from trainer.strategies.data_order import epoch_order
 
 
 def collate(samples: list[dict], pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -24,9 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.datasets.packing import collate_packed
 from trainer.datasets.sequence_split import split_micro_batch
-from trainer.models.actor import causal_lm_logits
-from trainer.models.loss import token_cross_entropy
-from trainer.models.ring_attention import register_ring_attention
+from trainer.models.attention.ring import register_ring_attention
+from trainer.models.token_losses import label_log_probs
 
 CONFIG = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -62,7 +61,7 @@ def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
         return tensor
 
     def forward() -> torch.Tensor:
-        return token_cross_entropy(causal_lm_logits(model, shard), shard["labels"])[0]
+        return -label_log_probs(model, shard).sum()
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -17,8 +17,8 @@ from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
 from trainer.cli.train_sft import load_data, parse
+from trainer.datasets.global_batches import epoch_order
 from trainer.metrics import host_peak_memory_bytes
-from trainer.strategies.data_order import epoch_order
 
 # of every trainer of TRL here: fp32, and nothing but the training itself
 FASTEST_ON_CPU = {

@@ -13,8 +13,10 @@ from checkpoint_blocking import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.datasets.demo import make_demo
+from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.rollout.hf import HFEngine
 from trainer.rollout.sync import sync_weights
+from trainer.strategies.options import StrategyOptions
 
 
 def main() -> None:
@@ -31,12 +33,10 @@ def main() -> None:
     else:
         from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
     layout = {"zero_stage": args.zero_stage, "tensor_parallel_size": args.tensor_parallel_size}
-    strategy = Strategy(param_dtype="fp32", **layout)
+    strategy = Strategy(StrategyOptions(param_dtype="fp32", **layout))
     strategy.setup_distributed()
-    folder = strategy.broadcast_object(tempfile.mkdtemp(prefix="sync-bench-"))
-    strategy.rank_0_first(
-        lambda: (make_demo(f"{folder}/demo"), make_model(f"{folder}/model", args.hidden_size, args.layers))
-    )
+    folder = broadcast_object(tempfile.mkdtemp(prefix="sync-bench-"))
+    rank_0_first(lambda: (make_demo(f"{folder}/demo"), make_model(f"{folder}/model", args.hidden_size, args.layers)))
     model = strategy.load_model(f"{folder}/model", AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

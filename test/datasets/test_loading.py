@@ -403,7 +403,7 @@ def test_faults_are_one_line_each_and_a_name_unknown_to_the_hub_says_both(tmp_pa
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     first, second = run.stdout.splitlines()
     assert first.startswith(f"--dataset {broken} line 2: broken JSON")
-    assert second.startswith("--dataset no/such-set: no such file or folder, and not to be had from the hub: ")
+    assert second.startswith("--dataset no/such-set: no such file or folder, and the hub does not give it: ")
     assert "Failed" not in run.stderr and "Generating" not in run.stderr  # no log line, no bar of the library
 
 

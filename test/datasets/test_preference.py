@@ -162,7 +162,7 @@ def test_collation_of_pairs():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_sums_by_sequence_survive_padding_packing_and_splitting(packed):
-    from trainer.models.log_probs import sum_by_sequence
+    from trainer.models.sequence_sums import sum_by_sequence
 
     whole = collate_pairs(PAIRS, 0, packed=packed)
     parts = [split_micro_batch(whole, rank, 2) for rank in range(2)]

@@ -5,12 +5,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.cli.entry import end_well
-from trainer.models import linear_loss
-from trainer.models.log_probs import token_entropies, token_log_probs
-from trainer.strategies.gradients import whole as whole_tensor
+from trainer.distributed.sharded_tensors import whole as whole_tensor
+from trainer.models import token_losses
+from trainer.models.token_losses import token_entropies, token_log_probs
 
 # default chunks of 6 tokens of 13 words: by the 7 and 6 words of the ranks, they would be of 11 and 13
-linear_loss.CHUNK_BYTES = 4 * 13 * 6
+token_losses.CHUNK_BYTES = 4 * 13 * 6
 mesh = init_device_mesh("cpu", (2,))
 for vocab in (12, 13):  # 13 words: 7 and 6 on the two ranks
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from trainer.cli.entry import end_well
 from trainer.datasets.sequence_split import split_micro_batch
-from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.token_losses import token_log_probs
 
 dist.init_process_group("gloo")
 group, rank = dist.group.WORLD, dist.get_rank()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.cli.common import validate_shared
 from trainer.cli.train_sft import parse
+from trainer.cli.training_command import validate_shared
 from trainer.errors import UserError
 from trainer.models import activations
 from trainer.models.activations import offload_layer_inputs, recompute_layers

@@ -9,6 +9,7 @@ from trainer.errors import UserError
 from trainer.models.compiled import compile_layers
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
+from trainer.strategies.options import StrategyOptions
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -27,7 +28,7 @@ def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
 )
 def test_it_is_refused_where_it_fails(strategy, options):
     with pytest.raises(UserError, match="--compile"):
-        strategy(compile=True, **options)
+        strategy(StrategyOptions(compile=True, **options))
 
 
 @pytest.mark.parametrize(
@@ -36,4 +37,4 @@ def test_it_is_refused_where_it_fails(strategy, options):
 )
 def test_reduce_once_is_refused_where_it_would_do_nothing(strategy, options):
     with pytest.raises(UserError, match="--reduce_once"):
-        strategy(reduce_once=True, **options)
+        strategy(StrategyOptions(reduce_once=True, **options))

@@ -5,8 +5,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trainer.models.actor import disable_dropout
 from trainer.models.lora import LoraOptions, add_adapter
+from trainer.models.model_loading import disable_dropout
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
 RATES = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "layerdrop": 0.5}
@@ -43,7 +43,7 @@ def test_a_model_in_training_gives_its_logits_in_evaluation(name):
 def test_an_adapter_that_comes_after_keeps_its_dropout():
     model = make("GPTNeoX")
     disable_dropout(model)
-    add_adapter(model, LoraOptions(rank=2, alpha=4, dropout=0.3), "base", seed=0)
+    add_adapter(model, LoraOptions(rank=2, alpha=4, dropout=0.3), "base")
     rates = {module.p for name, module in model.named_modules() if "lora_dropout.default" in name}
     assert rates == {0.3}
 

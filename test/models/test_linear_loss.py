@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from trainer.datasets.packing import IGNORE
-from trainer.models import linear_loss
+from trainer.models import linear_loss, token_losses
 from trainer.models.linear_loss import linear_nll, token_nll
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "num_attention_heads": 4}
@@ -85,11 +85,19 @@ def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(dtype):
     assert torch.equal(head.grad, grads[0][1])
 
 
-def loss_of(model, labels):
-    values, are_losses = token_nll(model, {"input_ids": torch.arange(40).view(2, 20) % 97, "use_cache": False}, labels)
-    if not are_losses:
-        values = F.cross_entropy(values.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORE)
-    return values.sum(), are_losses
+def loss_of(model, labels, monkeypatch):
+    """The loss, and whether `linear_loss` computed it from hidden states and head."""
+    asked = []
+
+    def noted(*args):
+        values, are_losses = token_nll(*args)
+        asked.append(are_losses)
+        return values, are_losses
+
+    monkeypatch.setattr(linear_loss, "token_nll", noted)
+    positions = torch.arange(20).repeat(2, 1)
+    batch = {"input_ids": torch.arange(40).view(2, 20) % 97, "position_ids": positions, "labels": labels}
+    return -token_losses.label_log_probs(model, batch).sum(), any(asked)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -98,13 +106,13 @@ def test_a_model_gives_the_same_loss_and_gradients_by_chunks(tied, monkeypatch):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied))
     labels = torch.randint(0, 97, (2, 20))
     labels[0, :7] = IGNORE
-    plain, are_losses = loss_of(model, labels)
+    plain, are_losses = loss_of(model, labels, monkeypatch)
     assert not are_losses  # so few logits are made as ever
     plain.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 5 * 97 * 4)
-    chunked, are_losses = loss_of(model, labels)
+    monkeypatch.setattr(token_losses, "CHUNK_BYTES", 5 * 97 * 4)
+    chunked, are_losses = loss_of(model, labels, monkeypatch)
     assert are_losses
     chunked.backward()
     torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=0)
@@ -116,8 +124,8 @@ def test_a_model_gives_the_same_loss_and_gradients_by_chunks(tied, monkeypatch):
 def test_a_model_that_changes_its_logits_keeps_the_plain_path(monkeypatch):
     model = AutoModelForCausalLM.from_config(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8))
     assert model.config.final_logit_softcapping
-    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 5 * 97 * 4)
-    assert not loss_of(model, torch.randint(0, 97, (2, 20)))[1]
+    monkeypatch.setattr(token_losses, "CHUNK_BYTES", 5 * 97 * 4)
+    assert not loss_of(model, torch.randint(0, 97, (2, 20)), monkeypatch)[1]
 
 
 def test_peak_memory_is_an_eighth_of_the_logits():

@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded, shifted_labels
-from trainer.models.actor import causal_lm_logits, resolve_attention
-from trainer.models.loss import token_cross_entropy
-from trainer.training.schedule import build_scheduler
+from trainer.models.attention.choice import resolve_attention
+from trainer.models.token_losses import causal_lm_logits, token_log_probs
+from trainer.optimizers.build import build_scheduler
+from trainer.training.sft import sft_loss
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,7 +43,7 @@ def test_labels_are_shifted_before_anything_is_cut():
 def test_an_empty_micro_batch_adds_nothing_and_gives_zero_gradients(collate):
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     batch = collate([], pad_token_id=0)
-    loss, count = token_cross_entropy(causal_lm_logits(model, batch), batch["labels"])
+    loss, count = sft_loss(model, batch)
     loss.backward()
     assert loss.item() == 0 and count.item() == 0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
@@ -58,8 +59,8 @@ def test_token_loss_is_the_sum_of_minus_log_softmax():
         for t in range(5)
         if labels[r, t] != IGNORE
     )
-    total, count = token_cross_entropy(logits, labels)
-    assert count.item() == 8
+    total = -token_log_probs(logits, labels).sum()
+    assert (labels != IGNORE).sum() == 8
     assert total.item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -73,7 +74,7 @@ def test_packed_documents_get_the_logits_and_gradients_they_get_alone(name):
     samples = [sample(torch.randint(0, 64, (n,)).tolist(), 1) for n in (1, 2, 9, 23, 40)]
     batch = collate_packed(samples, pad_token_id=0)
     logits = causal_lm_logits(packed_model, batch)
-    loss, _ = token_cross_entropy(logits, batch["labels"])
+    loss = -token_log_probs(logits, batch["labels"]).sum()
     loss.backward()
     start = 0
     for row in samples:

@@ -8,10 +8,17 @@ from tiny_models import make_model
 
 from trainer.datasets.preference import collate_pairs
 from trainer.models import preference_loss
-from trainer.models.actor import resolve_attention
-from trainer.models.log_probs import counts_here, sum_by_sequence, token_log_probs
-from trainer.models.preference_loss import AnswerLogProbs, reward_logexp_loss, reward_sigmoid_loss
-from trainer.training.dpo import PreferenceOptions, answer_log_probs, pair_losses
+from trainer.models.attention.choice import resolve_attention
+from trainer.models.preference_loss import (
+    AnswerLogProbs,
+    PreferenceOptions,
+    pair_losses,
+    reward_logexp_loss,
+    reward_sigmoid_loss,
+)
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.token_losses import token_log_probs
+from trainer.training.dpo import answer_log_probs
 
 W, L, REF_W, REF_L, LEN_W, LEN_L = -12.0, -15.5, -13.0, -14.25, 6.0, 9.0
 

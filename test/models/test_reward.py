@@ -13,9 +13,9 @@ from trainer.cli.serve_rm import RewardServer, ServeArguments
 from trainer.datasets.answers import collate_sequences
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
-from trainer.models.actor import resolve_attention
-from trainer.models.log_probs import sum_by_sequence
+from trainer.models.attention.choice import resolve_attention
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
+from trainer.models.sequence_sums import sum_by_sequence
 from trainer.rollout.experience import collate_samples
 
 

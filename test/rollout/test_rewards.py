@@ -17,7 +17,7 @@ from launch import run_process
 
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
-from trainer.models.actor import load_tokenizer
+from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.experience import Sample, score_by_texts
 from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards import function_scorer, remote_scorer

@@ -32,7 +32,7 @@ MAX_LEN = 256  # two blocks of the cache, so that there are prefixes to share
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
     """What the command sets up, see trainer/cli/ppo_roles.py."""
-    from trainer.strategies.mesh import start_process_group
+    from trainer.distributed.mesh import start_process_group
 
     os.environ.update(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

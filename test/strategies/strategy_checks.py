@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from trainer.checkpoints.model_folder import SafetensorsFolder, unwrapped
 from trainer.cli.entry import end_well
 from trainer.datasets.demo import make_demo
 from trainer.datasets.packing import collate_padded
-from trainer.strategies.checkpoint import SafetensorsFolder
+from trainer.strategies.options import StrategyOptions
 from trainer.training.loop import forward_backward
 from trainer.training.sft import sft_loss
 
 BACKEND = sys.argv[1]
 DEMO = sys.argv[2]
-STAGES = {"deepspeed": [0, 1, 2, 3], "fsdp2": [2, 3]}[BACKEND]
+STAGES = {"deepspeed": [0, 1, 2, 3], "fsdp2": [2, 3], "ddp": [None]}[BACKEND]
 
 
 class Samples(list):
@@ -55,9 +56,11 @@ def make(stage: int, dtype: str = "fp32", **options):
     """(strategy, model, optimizer, scheduler, loader) of the demo model on random samples."""
     if BACKEND == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
+    elif BACKEND == "ddp":
+        from ddp_strategy import DDPStrategy as Strategy
     else:
         from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
-    strategy = Strategy(param_dtype=dtype, zero_stage=stage, **options)
+    strategy = Strategy(StrategyOptions(param_dtype=dtype, zero_stage=stage, **options))
     strategy.setup_distributed()
     model = strategy.load_model(f"{DEMO}/model", AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-2)
@@ -87,7 +90,7 @@ def check_masters_and_buffers(stage: int) -> None:
     expected = dict(AutoModelForCausalLM.from_pretrained(f"{DEMO}/model").named_buffers())
     frozen = strategy.prepare(strategy.load_model(f"{DEMO}/model", AutoModelForCausalLM).requires_grad_(False))
     for module in (model, frozen):
-        for name, buffer in strategy.unwrap(module).named_buffers():
+        for name, buffer in unwrapped(module).named_buffers():
             assert buffer.dtype == expected[name].dtype and torch.equal(buffer.cpu(), expected[name]), name
     if BACKEND == "deepspeed" and stage == 0:
         return  # it trains under autocast, which rounds elsewhere
@@ -104,7 +107,7 @@ def check_small_bf16_updates(stage: int) -> None:
     scheduler.base_lrs = [1e-6 for _ in scheduler.base_lrs]
     before = full(strategy.iter_full_params(model))
     for _ in range(3):
-        forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+        forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)
         strategy.optimizer_step(optimizer, model, scheduler)
     after = full(strategy.iter_full_params(model))
     changed = sum(int((after[name] != before[name]).sum()) for name in before)
@@ -122,12 +125,12 @@ def check_not_finite(stage: int) -> None:
         return (loss * float("nan") if strategy.is_rank_0() else loss), count
 
     before = full(strategy.iter_full_params(model))
-    forward_backward(strategy, model, first_batch(loader), poisoned_loss, optimizer)
+    forward_backward(strategy, model, first_batch(loader), poisoned_loss, train=True)
     assert not math.isfinite(strategy.optimizer_step(optimizer, model, scheduler))
     after = full(strategy.iter_full_params(model))
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert scheduler.last_epoch == 0, "the schedule moved on a skipped step"
-    forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+    forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)
     assert math.isfinite(strategy.optimizer_step(optimizer, model, scheduler))
     trained = full(strategy.iter_full_params(model))
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
@@ -139,9 +142,9 @@ def check_ties_and_replicas(stage: int) -> None:
     """Tied embeddings are one parameter after training, and every rank holds the same full weights."""
     strategy, model, optimizer, scheduler, loader = make(stage)
     for _ in range(2):
-        forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+        forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)
         strategy.optimizer_step(optimizer, model, scheduler)
-    module = strategy.unwrap(model)
+    module = unwrapped(model)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     weights = full(strategy.iter_full_params(model))
     assert "lm_head.weight" not in weights
@@ -172,11 +175,11 @@ def check_save(stage: int) -> None:
 def check_offload_and_gradient_checkpointing(stage: int) -> None:
     """--adam_offload and --gradient_checkpointing change no number."""
     plain = make(stage)
-    loss = forward_backward(*plain[:2], first_batch(plain[4]), sft_loss, plain[2])[0]["loss"]
+    loss = forward_backward(*plain[:2], first_batch(plain[4]), sft_loss, train=True)[0]["loss"]
     expected = full(plain[0].iter_full_grads(plain[1]))
-    strategy, model, optimizer, scheduler, loader = make(stage, adam_offload=stage > 0)
-    strategy.unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
-    other = forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)[0]["loss"]
+    strategy, model, optimizer, scheduler, loader = make(stage, adam_offload=bool(stage))
+    unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+    other = forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)[0]["loss"]
     assert other == loss
     if not (BACKEND == "deepspeed" and stage):  # its offloaded gradients live in the optimizer's own buffers
         for name, grad in full(strategy.iter_full_grads(model)).items():
@@ -194,7 +197,7 @@ def check_offload(stage: int) -> None:
     for moves in (False, True):
         strategy, model, optimizer, scheduler, loader = make(stage)
         for _ in range(3):
-            forward_backward(strategy, model, first_batch(loader), sft_loss, optimizer)
+            forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)
             strategy.optimizer_step(optimizer, model, scheduler)
             if moves:
                 states, weights = strategy.offload(optimizer=optimizer), strategy.offload(model=model)
@@ -205,7 +208,9 @@ def check_offload(stage: int) -> None:
         runs.append(full(strategy.iter_full_params(model)))
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     whole, ranks = sum(tensor.nbytes for tensor in runs[0].values()), dist.get_world_size()
-    if BACKEND == "deepspeed" and stage == 0:  # every rank holds all; the weights are those of the mapped file
+    if BACKEND == "ddp" or (
+        BACKEND == "deepspeed" and stage == 0
+    ):  # every rank holds all; the weights are those of the mapped file
         assert min(states for states, _ in sizes) >= 2 * whole
         return
     parts = 1 if BACKEND == "deepspeed" and stage < 3 else ranks
@@ -237,12 +242,12 @@ def check_a_loss_of_the_caller(stage: int) -> None:
         total, surprise, count = total + loss, surprise + metrics["surprise"].item(), count + targets.item()
     (total / count).backward()
     before = full(strategy.iter_full_params(model))
-    forward_only, num = forward_backward(strategy, model, first_batch(loader), squared_surprise)
+    forward_only, num = forward_backward(strategy, model, first_batch(loader), squared_surprise, train=False)
     assert num == count and forward_only["with_grad"] == 0
     assert math.isclose(forward_only["loss"], total.item(), rel_tol=1e-5)
     assert math.isclose(forward_only["surprise"], surprise, rel_tol=1e-5)
     assert len(first_batch(loader).micro_batches) > 1
-    sums, _ = forward_backward(strategy, model, first_batch(loader), squared_surprise, optimizer)
+    sums, _ = forward_backward(strategy, model, first_batch(loader), squared_surprise, train=True)
     assert sums == {**forward_only, "with_grad": count}
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, grad in full(strategy.iter_full_grads(model)).items():

@@ -9,7 +9,7 @@ from launch import ROOT, run_process, torchrun
 from trainer.datasets.demo import make_demo
 
 
-@pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2)])
+@pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2), ("ddp", 1)])
 def test_strategy_stands_alone(backend, num_stages, tmp_path):
     make_demo(str(tmp_path / "demo"))
     script = str(ROOT / "test/strategies/strategy_checks.py")
@@ -22,15 +22,16 @@ ALONE = """
 import os
 import torch, torch.distributed as dist
 from trainer.strategies.fsdp2 import FSDP2Strategy
-from trainer.strategies.ranks import gather_objects
+from trainer.distributed.collectives import broadcast_object, gather_objects
+from trainer.strategies.options import StrategyOptions
 
 torch.set_num_threads(2)
-strategy = FSDP2Strategy(device="cpu")
+strategy = FSDP2Strategy(StrategyOptions(device="cpu"))
 strategy.setup_distributed()
 large = torch.ones(1 << 20)
 large.mul(2)  # OpenMP's threads of the main thread are there now
 threads = len(os.listdir("/proc/self/task"))
-assert gather_objects(large)[0] is large and strategy.broadcast_object(large) is large
+assert gather_objects(large)[0] is large and broadcast_object(large) is large
 assert strategy.all_reduce(large).sum() == large.numel() and strategy.all_gather(large)[0].equal(large)
 found = len(os.listdir("/proc/self/task"))
 dist.all_gather_object([None], large)

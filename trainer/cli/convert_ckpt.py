@@ -15,7 +15,7 @@ USAGE = "python -m trainer.cli.convert_ckpt IN OUT"
 
 def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
     """(intact checkpoint, folder that does not exist yet) of a command's two arguments; UserError if they are not."""
-    from trainer.strategies.checkpoint_store import find_damage
+    from trainer.checkpoints.checkpoint_store import find_damage
 
     if len(argv) != 2:
         raise UserError("arguments", " ".join(argv) or "none", usage)
@@ -30,14 +30,14 @@ def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
 
 def run(argv: list[str]) -> None:
     source, target = check_folders(argv, USAGE)
-    from trainer.strategies import checkpoint_store as store
-    from trainer.strategies.checkpoint_pieces import PieceReader, full_pieces, write_pieces
+    from trainer.checkpoints import checkpoint_store as store
+    from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 
     temporary = target + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("pieces-*", "full-*", store.MANIFEST))
-        entries = write_pieces(full_pieces(PieceReader(source)), temporary, "full-00000")
+        entries = write_shards(full_shards(ShardReader(source)), temporary, "full-00000")
         store.commit(temporary, target, entries)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -19,12 +19,13 @@ def run(argv: list[str]) -> None:
     source, target = check_folders(argv, USAGE)
     import torch
 
-    from trainer.strategies import adapter
-    from trainer.strategies.checkpoint import INDEX, commit_folder, in_hub_format, save_adapter, save_safetensors_shards
-    from trainer.strategies.checkpoint_pieces import PieceReader
-    from trainer.strategies.run_state import HF_FOLDER
+    from trainer.checkpoints.adapter_tensors import ADAPTER_CONFIG
+    from trainer.checkpoints.model_folder import INDEX
+    from trainer.checkpoints.model_writer import commit_folder, in_hub_format, save_adapter, save_safetensors_shards
+    from trainer.checkpoints.run_state import HF_FOLDER
+    from trainer.checkpoints.shards import ShardReader
 
-    reader, temporary = PieceReader(source), target + ".tmp"
+    reader, temporary = ShardReader(source), target + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with open(os.path.join(source, HF_FOLDER, "config.json")) as file:
         dtype = getattr(torch, json.load(file)["dtype"])
@@ -37,7 +38,7 @@ def run(argv: list[str]) -> None:
     try:
         weight_files = shutil.ignore_patterns("*.safetensors", INDEX)
         shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
-        if os.path.exists(os.path.join(temporary, adapter.ADAPTER_CONFIG)):
+        if os.path.exists(os.path.join(temporary, ADAPTER_CONFIG)):
             save_adapter(weights(), temporary)
         else:
             model = without_weights(temporary)

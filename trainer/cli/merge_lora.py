@@ -53,10 +53,11 @@ def run(argv: list[str]) -> None:
     base, source, target = check_arguments(argv)
     quiet_libraries()
 
-    from trainer.models.actor import load_tokenizer, resolve_model_folder
-    from trainer.strategies.checkpoint import all_tensors, save_pretrained
+    from trainer.checkpoints.model_folder import all_tensors
+    from trainer.checkpoints.model_writer import save_pretrained
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
-    base = resolve_model_folder(base)
+    base = resolve_model_folder(base, "BASE")
     has_tokenizer = os.path.exists(os.path.join(source, "tokenizer_config.json"))
     tokenizer = load_tokenizer(source if has_tokenizer else base)
     model = merged_model(base, source)

@@ -18,9 +18,9 @@ from trainer.metrics import METRICS_FILE, MetricsLog
 
 def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool, resumes: bool) -> str:
     """The run folder, made by rank 0; raises UserError if it holds a run that is neither resumed nor overwritten."""
-    folder = strategy.broadcast_object(
-        output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}")
-    )
+    from trainer.distributed.collectives import broadcast_object
+
+    folder = broadcast_object(output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"))
     if not strategy.is_rank_0():
         return folder
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -59,7 +59,8 @@ def saved_models(args, output_dir: Optional[str]) -> list[str]:
     if args.no_save or not (args.save_path or output_dir):
         return []
     path = (args.save_path or os.path.join(output_dir, "model")).rstrip("/")
-    return [path] if getattr(args, "ema_beta", None) is None else [path, f"{path}_ema"]
+    has_average = vars(args).get("ema_beta") is not None  # a flag of train_ppo only
+    return [path, f"{path}_ema"] if has_average else [path]
 
 
 def check_saved_models(args) -> None:
@@ -70,7 +71,7 @@ def check_saved_models(args) -> None:
     for path in saved_models(args, args.output_dir):
         target = os.path.realpath(path)
         for name in ("output_dir", "pretrain", "reward_pretrain", "critic_pretrain", "ref_model"):
-            for folder in filter(None, (getattr(args, name, None) or "").split(",")):
+            for folder in filter(None, (vars(args).get(name) or "").split(",")):
                 if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                     raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
         if os.path.isfile(target):

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
@@ -17,7 +17,11 @@ def demo_defaults() -> dict:
 
 def validate(args: PPOArguments) -> None:
     """Raises UserError for flags that contradict each other or would do nothing."""
-    common.validate_shared(args, EVAL_METRICS)
+    from trainer.models.policy_loss import POLICY_LOSSES
+
+    if args.policy_loss not in POLICY_LOSSES:
+        raise UserError("--policy_loss", args.policy_loss, ", ".join(POLICY_LOSSES))
+    training_command.validate_shared(args, EVAL_METRICS)
     if args.load_in_4bit:  # the engine would need the weights that they stand for
         raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
     if args.lora_dropout:  # the ratio of policies would not be 1 on the first update
@@ -50,7 +54,7 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
         ("remote_rm_timeout remote_rm_retries", bool(args.remote_rm_url), "--remote_rm_url"),
     ]
-    common.refuse_idle(args, rules, usual=PPO_DEFAULTS)
+    training_command.refuse_idle(args, rules, usual=PPO_DEFAULTS)
 
 
 def reference_is_base(args: PPOArguments) -> bool:
@@ -167,9 +171,9 @@ def _validate_critic(args: PPOArguments) -> None:
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.training.ppo`."""
+    from trainer.models.policy_loss import PolicyOptions
     from trainer.rollout.sampling import Sampling
     from trainer.training.advantages import AdvantageOptions
-    from trainer.training.ppo_roles import PolicyOptions
     from trainer.training.ppo_state import PPOOptions
 
     advantages = AdvantageOptions(

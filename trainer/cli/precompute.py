@@ -5,30 +5,31 @@ import gc
 
 import torch
 
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.cli.preference_data import build_pair_loader
 
 
-def with_reference(args, setup: common.Setup, folder: str, load_reference, sets: list) -> list:
+def with_reference(args, setup: training_command.Setup, folder: str, load_reference, sets: list) -> list:
     """The sets of pairs (None stays None) with their reference's log-probs, from disk or by one pass over each.
 
     `load_reference()` is called only if a set is not on disk, under a hash of the model in `folder`, the pairs and the dtype.
     """
+    from trainer.distributed.collectives import broadcast_object, rank_0_alone
     from trainer.training import reference_cache as cache
 
     strategy, reference, result = setup.strategy, None, []
-    model = strategy.broadcast_object(cache.model_hash(folder) if strategy.is_rank_0() else None)
+    model = broadcast_object(cache.model_hash(folder) if strategy.is_rank_0() else None)
     for pairs in sets:
         if pairs is None:
             result.append(None)
             continue
         path = cache.cache_file(model, pairs, args.param_dtype)
-        log_probs = strategy.broadcast_object(cache.read(path) if strategy.is_rank_0() else None)
+        log_probs = broadcast_object(cache.read(path) if strategy.is_rank_0() else None)
         if log_probs is None:
             reference = reference or load_reference()
             loader = build_pair_loader(args, setup, pairs, shuffle=False)
             log_probs = cache.compute(strategy, reference, loader, pairs, setup.sp_group)
-            strategy.rank_0_alone(functools.partial(cache.write, path, log_probs))
+            rank_0_alone(functools.partial(cache.write, path, log_probs))
             strategy.print(f"reference log-probs of {len(pairs)} pairs computed, kept in {path}")
         else:
             strategy.print(f"reference log-probs of {len(pairs)} pairs read from {path}")

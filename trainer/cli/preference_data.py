@@ -2,13 +2,13 @@
 
 import functools
 
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.errors import UserError
 
 
 def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
     """Raises UserError for flags that mean nothing, or not what they say, where a sample is a pair."""
-    common.validate_shared(args, eval_metrics)
+    training_command.validate_shared(args, eval_metrics)
     if args.max_tokens_per_micro_batch and not args.packing_samples:
         found = "without --packing_samples: padding between the two sides of a pair is not counted"
         raise UserError("--max_tokens_per_micro_batch", found, "--packing_samples or --micro_train_batch_size")
@@ -19,7 +19,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     from trainer.datasets.preference import tokenize_preference
 
     return tokenize_preference(
-        common.load_flag_rows(args, names, split, flag),
+        training_command.load_flag_rows(args, names, split, flag),
         tokenizer,
         flag=flag,
         prompt_key=args.prompt_key,
@@ -38,7 +38,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     """(tokenized answers, ledger) of rows with single answers, or of pairs taken apart."""
     from trainer.datasets.unpaired import tokenize_unpaired, unpair
 
-    rows = common.load_flag_rows(args, names, split, flag)
+    rows = training_command.load_flag_rows(args, names, split, flag)
     keys = {args.chosen_key, args.rejected_key}
     if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
         rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
@@ -56,15 +56,15 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     )
 
 
-def build_unpaired_loader(args, setup: common.Setup, samples, *, shuffle: bool):
+def build_unpaired_loader(args, setup: training_command.Setup, samples, *, shuffle: bool):
     from trainer.datasets.unpaired import collate_unpaired
 
     collate = functools.partial(collate_unpaired, packed=args.packing_samples, max_len=args.max_len)
-    return common.build_loader(args, setup, samples, collate, shuffle=shuffle, with_previous=True)
+    return training_command.build_loader(args, setup, samples, collate, shuffle=shuffle, with_previous=True)
 
 
-def build_pair_loader(args, setup: common.Setup, pairs, *, shuffle: bool):
+def build_pair_loader(args, setup: training_command.Setup, pairs, *, shuffle: bool):
     from trainer.datasets.preference import collate_pairs
 
     collate = functools.partial(collate_pairs, packed=args.packing_samples)
-    return common.build_loader(args, setup, pairs, collate, shuffle=shuffle, sequences_per_sample=2)
+    return training_command.build_loader(args, setup, pairs, collate, shuffle=shuffle, sequences_per_sample=2)

@@ -34,15 +34,15 @@ class RewardServer:
         from transformers import AutoModelForSequenceClassification
 
         from trainer.datasets.prompts import chat_ends
-        from trainer.models.actor import load_tokenizer, resolve_model_folder
+        from trainer.distributed.mesh import resolve_device
         from trainer.models.cpu_matmul import choose_cpu_matmul
+        from trainer.models.model_loading import load_tokenizer, resolve_model_folder
         from trainer.models.reward import scoring_pad
-        from trainer.strategies.common import DTYPES
-        from trainer.strategies.mesh import resolve_device
+        from trainer.strategies.options import DTYPES
 
         if args.reward_pretrain is None:
             raise UserError("--reward_pretrain", "missing", "a reward model folder")
-        folder = resolve_model_folder(args.reward_pretrain)
+        folder = resolve_model_folder(args.reward_pretrain, "--reward_pretrain")
         self.args, self.tokenizer = args, load_tokenizer(folder, args.trust_remote_code)
         options = {"dtype": DTYPES[args.param_dtype], "trust_remote_code": args.trust_remote_code}
         model = AutoModelForSequenceClassification.from_pretrained(folder, **options)

@@ -6,7 +6,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 import dataclasses
 import functools
 
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import (
     build_pair_loader,
@@ -30,12 +30,20 @@ def demo_defaults() -> dict:
 
 def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
     """The arguments, and whether they are those of the embedded demo."""
-    return common.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
+    return training_command.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
+
+
+def needs_reference(args: DPOArguments) -> bool:
+    from trainer.models.preference_loss import PAIR_LOSSES
+
+    return args.loss == "kto" or PAIR_LOSSES[args.loss].needs_reference
 
 
 def validate(args: DPOArguments) -> None:
-    from trainer.training.dpo import REFERENCE_FREE
+    from trainer.models.preference_loss import PAIR_LOSSES
 
+    if args.loss not in (*PAIR_LOSSES, "kto"):
+        raise UserError("--loss", args.loss, ", ".join((*PAIR_LOSSES, "kto")))
     validate_pairs(args, EVAL_METRICS[:2] if args.loss == "kto" else EVAL_METRICS)  # no pairs, no margin
     if (args.label_smoothing > 0) != (args.loss == "cdpo") or args.label_smoothing >= 0.5:
         found = f"{args.label_smoothing} with --loss {args.loss}"
@@ -46,7 +54,7 @@ def validate(args: DPOArguments) -> None:
         "--precompute_ref_logps": args.precompute_ref_logps,
     }
     for flag, value in reference_flags.items():
-        if value and args.loss in REFERENCE_FREE:
+        if value and not needs_reference(args):
             raise UserError(flag, f"with --loss {args.loss}, which has no reference", "leave it out")
         if value and args.load_in_4bit:
             raise UserError(
@@ -69,23 +77,24 @@ def validate(args: DPOArguments) -> None:
         ("simpo_gamma", args.loss == "simpo", "--loss simpo"),
         ("completion_key label_key", args.loss == "kto", "--loss kto"),
     ]
-    common.refuse_idle(args, idle)
+    training_command.refuse_idle(args, idle)
     if args.loss != "kto" and (args.desirable_weight, args.undesirable_weight) != (1, 1):
         found = f"{args.desirable_weight}, {args.undesirable_weight} with --loss {args.loss}"
         raise UserError("--desirable_weight, --undesirable_weight", found, "--loss kto")
 
 
 def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
-    from trainer.training.dpo import REFERENCE_FREE
-
     if args.loss == "kto":
         return load_unpaired(args, tokenizer, names, split, flag)
-    mean_flag = f"--loss {args.loss}" if args.loss in REFERENCE_FREE else "--nll_loss_coef" * bool(args.nll_loss_coef)
-    return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag or None)
+    # losses without a reference compare means over the answer's tokens
+    mean_flag = "--nll_loss_coef" if args.nll_loss_coef else None
+    mean_flag = mean_flag if needs_reference(args) else f"--loss {args.loss}"
+    return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag)
 
 
 def make_loss(args: DPOArguments, config, reference, sp_group):
-    from trainer.training.dpo import PreferenceOptions, make_preference_loss
+    from trainer.models.preference_loss import PreferenceOptions
+    from trainer.training.dpo import make_preference_loss
     from trainer.training.kto import make_kto_loss
 
     def balanced(loss_fn):
@@ -102,21 +111,22 @@ def make_loss(args: DPOArguments, config, reference, sp_group):
     return balanced(make_preference_loss(options, reference, sp_group, args.precompute_ref_logps))
 
 
-def reference_folder(args: DPOArguments, setup: common.Setup) -> str:
-    from trainer.models.actor import resolve_model_folder
+def reference_folder(args: DPOArguments, setup: training_command.Setup) -> str:
+    from trainer.distributed.collectives import rank_0_first
+    from trainer.models.model_loading import resolve_model_folder
 
     if not args.ref_model:
         return setup.folder
-    return setup.strategy.rank_0_first(lambda: resolve_model_folder(args.ref_model))
+    return rank_0_first(lambda: resolve_model_folder(args.ref_model, "--ref_model"))
 
 
-def load_reference(args: DPOArguments, setup: common.Setup):
+def load_reference(args: DPOArguments, setup: training_command.Setup):
     """The reference model, frozen and sharded like the policy."""
     from transformers import AutoModelForCausalLM
 
     if args.ref_offload and setup.strategy.device.type == "cpu":
         setup.strategy.print("--ref_offload: the device is the CPU, so the reference is in host memory as it is")
-    reference = common.load_model(args, setup, reference_folder(args, setup), AutoModelForCausalLM)
+    reference = training_command.load_model(args, setup, reference_folder(args, setup), AutoModelForCausalLM)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)
 
 
@@ -129,27 +139,26 @@ def run(argv: list[str]) -> None:
     from trainer.cli.precompute import with_reference
     from trainer.datasets.preference import render_pair
     from trainer.datasets.unpaired import render_answer
-    from trainer.training.dpo import REFERENCE_FREE
 
     validate(args)
-    setup = common.set_up(args, is_demo)
+    setup = training_command.set_up(args, is_demo)
     is_kto = args.loss == "kto"
     render, build_loader = (render_answer, build_unpaired_loader) if is_kto else (render_pair, build_pair_loader)
-    samples, eval_samples, ledger = common.load_sets(args, setup, load_data, render)
+    samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render)
     if args.precompute_ref_logps:
         folder, load = reference_folder(args, setup), functools.partial(load_reference, args, setup)
         samples, eval_samples = with_reference(args, setup, folder, load, [samples, eval_samples])
     loader = build_loader(args, setup, samples, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False)
-    output_dir = common.open_run(args, setup, COMMAND)
-    model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    output_dir = training_command.open_run(args, setup, COMMAND)
+    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     # the base of an adapter is the reference, unless another is named
-    has_reference = args.loss not in REFERENCE_FREE and not args.precompute_ref_logps
+    has_reference = needs_reference(args) and not args.precompute_ref_logps
     needs_model = has_reference and (args.ref_model or not args.lora_rank)
     reference = load_reference(args, setup) if needs_model else None
     loss_fn = make_loss(args, model.config, reference, setup.sp_group)
-    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    common.train_and_save(args, setup, model, loss_fn, run_facts)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    training_command.train_and_save(args, setup, model, loss_fn, run_facts)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain M
 
 import os
 
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import build_pair_loader, load_pairs, validate_pairs
 from trainer.errors import UserError
@@ -23,10 +23,14 @@ def demo_defaults() -> dict:
 
 def parse(argv: list[str]) -> tuple[RMArguments, bool]:
     """The arguments, and whether they are those of the embedded demo."""
-    return common.parse_or_demo(RMArguments, COMMAND, argv, demo_defaults)
+    return training_command.parse_or_demo(RMArguments, COMMAND, argv, demo_defaults)
 
 
 def validate(args: RMArguments) -> None:
+    from trainer.models.preference_loss import REWARD_LOSSES
+
+    if args.loss not in REWARD_LOSSES:
+        raise UserError("--loss", args.loss, ", ".join(REWARD_LOSSES))
     validate_pairs(args, EVAL_METRICS)
     if args.margin_key and args.loss != "sigmoid":
         raise UserError("--margin_key", f"with --loss {args.loss}", "--loss sigmoid")
@@ -44,25 +48,27 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForSequenceClassification
 
+    from trainer.checkpoints.model_folder import unwrapped
     from trainer.cli.score_plot import plot_scores
     from trainer.datasets.preference import render_pair
+    from trainer.distributed.collectives import rank_0_alone
     from trainer.models.reward import make_initial_reward_model, return_token_scores
     from trainer.training.rm import evaluation_scores, make_reward_loss
 
     validate(args)
-    setup = common.set_up(args, is_demo)
+    setup = training_command.set_up(args, is_demo)
     strategy = setup.strategy
-    pairs, eval_pairs, ledger = common.load_sets(args, setup, load_data, render_pair)
+    pairs, eval_pairs, ledger = training_command.load_sets(args, setup, load_data, render_pair)
     loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
     eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
-    output_dir = common.open_run(args, setup, COMMAND)
+    output_dir = training_command.open_run(args, setup, COMMAND)
     initial = os.path.join(output_dir, "initial")
-    strategy.rank_0_alone(
+    rank_0_alone(
         lambda: make_initial_reward_model(
             setup.folder, initial, args.seed, args.trust_remote_code, args.value_head_prefix
         )
     )
-    model = common.load_model(args, setup, initial, AutoModelForSequenceClassification)
+    model = training_command.load_model(args, setup, initial, AutoModelForSequenceClassification)
     return_token_scores(model, args.compute_fp32_loss)
 
     def at_end(model) -> None:
@@ -70,14 +76,14 @@ def run(argv: list[str]) -> None:
         if not eval_loader:
             return
         scores = evaluation_scores(strategy, model, eval_loader, eval_pairs, setup.sp_group)
-        config = strategy.unwrap(model).config
+        config = unwrapped(model).config
         config.reward_mean, config.reward_std = scores.mean().item(), scores.std(correction=0).item()
         if strategy.is_rank_0():
             plot_scores(*scores.unbind(1), os.path.join(output_dir, "reward_histogram.png"))
 
     loss_fn = make_reward_loss(args.loss, setup.sp_group)
-    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    common.train_and_save(args, setup, model, loss_fn, run_facts, at_end)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    training_command.train_and_save(args, setup, model, loss_fn, run_facts, at_end)
 
 
 def main() -> None:

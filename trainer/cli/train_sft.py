@@ -4,7 +4,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain 
 """
 
 from trainer.arguments import SFTArguments
-from trainer.cli import common
+from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 
 COMMAND = "train_sft"
@@ -18,15 +18,15 @@ def demo_defaults() -> dict:
 
 def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
     """The arguments, and whether they are those of the embedded demo."""
-    return common.parse_or_demo(SFTArguments, COMMAND, argv, demo_defaults)
+    return training_command.parse_or_demo(SFTArguments, COMMAND, argv, demo_defaults)
 
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """(tokenized samples, ledger) of --dataset or --eval_dataset."""
-    from trainer.datasets.sft import tokenize_sft
+    from trainer.datasets.sft_samples import tokenize_sft
 
     return tokenize_sft(
-        common.load_flag_rows(args, names, split, flag),
+        training_command.load_flag_rows(args, names, split, flag),
         tokenizer,
         flag=flag,
         input_key=args.input_key,
@@ -47,19 +47,19 @@ def run(argv: list[str]) -> None:
     from transformers import AutoModelForCausalLM
 
     from trainer.datasets.packing import collate_packed, collate_padded
-    from trainer.datasets.sft import render_sample
+    from trainer.datasets.sft_samples import render_sample
     from trainer.training.sft import sft_loss
 
-    common.validate_shared(args, eval_metrics=("eval_loss",))
-    setup = common.set_up(args, is_demo)
-    samples, eval_samples, ledger = common.load_sets(args, setup, load_data, render_sample)
+    training_command.validate_shared(args, eval_metrics=("eval_loss",))
+    setup = training_command.set_up(args, is_demo)
+    samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate = collate_packed if args.packing_samples else collate_padded
-    loader = common.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
-    eval_loader = eval_samples and common.build_loader(args, setup, eval_samples, collate, shuffle=False)
-    output_dir = common.open_run(args, setup, COMMAND)
-    model = common.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    run_facts = common.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    common.train_and_save(args, setup, model, sft_loss, run_facts)
+    loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
+    eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
+    output_dir = training_command.open_run(args, setup, COMMAND)
+    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    training_command.train_and_save(args, setup, model, sft_loss, run_facts)
 
 
 def main() -> None:

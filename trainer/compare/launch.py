@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.compare.many_runs import RUN_BEGINS
 from trainer.compare.matrix import REFERENCE, Configuration
 
 GRACE_SECONDS = 5.0
@@ -185,9 +186,19 @@ def _descendants(root: int) -> set[int]:
     return found
 
 
+def error_of_run(log: Path, number: int) -> str | None:
+    """Why run `number` of a shared launch, counted from 0, failed; None where it never began."""
+    _, begins, rest = log.read_text(errors="replace").partition(RUN_BEGINS.format(number))
+    return _last_error(rest.partition(RUN_BEGINS.format(number + 1))[0], 1) if begins else None
+
+
 def last_error(log: Path, code: int) -> str:
     """The line that says best why a command failed: the trainer's own error line, else the last exception."""
-    lines = [RANK_PREFIX.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    return _last_error(log.read_text(errors="replace"), code)
+
+
+def _last_error(text: str, code: int) -> str:
+    lines = [RANK_PREFIX.sub("", line).strip() for line in text.splitlines()]
     told = [line for line in lines if TOLD_ERROR.search(line)][:1]  # later ones are other ranks saying the same
     exceptions = [line for line in lines if EXCEPTION.search(line) and "ChildFailedError" not in line]
     first_hand = [line for line in exceptions if not SECOND_HAND.search(line)]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.compare.dumps import add_dumps
-from trainer.compare.launch import Job, Outcome, configuration_job, reference_job, run_jobs, shared_job
+from trainer.compare.launch import Job, Outcome, configuration_job, error_of_run, reference_job, run_jobs, shared_job
 from trainer.compare.logs import Run, read_run
 from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
 from trainer.compare.parity import Thresholds, compare_runs
@@ -59,9 +59,9 @@ def run_matrix(
     with run_all([job for job, _ in jobs]) as finished:
         sharing = {job.name: group for job, group in jobs}
         for job, outcome in finished:
-            for configuration in sharing[job.name]:
+            for number, configuration in enumerate(sharing[job.name]):
                 dtype = given_param_dtype([*train_args, *configuration.args])
-                own = _own_outcome(configuration, outcome, output_dir, len(sharing[job.name]))
+                own = _own_outcome(job, number, outcome, output_dir / configuration.name)
                 entry, run = assess(configuration, own, reference, output_dir, dtype, thresholds_for)
                 entries[configuration.name] = entry
                 runs += [run] if run else []
@@ -91,13 +91,15 @@ def _jobs(configurations, train_args, output_dir, share_launch: bool) -> list[tu
     return [(shared_job(group, train_args, output_dir), group) for group in groups]
 
 
-def _own_outcome(configuration: Configuration, outcome: Outcome, output_dir: Path, num_sharing: int) -> Outcome:
-    """A launch that several share may fail after some of them have ended well."""
-    if num_sharing == 1:
+def _own_outcome(job: Job, number: int, outcome: Outcome, run_folder: Path) -> Outcome:
+    """The outcome of configuration `number` of a job. A launch that several share may fail after some have ended well."""
+    if job.num_sharing == 1:
         return outcome
-    metrics = output_dir / configuration.name / "metrics.jsonl"
-    ended = metrics.exists() and '"event": "end"' in metrics.read_text().splitlines()[-1]
-    return Outcome(outcome.seconds / num_sharing, None if ended else outcome.error or "it wrote no end line")
+    metrics, seconds = run_folder / "metrics.jsonl", outcome.seconds / job.num_sharing
+    if metrics.exists() and '"event": "end"' in metrics.read_text().splitlines()[-1]:
+        return Outcome(seconds, None)
+    own = error_of_run(job.log, number)
+    return Outcome(seconds, own or f"not run: an earlier configuration ended their launch ({outcome.error})")
 
 
 def assess(

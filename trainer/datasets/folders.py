@@ -4,7 +4,8 @@ import glob
 import os
 from typing import TYPE_CHECKING
 
-from trainer.datasets.loading import FORMATS, one_line, read_files
+from trainer.datasets.files import FORMATS, read_files
+from trainer.datasets.rows import one_line
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.datasets.json_files import DECODER, is_array
-from trainer.datasets.loading import KINDS
+from trainer.datasets.rows import KINDS
 
 
 def find_json_fault(path: str) -> tuple[str, str] | None:

@@ -53,18 +53,36 @@ def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Te
 
 
 def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
-    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), cu_seqlens, and the
-    most tokens of a document, max_length (an int, so that a GPU need not be asked for it).
+    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), and their bounds.
 
-    Positions restart in each document; documents of 3 and 2 tokens give cu_seqlens [0, 3, 5].
+    Positions restart in each document. Documents of 3 and 2 tokens give cu_seqlens [0, 3, 5]. The loader keeps
+    cu_seqlens_host in host memory, and max_length is an int, so that nobody has to ask a GPU for either.
     """
     samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
     lengths = [len(sample["input_ids"]) for sample in samples]
     labels = [label for sample in samples for label in shifted_labels(sample["input_ids"], sample["loss_mask"])]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return {
         "input_ids": torch.tensor([[token for sample in samples for token in sample["input_ids"]]]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.tensor([labels]),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_host": cu_seqlens,
         "max_length": max(lengths),
     }
+
+
+def model_inputs(batch: dict) -> dict:
+    """What a padded or packed micro-batch gives to a model call.
+
+    There is no attention_mask: rows are padded on the right, where causal attention keeps padding from every real token.
+    Kernels are faster without a mask.
+    """
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    if "cu_seqlens" in batch:
+        inputs.update(
+            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=batch["cu_seqlens_host"],  # read by our attention functions
+            cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
+            max_length_q=batch["max_length"], max_length_k=batch["max_length"],
+        )  # fmt: skip
+    return inputs

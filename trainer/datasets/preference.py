@@ -9,7 +9,7 @@ import torch
 
 from trainer.datasets.answers import AnswerOptions, answer_options, as_messages, collate_sequences, tokenize_answer
 from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
-from trainer.datasets.sft import render_sample
+from trainer.datasets.sft_samples import render_sample
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,17 +6,39 @@ Raises UserError where a value is not what its key promises.
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.datasets.loading import KINDS, quiet
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
+KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversations` data
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bar and no log line of the datasets library inside: what is wrong is told once, by our own error."""
+    import datasets
+
+    had_bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+def one_line(error: BaseException | None) -> str:
+    return " ".join(str(error).split())[:300] if error else ""
 
 
 def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
@@ -113,6 +135,14 @@ def with_special_tokens(tokenizer: Any, text: str) -> list[int]:
 def with_eos(tokenizer: Any, input_ids: list[int]) -> list[int]:
     eos = tokenizer.eos_token_id
     return list(input_ids) if input_ids and input_ids[-1] == eos else [*input_ids, eos]
+
+
+def is_stop_token(tokenizer: Any, token: int) -> bool:
+    """Whether a token ends a turn or a text: the eos token, or any special token of the vocabulary."""
+    if token in tokenizer.all_special_ids:
+        return True
+    added = tokenizer.added_tokens_decoder.get(token)
+    return added is not None and added.special
 
 
 def digest_of(input_ids: list[int]) -> str:

@@ -35,7 +35,8 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
     split = dict(batch)
     _check_right_padding(split.pop("attention_mask", None))
     if "cu_seqlens" in batch and padding:
-        split["cu_seqlens"] = F.pad(batch["cu_seqlens"], (0, 1), value=num_tokens + padding)
+        for name in ("cu_seqlens", "cu_seqlens_host"):
+            split[name] = F.pad(batch[name], (0, 1), value=num_tokens + padding)
         split["max_length"] = max(batch["max_length"], padding)
     for name, tensor in split.items():
         if isinstance(tensor, dict):

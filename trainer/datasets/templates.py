@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from trainer.datasets.rows import is_stop_token
 from trainer.errors import UserError
 
 FLAG = "--tokenizer_chat_template"
@@ -49,14 +50,6 @@ def chat_template(tokenizer: Any, tools: list | None = None) -> str:
         return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
-
-
-def is_stop_token(tokenizer: Any, token: int) -> bool:
-    """Whether a token ends a turn or a text: the eos token, or any special token of the vocabulary."""
-    if token in tokenizer.all_special_ids:
-        return True
-    added = tokenizer.added_tokens_decoder.get(token)
-    return added is not None and added.special
 
 
 def render_chat(

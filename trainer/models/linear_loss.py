@@ -1,7 +1,7 @@
 """Token losses from hidden states and head, without the logits of a whole micro-batch.
 
-The head of a causal language model is asked for losses instead of logits: `token_nll` puts a function in the place of its
-`forward` while the model runs, so that whatever gathers its weight (FSDP, ZeRO-3) does so as for logits.
+The head of a causal language model is asked for losses instead of logits. `token_nll` replaces the head's `forward` while
+the model runs, so whatever gathers its weight (FSDP, ZeRO-3) does so as for logits.
 """
 
 import contextlib
@@ -15,9 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.datasets.packing import IGNORE
-
-# of fp32 logits that exist at a time; a micro-batch that fits takes the plain path, which is faster
-CHUNK_BYTES = 2**27
 
 
 class _LinearNLL(torch.autograd.Function):
@@ -62,11 +59,6 @@ class _LinearNLL(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def rows_of_a_chunk(vocab_size: int) -> int:
-    """How many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES; at least one."""
-    return max(CHUNK_BYTES // (4 * vocab_size), 1)
-
-
 def _slices(length: int, size: int):
     return (slice(start, start + size) for start in range(0, length, size))
 
@@ -82,28 +74,23 @@ def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
     return _LinearNLL.apply(hidden, weight, bias, targets, chunk_rows)
 
 
-def token_nll(model, inputs: dict, labels: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Run a causal language model. Returns (fp32 -log p(labels), 0 where IGNORE, (rows, tokens)), True; or (logits, False).
+def token_nll(model, inputs: dict, labels: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, bool]:
+    """Run a causal language model whose head is a torch.nn.Linear.
 
-    Logits come back where they are few, and where there is no other way: a vocabulary split over tp, an adapter on the
-    head, a model that changes its logits behind the head (soft caps, scales).
+    Returns (fp32 -log p(labels), (rows, tokens), 0 where IGNORE) and True. Where there is no other way, it returns logits
+    and False: a head sharded over tp, a model that changes its logits behind the head (soft caps, scales).
     """
     language_model = model.get_output_embeddings.__self__  # without the wrappers of DeepSpeed and peft
     head, gave_losses = language_model.get_output_embeddings(), False
-    if type(head) is not torch.nn.Linear:
-        return model(**inputs).logits, False
     flat_labels, config = labels.flatten(), language_model.config
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal gave_losses
         weight, bias = head.weight, head.bias
-        chunk_rows = rows_of_a_chunk(weight.shape[0])
-        if flat_labels.numel() <= chunk_rows or isinstance(weight, DTensor):
-            return torch.nn.Linear.forward(head, hidden)
-        keep = (flat_labels != IGNORE).nonzero().squeeze(1)  # waits for the device, so only where it is needed
-        if keep.numel() <= chunk_rows or not _head_is_last(type(config), config.to_json_string(False)):
+        if isinstance(weight, DTensor) or not _head_is_last(type(config), config.to_json_string(False)):
             return torch.nn.Linear.forward(head, hidden)
         gave_losses = True
+        keep = (flat_labels != IGNORE).nonzero().squeeze(1)
         losses = linear_nll(hidden.flatten(0, -2)[keep], weight, bias, flat_labels[keep], chunk_rows)
         return losses.new_zeros(flat_labels.shape).index_put((keep,), losses).view(*labels.shape, 1)
 

@@ -22,10 +22,10 @@ class LoraOptions:
     target_modules: Optional[tuple[str, ...]] = None
 
 
-def add_adapter(model, options: LoraOptions, base: str, seed: int) -> None:
+def add_adapter(model, options: LoraOptions, base: str) -> None:
     """Put LoRA layers into `model`, in place, and freeze all the rest but a reward head. `base` is noted in the adapter.
 
-    To be called before a strategy shards the model, which may be without memory for its weights (on the meta device).
+    Call it before a strategy prepares the model, which may be on the meta device. `prepare` gives the adapter its values.
     Raises UserError for target modules that the model lacks or that are no linear layers inside it.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -49,21 +49,6 @@ def add_adapter(model, options: LoraOptions, base: str, seed: int) -> None:
     config.modules_to_save = heads or None
     for name in heads:
         model.get_submodule(name).requires_grad_(True)
-    model.new_tensors = initial_tensors(model, seed)
-    _fill(model)
-
-
-def initial_tensors(model, seed: int) -> dict[str, torch.Tensor]:
-    """{name: fp32 tensor} of a new adapter: A uniform in +-1 / sqrt(inputs), as peft draws it, from the seed alone; B zero."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_A." in name:  # (rank, inputs)
-            bound = parameter.shape[1] ** -0.5
-            tensors[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-        elif ".lora_B." in name:  # (outputs, rank)
-            tensors[name] = torch.zeros(parameter.shape)
-    return tensors
 
 
 @contextlib.contextmanager
@@ -92,15 +77,6 @@ def fixed_model(policy, reference) -> Iterator:
     """The model of the reference's log-probs, without gradients: where `reference` is None, the policy's adapter is off."""
     with torch.no_grad(), contextlib.nullcontext() if reference is not None else adapter_off(policy):
         yield policy if reference is None else reference
-
-
-def _fill(model) -> None:
-    """Give an adapter that is in memory its values; on the meta device the strategy will read them."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in model.new_tensors.items():
-            if not parameters[name].is_meta:
-                parameters[name].copy_(tensor)
 
 
 def _validate_targets(model) -> None:

@@ -2,8 +2,12 @@
 
 Notation: the ratio of a token is pi(token) / pi_old(token), where pi_old is the policy that the rollout was scored with
 before its first update. The denominator of the mean is known before the first forward pass, see `token_weights`.
+
+A new policy loss is one function and one entry in POLICY_LOSSES; --policy_loss takes its name.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -48,6 +52,64 @@ def cispo_loss(
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - eps_low, 1 + eps_high)
     return -weight * advantages * log_probs, weight != ratio
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The name of a loss in POLICY_LOSSES, and its constants; `kl_estimator` is None without a KL term in the loss."""
+
+    loss: str = "ppo"
+    loss_agg: str = "token"
+    temperature: float = 1.0
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: Optional[float] = None
+    entropy_coef: float = 0.0
+    kl_estimator: Optional[str] = None
+    value_clip: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss may look at. Tensors are (rows, tokens), fp64.
+
+    `mean_by_sequence(values)` is the mean over the response tokens of each sequence, at every one of its tokens.
+    """
+
+    log_probs: torch.Tensor
+    log_ratio: torch.Tensor  # log_probs less those of the old policy
+    advantages: torch.Tensor
+    mean_by_sequence: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _ppo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    bounds = options.eps_low, options.eps_high, options.dual_clip
+    return *ppo_loss(tokens.log_ratio, tokens.advantages, *bounds), tokens.log_ratio
+
+
+def _reinforce(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    losses = reinforce_loss(tokens.log_probs, tokens.advantages)
+    return losses, torch.zeros_like(losses, dtype=torch.bool), tokens.log_ratio
+
+
+def _gspo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    log_ratio = tokens.mean_by_sequence(tokens.log_ratio)
+    bounds = options.eps_low, options.eps_high, options.dual_clip
+    return *ppo_loss(log_ratio, tokens.advantages, *bounds), log_ratio
+
+
+def _cispo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    bounds = options.eps_low, options.eps_high
+    return *cispo_loss(tokens.log_probs, tokens.log_ratio, tokens.advantages, *bounds), tokens.log_ratio
+
+
+# function(tokens, options) gives (loss, whether it is clipped, log-ratio that the loss is of) of each token
+POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
+    "ppo": _ppo,
+    "reinforce": _reinforce,
+    "gspo": _gspo,
+    "cispo": _cispo,
+}
 
 
 def value_loss(

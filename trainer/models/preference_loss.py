@@ -1,10 +1,15 @@
 """Losses of preferences: pure functions of the log-probs or scores of pairs, one loss per pair. No process group inside.
 
-The denominator of the mean is the number of pairs of the global batch. Notation: w the chosen answer, l the rejected one,
-log pi(y) the sum of the log-probs of an answer's tokens, |y| their number.
+The denominator of the mean is the number of pairs of the global batch. Notation: w is the chosen answer and l the rejected
+one; log pi(y) is the sum of the log-probs of an answer's tokens, and |y| is their number.
+
+A new loss of pairs is one function and one entry in PAIR_LOSSES; a new loss of rewards, one entry in REWARD_LOSSES. The
+--loss of train_dpo and train_rm takes their names.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +29,17 @@ class AnswerLogProbs:
 
     def mean_rejected(self) -> torch.Tensor:
         return self.rejected / self.rejected_lengths
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """The name of a loss in PAIR_LOSSES, and the constants that losses use."""
+
+    loss: str
+    beta: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.0
+    nll_loss_coef: float = 0.0
 
 
 def dpo_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
@@ -64,6 +80,36 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
+@dataclass(frozen=True)
+class PairLoss:
+    """An entry of PAIR_LOSSES.
+
+    `function(policy, margin, options)` gives one loss per pair, (n,). `policy` are the AnswerLogProbs of the trained model.
+    `margin` (n,) is log pi/ref(w) - log pi/ref(l), and None where the loss needs no reference.
+    """
+
+    function: Callable[[AnswerLogProbs, Optional[torch.Tensor], PreferenceOptions], torch.Tensor]
+    needs_reference: bool = True
+
+
+PAIR_LOSSES = {
+    "dpo": PairLoss(lambda policy, margin, options: dpo_loss(margin, options.beta)),
+    "cdpo": PairLoss(lambda policy, margin, options: cdpo_loss(margin, options.beta, options.label_smoothing)),
+    "ipo": PairLoss(lambda policy, margin, options: ipo_loss(margin, options.beta)),
+    "hinge": PairLoss(lambda policy, margin, options: hinge_loss(margin, options.beta)),
+    "simpo": PairLoss(lambda policy, _, options: simpo_loss(policy, options.beta, options.simpo_gamma), False),
+    "orpo": PairLoss(lambda policy, _, options: orpo_loss(policy, options.beta), False),
+}
+
+
+def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
+    """The loss of each pair, (n,): that of `options.loss`, and --nll_loss_coef times -log pi(w) / |w|."""
+    losses = PAIR_LOSSES[options.loss].function(policy, margin, options)
+    if options.nll_loss_coef:  # Pang et al. 2024, Iterative reasoning preference optimization, equation 1
+        losses = losses - options.nll_loss_coef * policy.mean_chosen()
+    return losses
+
+
 def kto_loss(
     log_ratios: torch.Tensor,
     desirable: torch.Tensor,
@@ -89,3 +135,10 @@ def reward_sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: t
 def reward_logexp_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """log(1 + exp(r(l) - r(w))) (Ouyang et al. 2022, equation 1, written out); equal to the sigmoid form, no margin."""
     return F.softplus(rejected - chosen)
+
+
+# function(chosen, rejected, margins), each (n,), gives one loss per pair
+REWARD_LOSSES = {
+    "sigmoid": reward_sigmoid_loss,
+    "logexp": lambda chosen, rejected, _: reward_logexp_loss(chosen, rejected),
+}

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trainer.datasets.packing import model_inputs
 from trainer.errors import UserError
-from trainer.models.actor import load_tokenizer, model_inputs
+from trainer.models.model_loading import load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -2,10 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from trainer.datasets.packing import IGNORE
 
 
 class _VocabParallelNLL(torch.autograd.Function):
@@ -65,27 +61,10 @@ def vocab_parallel_entropy(logits: torch.Tensor, group) -> torch.Tensor:
 
 
 def vocab_parallel_nll(logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
-    """-log p(target) of each row of fp32 logits (rows, local vocab), see `vocab_parallel_cross_entropy`."""
-    return _VocabParallelNLL.apply(logits, targets, vocab_start, group)
+    """-log p(target) of each row of fp32 logits (rows, local vocab): the columns vocab_start ... of all logits.
 
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_start: int, group
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_cross_entropy` of logits (rows, tokens, local vocab): the columns vocab_start ... of all logits.
-
-    Labels are ids of the whole vocabulary, the same on every rank of the tp `group`, and so is the result. With 5 words
-    on 2 ranks, rank 0 holds columns 0 to 2 and rank 1, with vocab_start 3, columns 3 and 4. All-reduces over `group`;
-    the formula is Megatron-LM's (Shoeybi et al. 2019, section 3).
+    Targets are ids of the whole vocabulary, the same on every rank of the tp `group`, and so is the result. With 5 words
+    on 2 ranks, rank 0 holds columns 0 to 2, and rank 1, with vocab_start 3, columns 3 and 4. All-reduces over `group`.
+    The formula is Megatron-LM's (Shoeybi et al. 2019, section 3).
     """
-    flat_labels = labels.flatten()
-    keep = (flat_labels != IGNORE).nonzero().squeeze(1)
-    kept_logits = logits.flatten(0, -2)[keep].float()  # (loss tokens, local vocab)
-    losses = vocab_parallel_nll(kept_logits, flat_labels[keep], vocab_start, group)
-    return losses.sum(), keep.new_tensor(keep.numel())
-
-
-def sharded_cross_entropy(logits: DTensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) of token losses from logits sharded over the vocabulary."""
-    _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
-    return vocab_parallel_cross_entropy(logits.to_local(), labels, offset[-1], logits.device_mesh.get_group())
+    return _VocabParallelNLL.apply(logits, targets, vocab_start, group)

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from trainer.datasets.answers import scored_position
+from trainer.datasets.global_batches import contiguous_slice
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.datasets.rows import digest_of
+from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.models.policy_loss import num_targets, token_weights
 from trainer.rollout.rewards import Scorer
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
-from trainer.strategies.data_order import contiguous_slice
-from trainer.strategies.ranks import gather_objects
 
 
 @dataclass

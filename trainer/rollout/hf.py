@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from trainer.checkpoints.model_folder import restore_computed_buffers, stored_tensors
 from trainer.rollout.checksum import Checksum
 from trainer.rollout.decoding import make_cache, register_attention
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
-from trainer.strategies.checkpoint import restore_computed_buffers, stored_tensors
 
 STOP_TEXT_TOKENS = 32  # so many last tokens are decoded to look for a stop text
 

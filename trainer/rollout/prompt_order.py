@@ -2,7 +2,7 @@
 
 import hashlib
 
-from trainer.strategies.data_order import epoch_order
+from trainer.datasets.global_batches import epoch_order
 
 
 class PromptOrder:
@@ -11,9 +11,6 @@ class PromptOrder:
     def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool):
         self.prompts, self.batch_size, self.seed, self.shuffle = prompts, batch_size, seed, shuffle
         self.episode, self.next_index = 0, 0
-
-    def rollouts_per_episode(self) -> int:
-        return -(-len(self.prompts) // self.batch_size)
 
     def take(self, count: int) -> list[dict]:
         """The next prompts of the episode, `count` of them or what is left; then the next episode begins."""

@@ -2,7 +2,7 @@
 
 import time
 
-from trainer.strategies.ranks import gather_objects
+from trainer.distributed.collectives import gather_objects
 
 
 def sync_weights(strategy, model, engine) -> dict:

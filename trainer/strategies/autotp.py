@@ -6,13 +6,16 @@ weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_no
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import UserError
-from trainer.strategies.checkpoint_pieces import Piece
+
+if TYPE_CHECKING:
+    from trainer.checkpoints.shards import TensorShard
 
 # style of a plan -> AutoTP's partition type
 PARTITION_TYPES = {
@@ -127,12 +130,12 @@ def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) 
     return full if partition is None else full.split(partition[1], dim=partition[0])[tp_rank]
 
 
-def place(piece: Piece, parameter: torch.nn.Parameter | None, tp_rank: int) -> Piece:
-    """A checkpoint piece of this tp rank's part of a parameter, as a piece of the whole; tp rank 0 writes replicas."""
+def place(shard: "TensorShard", parameter: torch.nn.Parameter | None, tp_rank: int) -> "TensorShard":
+    """A checkpoint shard of this tp rank's part of a parameter, as a shard of the whole; tp rank 0 writes replicas."""
     partition = None if parameter is None else _partition(parameter)
-    if partition is None or piece.key.startswith("step/"):
-        return dataclasses.replace(piece, is_written=piece.is_written and tp_rank == 0)
+    if partition is None or shard.key.startswith("step/"):
+        return dataclasses.replace(shard, is_written=shard.is_written and tp_rank == 0)
     dim, sizes = partition
-    full_shape, offset = list(piece.full_shape), list(piece.offset)
+    full_shape, offset = list(shard.full_shape), list(shard.offset)
     full_shape[dim], offset[dim] = sum(sizes), sum(sizes[:tp_rank])
-    return dataclasses.replace(piece, full_shape=tuple(full_shape), offset=tuple(offset))
+    return dataclasses.replace(shard, full_shape=tuple(full_shape), offset=tuple(offset))

@@ -1,123 +1,96 @@
 """The DeepSpeed strategy: a real DeepSpeed engine, ZeRO 0 to 3 over dp x sp.
 
-Gradient contract: `backward` gets this rank's sum of losses and the global count that the loss is a mean over; it
-scales by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. What remains is the gradient
-of (sum of all losses) / count, whatever the layout.
+Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It scales
+the sum by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. The result is the gradient
+of (sum of all losses) / count on every layout.
 """
 
 import functools
-import itertools
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 import torch.distributed as dist
 
+from trainer.checkpoints import model_folder
+from trainer.datasets.global_batches import setup_dataloader
+from trainer.distributed import collectives, mesh
 from trainer.errors import UserError
-from trainer.strategies import autotp, checkpoint, gradients, mesh, ranks, run_state, tensor_parallel, zero_masters
-from trainer.strategies.adapter import merge_adapter
-from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
-from trainer.strategies.common import (
-    DTYPES,
-    bring_back,
-    decay_groups,
-    keep_on_host,
-    optimizer_tensors,
-    seed_everything,
-    take_to_host,
-)
-from trainer.strategies.data_order import setup_dataloader
+from trainer.optimizers.adamw import state_tensors
+from trainer.optimizers.build import build_optimizer
+from trainer.strategies import autotp
+from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
+from trainer.strategies.zero_config import engine_config
+
+if TYPE_CHECKING:
+    from trainer.checkpoints.run_state import CheckpointForm, PendingSave
+    from trainer.checkpoints.shards import TensorShard
 
 
 class DeepspeedStrategy:
-    def __init__(
-        self,
-        *,
-        seed: int = 42,
-        param_dtype: str = "bf16",
-        max_norm: float = 1.0,
-        zero_stage: Optional[int] = None,
-        adam_offload: bool = False,
-        tensor_parallel_size: int = 1,
-        use_hf_tp_plan: bool = False,
-        sequence_parallel: bool = False,
-        print_tp_plan: bool = False,
-        ring_attn_size: int = 1,
-        dp_replicate_size: int = 1,
-        device: str = "auto",
-        dist_backend: str = "auto",
-        deterministic: bool = True,
-        lora: bool = False,
-        load_in_4bit: bool = False,
-        compile: bool = False,
-        reduce_once: bool = False,
-        optim: str = "adamw",
-    ):
-        self.zero_stage = 2 if zero_stage is None else zero_stage
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise UserError("--zero_stage", str(zero_stage), "0, 1, 2 (the default), 3")
-        if self.zero_stage == 0 and param_dtype == "fp16":
-            raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
-        if self.zero_stage == 0 and adam_offload:
-            raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
-        if self.zero_stage < 3 and dp_replicate_size > 1:
-            # ZeRO++ hpZ: weights are gathered within dp_shard x sp; only ZeRO 3 gathers weights
-            raise UserError(
-                "--dp_replicate_size", f"{dp_replicate_size} with --zero_stage {self.zero_stage}", "--zero_stage 3"
-            )
-        if sequence_parallel:
-            raise UserError(
-                "--sequence_parallel", "with --backend deepspeed, whose AutoTP has no such mode", "--backend fsdp2"
-            )
-        if lora and tensor_parallel_size > 1:
-            found = f"with --backend deepspeed and --tensor_parallel_size {tensor_parallel_size}"
-            raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
-        if load_in_4bit and self.zero_stage == 3:
-            raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
-        if compile and self.zero_stage == 3:
-            # the hooks of ZeRO 3 leave pieces too small to gain from, and minutes of compilation
-            raise UserError("--compile", "with --backend deepspeed and --zero_stage 3", "--zero_stage 0, 1, 2")
-        if reduce_once and self.zero_stage > 1:  # below, DeepSpeed does nothing else
-            found = f"with --backend deepspeed and --zero_stage {self.zero_stage}"
-            raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
-        if optim != "adamw" and (self.zero_stage > 0 or tensor_parallel_size > 1):
-            # ZeRO hands an optimizer flat stretches of many weights, AutoTP parts of them; neither is a matrix
-            layout = f"--zero_stage {self.zero_stage} and --tensor_parallel_size {tensor_parallel_size}"
-            found = f"{optim} with --backend deepspeed, {layout}"
-            raise UserError("--optim", found, "adamw; or --zero_stage 0 without tp, or --backend fsdp2")
-        self.load_in_4bit, self.optim = load_in_4bit, optim
-        self.seed, self.max_norm, self.deterministic = seed, max_norm, deterministic
-        self.param_dtype = DTYPES[param_dtype]
-        self.adam_offload = adam_offload
+    def __init__(self, options: StrategyOptions):
+        self.zero_stage = 2 if options.zero_stage is None else options.zero_stage
+        self._validate(options)
+        self.options, self.seed = options, options.seed
+        self.param_dtype = DTYPES[options.param_dtype]
         self.sizes = mesh.resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
-            dp_replicate=dp_replicate_size,
-            sp=ring_attn_size,
-            tp=tensor_parallel_size,
+            dp_replicate=options.dp_replicate_size,
+            sp=options.ring_attn_size,
+            tp=options.tensor_parallel_size,
         )
-        self.use_hf_tp_plan, self.print_tp_plan = use_hf_tp_plan, print_tp_plan
-        tensor_parallel.validate_tp_flags(
-            self.sizes.tp,
-            use_hf_tp_plan=use_hf_tp_plan,
-            sequence_parallel=sequence_parallel,
-            print_tp_plan=print_tp_plan,
-        )
-        self.device, self.dist_backend = mesh.resolve_device(device), dist_backend
-        if param_dtype == "fp16" and self.device.type == "cpu":
-            raise UserError(
-                "--param_dtype", "fp16 with --backend deepspeed on CPU, which DeepSpeed refuses", "bf16, fp32"
-            )
+        self.device = mesh.resolve_device(options.device)
+        if options.param_dtype == "fp16" and self.device.type == "cpu":
+            found = "fp16 with --backend deepspeed on CPU, which DeepSpeed refuses"
+            raise UserError("--param_dtype", found, "bf16, fp32")
+        self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
+        self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
+
+    def _validate(self, options: StrategyOptions) -> None:
+        """Raises UserError for what this backend cannot do."""
+        stage, tp = self.zero_stage, options.tensor_parallel_size
+        validate_tp_flags(options)
+        if stage not in (0, 1, 2, 3):
+            raise UserError("--zero_stage", str(stage), "0, 1, 2 (the default), 3")
+        if stage == 0 and options.param_dtype == "fp16":
+            raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
+        if stage == 0 and options.adam_offload:
+            raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
+        if stage < 3 and options.dp_replicate_size > 1:
+            # ZeRO++ hpZ gathers weights within dp_shard x sp; only ZeRO 3 gathers weights
+            found = f"{options.dp_replicate_size} with --zero_stage {stage}"
+            raise UserError("--dp_replicate_size", found, "--zero_stage 3")
+        if options.sequence_parallel:
+            found = "with --backend deepspeed, whose AutoTP has no such mode"
+            raise UserError("--sequence_parallel", found, "--backend fsdp2")
+        if options.lora_rank and tp > 1:
+            found = f"with --backend deepspeed and --tensor_parallel_size {tp}"
+            raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
+        if options.load_in_4bit and stage == 3:
+            raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
+        if options.compile and stage == 3:
+            # the hooks of ZeRO 3 leave graphs too small to gain from, and minutes of compilation
+            raise UserError("--compile", "with --backend deepspeed and --zero_stage 3", "--zero_stage 0, 1, 2")
+        if options.reduce_once and stage > 1:  # ZeRO 0 and 1 always reduce once
+            found = f"with --backend deepspeed and --zero_stage {stage}"
+            raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
+        if options.optim != "adamw" and (stage > 0 or tp > 1):
+            # ZeRO hands an optimizer flat stretches of many weights, AutoTP parts of them; neither is a matrix
+            layout = f"--zero_stage {stage} and --tensor_parallel_size {tp}"
+            found = f"{options.optim} with --backend deepspeed, {layout}"
+            raise UserError("--optim", found, "adamw; or --zero_stage 0 without tp, or --backend fsdp2")
 
     # --- distributed set-up
 
     def setup_distributed(self) -> None:
         """Join the process group and build the mesh."""
-        mesh.start_process_group(self.device, self.dist_backend)
+        mesh.start_process_group(self.device, self.options.dist_backend)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         self._tp_group = self.meshes.root["tp"].get_group()
-        seed_everything(self.seed, self.deterministic, self.device)
+        mesh.seed_everything(self.seed, self.options.deterministic, self.device)
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -135,41 +108,6 @@ class DeepspeedStrategy:
         """The sp group: its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
         return self.meshes.root["sp"].get_group()
 
-    def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
-        """DeepSpeed's configuration, with everything neutralised that would change the mathematics.
-
-        `plan` is a tensor-parallel plan, given where the model is to be cut over tp.
-        """
-        stage = self.zero_stage
-        zero = {"stage": stage}
-        if self.sizes.dp_replicate > 1:
-            zero["zero_hpz_partition_size"] = self.sizes.dp_shard * self.sizes.sp
-        if self.adam_offload and with_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
-        config = {
-            # the batch belongs to the loader; DeepSpeed sees single micro-batches and is told where a step ends
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": zero,
-            "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
-            # ZeRO 0 clips nothing itself: its gradients are whole on every rank and are clipped in optimizer_step
-            "gradient_clipping": self.max_norm if stage else 0.0,
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-            "steps_per_print": None,
-        }
-        if plan:
-            config["tensor_parallel"] = autotp.tensor_parallel_config(plan, self.sizes.tp)
-        if self.param_dtype == torch.bfloat16 and stage == 0:
-            # the engine has no fp32 masters at stage 0; fp32 weights under autocast are the same mathematics
-            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        elif self.param_dtype == torch.bfloat16:
-            config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        elif self.param_dtype == torch.float16:
-            scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
-            config["fp16"] = {"enabled": True, **scaling}
-        return config
-
     # --- models
 
     def load_model(
@@ -180,31 +118,28 @@ class DeepspeedStrategy:
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
-        """The model of a Hugging Face folder; under ZeRO 3 partitioned while it is loaded."""
+        """The model of a Hugging Face folder. Under ZeRO 3 it is partitioned while it is loaded."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        tensor_parallel.validate_tp_sizes(config, self.sizes.tp, fsdp=1)
-        autotp.validate_vocabulary(config, self.sizes.tp)
+        if self.sizes.tp > 1:
+            from trainer.distributed.tensor_parallel import validate_tp_sizes
+
+            validate_tp_sizes(config, self.sizes.tp, fsdp=1)
+            autotp.validate_vocabulary(config, self.sizes.tp)
+        options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
-            model = self._load_partitioned(folder, config, auto_class, attn_implementation, trust_remote_code)
+            model = self._load_partitioned(folder, config, auto_class, options)
         else:
-            checkpoint.find_weights(folder)
-            model = auto_class.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-                weights_only=True,
-                **self._quantization(),
-            )
-            model.new_tensors = {}
-        model.pretrained_folder = folder
+            model_folder.find_weights(folder)
+            options |= {"dtype": torch.float32, "weights_only": True, **self._quantization()}
+            model = auto_class.from_pretrained(folder, **options)
+        self._folders[model] = folder
         return model
 
     def _quantization(self) -> dict:
         """What from_pretrained needs for QLoRA (Dettmers et al. 2023): 4-bit NormalFloat, its scales quantized as well."""
-        if not self.load_in_4bit:
+        if not self.options.load_in_4bit:
             return {}
         from transformers import BitsAndBytesConfig
 
@@ -216,8 +151,8 @@ class DeepspeedStrategy:
         )
         return {"quantization_config": config, "device_map": {"": self.device}}
 
-    def _load_partitioned(self, folder: str, config, auto_class, attn_implementation: str, trust_remote_code: bool):
-        """Build under zero.Init, which partitions each parameter as it is made, then fill them one at a time from
+    def _load_partitioned(self, folder: str, config, auto_class, options: dict) -> torch.nn.Module:
+        """Build under zero.Init, which partitions each parameter as it is made. Then fill the parameters one at a time from
         the first rank of each dp x sp group."""
         import deepspeed
         from transformers.initialization import no_init_weights
@@ -227,24 +162,17 @@ class DeepspeedStrategy:
             data_parallel_group=self.meshes.loss.get_group(),
             zero_param_parallel_group=autotp.hpz_group(self.meshes),
         )
-        build = functools.partial(
-            auto_class.from_config,
-            config,
-            dtype=self.param_dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
-        # The module that defines the model must be imported before: zero.Init takes back what decorators did to the
-        # __init__ of classes that are defined inside it, so that the next model of experts would lack its config.
+        build = functools.partial(auto_class.from_config, config, dtype=self.param_dtype, **options)
+        # The module that defines the model must be imported before. zero.Init takes back what decorators did to the
+        # __init__ of classes that are defined inside it, so the next model of experts would lack its config.
         with torch.device("meta"), no_init_weights():
             build()
         with partitioned, no_init_weights():
             model = build()
-        checkpoint.read_generation_config(model, folder)
-        model.new_tensors = {}
+        model_folder.read_generation_config(model, folder)
         model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
-        names = list(checkpoint.stored_tensors(model))
-        weights = checkpoint.open_weights(model, folder, names)
+        names = list(model_folder.stored_tensors(model))
+        weights = model_folder.open_weights(model, folder, names, new={})
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         with torch.no_grad():
             for name in names:
@@ -254,41 +182,45 @@ class DeepspeedStrategy:
                 with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
                     if self.meshes.loss.get_local_rank() == 0:
                         parameters[name].copy_(weights.read(name))
-        checkpoint.restore_computed_buffers(model, self.device)  # zero.Init rounded them to the compute dtype
+        model_folder.restore_computed_buffers(model, self.device)  # zero.Init rounded them to the compute dtype
         return model
+
+    def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
+        on_cpu = self.device.type == "cpu"
+        options = {"on_cpu": on_cpu, "with_optimizer": with_optimizer, "plan": plan}
+        return engine_config(self.options, self.zero_stage, self.sizes, **options)
 
     def create_optimizer(
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.Optimizer:
-        """AdamW, or what --optim asks for; `prepare` makes it work on fp32 masters."""
-        if self.optim != "adamw":
-            from trainer.strategies import matrix_optimizers
+        """The optimizer that --optim names. `prepare` makes it work on fp32 masters."""
 
-            options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            return matrix_optimizers.build(self.optim, model, **options)
-
-        def num_dims(parameter) -> int:  # a ZeRO-3 parameter is empty here; ds_shape is its real shape
-            # but not that of an adapter, which the engine partitions later
+        def num_dims(parameter) -> int:
+            # a ZeRO-3 parameter is empty here; ds_shape is its real shape. The engine partitions an adapter's later.
             return len(getattr(parameter, "ds_shape", parameter.shape))
 
-        groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
-        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_dims": num_dims}
+        return build_optimizer(self.options.optim, model, **options)
 
-    def prepare(self, *models_or_triples, is_rlhf: bool = False, offload: bool = False):
+    def prepare(self, *models_or_triples, offload: bool = False):
         """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list.
 
-        `offload` keeps frozen weights in host memory: under ZeRO 3 a layer's, else all are on the device during a forward.
+        `offload` keeps frozen weights in host memory. Under ZeRO 3 a layer's weights are on the device while it
+        computes; otherwise all of them are, during a forward pass.
         """
         prepared = [
             self._prepare_trained(*item) if isinstance(item, tuple) else self._prepare_frozen(item, offload)
             for item in models_or_triples
         ]
-        return prepared if is_rlhf or len(prepared) > 1 else prepared[0]
+        return prepared if len(prepared) > 1 else prepared[0]
 
-    def _prepare_trained(self, model, optimizer, scheduler):
+    def _prepare_trained(self, model, optimizer, scheduler) -> tuple:
         import deepspeed
         from deepspeed.runtime import torch_autocast
 
+        folder, new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
+        for name, tensor in new.items():
+            model.get_parameter(name).data.copy_(tensor)
         # a stage-0 engine made earlier in this process leaves this on, and ZeRO would then reduce gradients in bf16
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         config = self._engine_config(with_optimizer=True, plan=self._tp_plan(model))
@@ -298,28 +230,33 @@ class DeepspeedStrategy:
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
         self._note_reached(model)
         if self.param_dtype != torch.float32 and self.zero_stage > 0:
-            self._restore_masters(model)
+            names = list(model_folder.stored_tensors(model))
+            self._restore_masters(model, model_folder.open_weights(model, folder, names, new))
         return engine, wrapped, scheduler
 
     def _tp_plan(self, model) -> Optional[dict[str, str]]:
         if self.sizes.tp == 1:
             return None
+        from trainer.distributed import tensor_parallel
+
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
-        plan = tensor_parallel.resolve_tp_plan(skeleton, use_hf_tp_plan=self.use_hf_tp_plan)
-        if self.print_tp_plan:
+        plan = tensor_parallel.resolve_tp_plan(skeleton, use_hf_tp_plan=self.options.use_hf_tp_plan)
+        if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
         return plan
 
-    def _prepare_frozen(self, model, offload: bool = False):
+    def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         import deepspeed
 
+        from trainer.distributed.host_offload import keep_on_host
+
+        self._folders.pop(model)
         offload = offload and self.device.type != "cpu"
         if self.zero_stage < 3 and self.sizes.tp == 1:
             for parameter in filter(torch.is_floating_point, model.parameters()):
-                parameter.data = parameter.data.to(
-                    self.param_dtype
-                )  # not the RoPE tables: the trained model's are fp32
+                # not the RoPE tables: the trained model's are fp32
+                parameter.data = parameter.data.to(self.param_dtype)
             model.eval()
             return keep_on_host(model, self.device) if offload else model.to(device=self.device)
         # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
@@ -329,22 +266,20 @@ class DeepspeedStrategy:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
-        engine.eval()  # which an engine does without returning itself
+        engine.eval()  # an engine's eval() does not return the engine
         if offload and self.zero_stage < 3:
             keep_on_host(model, self.device)
         return engine
 
-    def _restore_masters(self, model) -> None:
-        """Set the fp32 masters from an fp32 checkpoint: the engine made them of weights already rounded to `param_dtype`."""
+    def _restore_masters(self, model, weights) -> None:
+        """Set the fp32 masters from an fp32 model folder: the engine made them of weights rounded to `param_dtype`."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        weights = checkpoint.open_weights(model, model.pretrained_folder, list(checkpoint.stored_tensors(model)))
+        tp_rank = self.meshes.root.get_local_rank("tp")
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or weights.dtype(name) != "F32":
                 continue
-            full = autotp.local_part(
-                parameter, weights.read(name).to(self.device), self.meshes.root.get_local_rank("tp")
-            )
+            full = autotp.local_part(parameter, weights.read(name).to(self.device), tp_rank)
             if self.zero_stage < 3:
                 safe_set_full_fp32_param(parameter, full)
                 continue
@@ -358,14 +293,14 @@ class DeepspeedStrategy:
 
     # --- one training step
 
-    def backward(self, loss_sum: torch.Tensor, model, optimizer, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch; `is_last` tells the engine that the gradients are complete."""
+    def backward(self, loss_sum: torch.Tensor, model, *, num_targets: int, is_last: bool) -> None:
+        """Backward of one micro-batch; `is_last` says that it is the last one of the step."""
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
         model.backward(loss_sum * (self.meshes.loss.size() / num_targets), scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
-        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing is stepped."""
+        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing steps."""
         if self.zero_stage == 0:
             return self._step_unpartitioned(model, scheduler)
         model.step()
@@ -374,74 +309,28 @@ class DeepspeedStrategy:
         return float(model.get_global_grad_norm())
 
     def _step_unpartitioned(self, model, scheduler) -> float:
+        from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
+
         parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        norm = gradients.get_grad_norm(parameters, lambda p: (self._tp_group,) if autotp.is_sharded(p) else ())
+        norm = get_grad_norm(parameters, lambda p: (self._tp_group,) if autotp.is_sharded(p) else ())
         if torch.isfinite(norm):
-            gradients.clip_grad_by_total_norm_(parameters, self.max_norm, norm)
+            clip_grad_by_total_norm_(parameters, self.options.max_norm, norm)
             model.step()
             scheduler.step()
         model.zero_grad()
         return norm.item()
 
-    def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, optimizer states, or both to host memory until `onload` of the result, unused meanwhile.
-
-        Of a model with its optimizer, the fp32 masters go too.
-        """
-        tensors = (
-            optimizer_tensors(optimizer if self.zero_stage == 0 else optimizer.optimizer)
-            if optimizer is not None
-            else []
-        )
-        if model is not None:
-            parameters = self.unwrap(model).parameters()
-            tensors += [p.ds_tensor for p in parameters] if self.zero_stage == 3 else list(parameters)
-        if model is not None and optimizer is not None and self.zero_stage > 0:
-            tensors += zero_masters.all_of(optimizer, self.zero_stage)
-        return take_to_host(tensors)
-
-    def onload(self, offloaded: list[tuple]) -> None:
-        """Bring back what `offload` moved."""
-        bring_back(offloaded)
-
     def _note_reached(self, model) -> None:
         """Write down which parameters autograd reaches: the engine takes gradients away and hides what never came."""
-        model.reached_parameters = set()
+        reached = self._reached[model] = set()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda grad, name=name: model.reached_parameters.add(name))
+                parameter.register_hook(lambda grad, name=name: reached.add(name))
 
     def unreached_parameters(self, model) -> list[str]:
         """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
-        module = self.unwrap(model)
-        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        return [name for name in trainable if name not in module.reached_parameters]
-
-    def check_replicas(self, model) -> None:
-        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
-        from trainer.strategies import replicas
-
-        groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
-        replicated = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
-
-        def held(parameter) -> tuple[torch.Tensor, list[str]]:
-            local = parameter.ds_tensor if self.zero_stage == 3 else parameter
-            return local, replicated if autotp.is_sharded(parameter) else [*replicated, "tp"]
-
-        replicas.check_replicas(((name, *held(p)) for name, p in self.unwrap(model).named_parameters()), groups)
-
-    # --- weights out
-
-    def unwrap(self, model) -> torch.nn.Module:
-        return model.module if hasattr(model, "module") else model
-
-    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp). With an adapter, what is
-        trained; `merged`, the plain model that it makes of its base."""
-        module, find = self.unwrap(model), checkpoint.all_tensors if merged else checkpoint.stored_tensors
-        parts = {**(names := find(module)), **dict(module.named_parameters())}  # parameters, which know their masters
-        pairs = ((name, autotp.gather(parts[name], zero_masters.full(parts[name]), self._tp_group)) for name in names)
-        return merge_adapter(pairs, module) if merged else pairs
+        trainable = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        return [name for name in trainable if name not in self._reached[model.module]]
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
@@ -452,140 +341,150 @@ class DeepspeedStrategy:
             if parameter.requires_grad:
                 yield name, autotp.gather(parameter, safe_get_full_grad(parameter).float() / scale, self._tp_group)
 
+    # --- weights: moved, compared, handed out
+
+    def offload(self, *, model=None, optimizer=None) -> list[tuple]:
+        """Move weights, optimizer states, or both to host memory until `onload` of the result. Use neither meanwhile.
+
+        With both, the fp32 masters go too.
+        """
+        from trainer.distributed.host_offload import take_to_host
+
+        tensors = []
+        if optimizer is not None:
+            tensors += state_tensors(optimizer if self.zero_stage == 0 else optimizer.optimizer)
+        if model is not None:
+            parameters = model_folder.unwrapped(model).parameters()
+            tensors += [p.ds_tensor for p in parameters] if self.zero_stage == 3 else list(parameters)
+        if model is not None and optimizer is not None and self.zero_stage > 0:
+            from trainer.strategies.zero_masters import all_of
+
+            tensors += all_of(optimizer, self.zero_stage)
+        return take_to_host(tensors)
+
+    def onload(self, offloaded: list[tuple]) -> None:
+        """Bring back what `offload` moved."""
+        from trainer.distributed.host_offload import bring_back
+
+        bring_back(offloaded)
+
+    def check_replicas(self, model) -> None:
+        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        from trainer.distributed.replicas import check_replicas
+
+        groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
+        replicated = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
+
+        def held(parameter) -> tuple[torch.Tensor, list[str]]:
+            local = parameter.ds_tensor if self.zero_stage == 3 else parameter
+            return local, replicated if autotp.is_sharded(parameter) else [*replicated, "tp"]
+
+        check_replicas(((name, *held(p)) for name, p in model_folder.unwrapped(model).named_parameters()), groups)
+
+    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp, then over tp).
+
+        With an adapter: what is trained; with `merged`, the plain model that the adapter makes of its base.
+        """
+        from trainer.strategies.zero_masters import full
+
+        module = model_folder.unwrapped(model)
+        names = model_folder.all_tensors(module) if merged else model_folder.stored_tensors(module)
+        parts = {**names, **dict(module.named_parameters())}  # parameters know their masters
+        pairs = ((name, autotp.gather(parts[name], full(parts[name]), self._tp_group)) for name in names)
+        if not merged:
+            return pairs
+        from trainer.checkpoints.adapter_tensors import merge_adapter
+
+        return merge_adapter(pairs, module)
+
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
-        """Write a Hugging Face folder in the compute dtype; see `checkpoint.save_pretrained`."""
-        module = self.unwrap(model)
-        checkpoint.save_pretrained(
-            self.iter_full_params(model), module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes
-        )
-        ranks.wait_for_all()
+        """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
+        from trainer.checkpoints.model_writer import save_pretrained
+
+        tensors, module = self.iter_full_params(model), model_folder.unwrapped(model)
+        save_pretrained(tensors, module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
+        collectives.wait_for_all()
 
     # --- checkpoints
 
     def save_ckpt(
         self,
         folder: str,
-        model,
-        optimizer,
-        scheduler,
+        roles: dict[str, tuple],
         tokenizer,
         *,
         state: dict,
-        portable: bool = False,
-        background: bool = False,
-        hf_weights: bool = False,
-        others: Optional[dict[str, tuple]] = None,
-        further: Sequence[Piece] = (),
-    ) -> run_state.PendingSave:
+        form: "CheckpointForm",
+        further: Sequence["TensorShard"] = (),
+    ) -> "PendingSave":
         """Start to save a run: weights, optimizer states, random states, and `state` (JSON). `finish()` of the result ends it.
 
-        `others` are further prepared (model, optimizer, scheduler) triples by role, such as a critic; `further` are pieces
-        of this rank besides, such as averaged weights.
+        `roles` are prepared (model, optimizer, scheduler) triples by name, `run_state.MAIN` among them. `further` are
+        more shards of this rank, such as averaged weights.
         """
+        from trainer.checkpoints import run_state
+        from trainer.checkpoints.model_writer import save_pretrained
+
+        model = roles[run_state.MAIN][0]
 
         def export(target: str) -> None:
-            tensors, module = self.iter_full_params(model) if hf_weights else None, self.unwrap(model)
-            checkpoint.save_pretrained(tensors, module, tokenizer, target, self.param_dtype, self.is_rank_0())
+            tensors = self.iter_full_params(model) if form.hf_weights else None
+            save_pretrained(tensors, model.module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {**self._own_state(model, scheduler), "optim": self.optim}
-        own["others"] = {role: self._own_state(other[0], other[2]) for role, other in (others or {}).items()}
-        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
-        options = {"portable": portable, "background": background, "export": export}
-        return run_state.save(folder, pieces, {**own, **state}, self.device, **options)
+        own = {role: self._own_state(model, scheduler) for role, (model, _, scheduler) in roles.items()}
+        own[run_state.MAIN]["optim"] = self.options.optim
+        shards = run_state.shards_of_roles(roles, self._shards, further)
+        return run_state.save(folder, shards, state, own, self.device, form, export)
 
-    def load_ckpt(
-        self,
-        folder: str,
-        model,
-        optimizer,
-        scheduler,
-        others: Optional[dict[str, tuple]] = None,
-        further: Sequence[Piece] = (),
-    ) -> dict:
-        """Load what `save_ckpt` of any backend and layout wrote; returns its `state`. Raises UserError if it is damaged."""
-        pieces = itertools.chain(self._all_pieces(model, optimizer, others), further)
-        state = run_state.load(folder, pieces, self.device, self.optim)
-        self._restore_own_state(state, model, optimizer, scheduler)
-        for role, other in (others or {}).items():
-            self._restore_own_state(state["others"][role], *other)
+    def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
+        """Load what `save_ckpt` of any backend and layout wrote. Returns its state. Raises UserError if it is damaged."""
+        from trainer.checkpoints import run_state
+        from trainer.strategies.zero_masters import to_weights
+
+        shards = run_state.shards_of_roles(roles, self._shards, further)
+        state = run_state.load(folder, shards, self.device, self.options.optim)
+        for role, (model, optimizer, scheduler) in roles.items():
+            own = run_state.role_state(state, role)
+            to_weights(optimizer, self.zero_stage)
+            run_state.set_scheduler_step(scheduler, own["scheduler_step"])
+            self._restore_loss_scale(model, own)
         return state
 
     def _own_state(self, model, scheduler) -> dict:
-        return {"scheduler_step": scheduler.last_epoch, "loss_scale": self._loss_scale_state(model)}
+        from trainer.checkpoints.run_state import NO_LOSS_SCALE
 
-    def _restore_own_state(self, state: dict, model, optimizer, scheduler) -> None:
-        self._masters_to_weights(optimizer)
-        run_state.set_scheduler_step(scheduler, state["scheduler_step"])
-        if self.param_dtype == torch.float16:  # iterations since the last overflow are all that the scaler goes by
+        scale = NO_LOSS_SCALE
+        if self.param_dtype == torch.float16:
             scaler = model.optimizer.loss_scaler
-            scaler.cur_scale, scaler.cur_iter = state["loss_scale"]["scale"], state["loss_scale"]["good_steps"]
+            scale = {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+        return {"scheduler_step": scheduler.last_epoch, "loss_scale": scale}
+
+    def _restore_loss_scale(self, model, own: dict) -> None:
+        if self.param_dtype == torch.float16:  # the scaler goes by the iterations since the last overflow only
+            scaler = model.optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter = own["loss_scale"]["scale"], own["loss_scale"]["good_steps"]
             scaler.last_overflow_iter = -1
 
-    def weight_pieces(self, model, optimizer) -> Iterator[Piece]:
+    def weight_shards(self, model, optimizer) -> Iterator["TensorShard"]:
         """This rank's parts of the weights in fp32, as they are now, to read and to write."""
-        return (piece for piece in self._pieces(model, optimizer) if piece.key.startswith("weight/"))
+        return (shard for shard in self._shards(model, optimizer) if shard.key.startswith("weight/"))
 
-    def _all_pieces(self, model, optimizer, others: Optional[dict[str, tuple]]) -> Iterator[Piece]:
-        yield from self._pieces(model, optimizer)
-        for role, (other, its_optimizer, _) in (others or {}).items():
-            yield from run_state.of_role(role, self._pieces(other, its_optimizer))
+    def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
+        """This rank's parts of the masters, of the optimizer's states, and of tensors without a master."""
+        from trainer.strategies import zero_masters
 
-    def _loss_scale_state(self, model) -> dict:
-        if self.param_dtype != torch.float16:
-            return {"scale": 1.0, "good_steps": 0}
-        scaler = model.optimizer.loss_scaler
-        return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
-
-    def _pieces(self, model, optimizer) -> Iterator[Piece]:
-        """This rank's parts of the masters and of the optimizer's states, and what has no master, under Hugging Face names."""
-        module = self.unwrap(model)
+        module = model_folder.unwrapped(model)
         parameters, tp_rank = dict(module.named_parameters()), self.meshes.root.get_local_rank("tp")
-        for name, tensor in checkpoint.stored_tensors(module).items():
+        part = zero_masters.Part(self.zero_stage, self.meshes.loss.get_local_rank())
+        for name, tensor in model_folder.stored_tensors(module).items():
             parameter = parameters.get(name)
-            for piece in self._pieces_of(name, tensor, parameter, optimizer):
-                yield autotp.place(piece, parameter, tp_rank)
+            for shard in zero_masters.shards_of(name, tensor, parameter, optimizer, part):
+                yield autotp.place(shard, parameter, tp_rank)
 
-    def _pieces_of(self, name: str, tensor: torch.Tensor, parameter, optimizer) -> Iterator[Piece]:
-        """The pieces of one stored tensor, as if this rank's part over tp were all of it."""
-        if parameter is None or not parameter.requires_grad:
-            yield self._untrained_piece(name, tensor, parameter)
-        elif self.zero_stage == 0:
-            is_written = self.meshes.loss.get_local_rank() == 0
-            yield whole_piece(f"weight/{name}", parameter, is_written)
-            for kind, state in run_state.states_of(optimizer, parameter).items():
-                yield whole_piece(f"{kind}/{name}", state, is_written)
-        else:
-            part = zero_masters.stage_3_part if self.zero_stage == 3 else zero_masters.stage_2_part
-            yield from zero_masters.pieces_of(name, optimizer.optimizer, *part(parameter, optimizer))
-
-    def _untrained_piece(self, name: str, tensor: torch.Tensor, parameter) -> Piece:
-        """A buffer or a frozen parameter, which has no master."""
-        if parameter is None or self.zero_stage < 3:
-            return whole_piece(f"weight/{name}", tensor, self.meshes.loss.get_local_rank() == 0)
-        start = parameter.ds_tensor.ds_numel * self.meshes.loss.get_local_rank()
-        size = max(0, min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start))
-        return flat_piece(f"weight/{name}", tuple(parameter.ds_shape), start, parameter.ds_tensor[:size])
-
-    def _masters_to_weights(self, optimizer) -> None:
-        """Round loaded masters to the weights that the model computes with (all-gather over dp x sp)."""
-        if self.zero_stage in (1, 2):
-            optimizer.update_lp_params()
-        elif self.zero_stage == 3:
-            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(number)
-            kept = optimizer.persistent_parameters  # small ones stay gathered, and would keep their old values
-            if kept:
-                kept[0].partition(kept)
-                kept[0].all_gather(kept)
-            optimizer.invalidate_secondary_tensor()  # hpZ gathers from copies, which would keep the old values
-
-    # --- helpers that know the mesh
-    setup_dataloader = setup_dataloader  # in the same words on both, see `data_order`
-    all_reduce = ranks.all_reduce
-    all_gather = ranks.all_gather
-    max_over_all_ranks = ranks.max_over_all_ranks
-    broadcast_object = ranks.broadcast_object
-    rank_0_first = ranks.rank_0_first
-    rank_0_alone = ranks.rank_0_alone
-    print = ranks.print
-    is_rank_0 = ranks.is_rank_0
+    # --- the same on every strategy
+    setup_dataloader = setup_dataloader
+    all_reduce = collectives.all_reduce
+    all_gather = collectives.all_gather
+    print = collectives.print
+    is_rank_0 = collectives.is_rank_0

@@ -1,11 +1,12 @@
 """Where DeepSpeed's ZeRO keeps the fp32 masters of its parameters, and Adam's states of them: flat partitions of each rank."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from trainer.strategies import run_state
-from trainer.strategies.checkpoint_pieces import Piece, flat_piece, whole_piece
+from trainer.checkpoints.shards import TensorShard, flat_shard, whole_shard
+from trainer.optimizers.adamw import states_of
 
 
 def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
@@ -47,13 +48,57 @@ def stage_3_part(parameter, optimizer) -> tuple:
     return tuple(parameter.ds_shape), start, optimizer.fp32_partitioned_groups_flat[group], where, used
 
 
-def pieces_of(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[Piece]:
-    """The pieces of one parameter, `size` elements at `where` of this rank's flat masters; those at `start` of it all."""
+def _shards_of_master(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[TensorShard]:
+    """The shards of one parameter, `size` elements at `where` of this rank's flat masters; those at `start` of it all."""
     if not size:
         return
-    yield flat_piece(f"weight/{name}", shape, start, flat.narrow(0, where, size))
-    for kind, state in run_state.states_of(adamw, flat).items():
+    yield flat_shard(f"weight/{name}", shape, start, flat.narrow(0, where, size))
+    for kind, state in states_of(adamw, flat).items():
         if state.ndim:
-            yield flat_piece(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
+            yield flat_shard(f"{kind}/{name}", shape, start, state.narrow(0, where, size))
         else:  # the step count, the same in every part
-            yield whole_piece(f"{kind}/{name}", state, is_written=start == 0)
+            yield whole_shard(f"{kind}/{name}", state, is_written=start == 0)
+
+
+class Part(NamedTuple):
+    """What a rank holds of partitioned tensors."""
+
+    zero_stage: int
+    loss_rank: int  # its rank in dp x sp
+
+
+def shards_of(name: str, tensor: torch.Tensor, parameter, optimizer, part: Part) -> Iterator[TensorShard]:
+    """The shards of one stored tensor, as if this rank's part over tp were all of it. `parameter` is None for a buffer."""
+    is_first = part.loss_rank == 0
+    if parameter is None or not parameter.requires_grad:
+        yield _untrained_shard(name, tensor, parameter, part)
+    elif part.zero_stage == 0:
+        yield whole_shard(f"weight/{name}", parameter, is_first)
+        for kind, state in states_of(optimizer, parameter).items():
+            yield whole_shard(f"{kind}/{name}", state, is_first)
+    else:
+        find = stage_3_part if part.zero_stage == 3 else stage_2_part
+        yield from _shards_of_master(name, optimizer.optimizer, *find(parameter, optimizer))
+
+
+def _untrained_shard(name: str, tensor: torch.Tensor, parameter, part: Part) -> TensorShard:
+    """A buffer or a frozen parameter, which has no master."""
+    if parameter is None or part.zero_stage < 3:
+        return whole_shard(f"weight/{name}", tensor, part.loss_rank == 0)
+    start = parameter.ds_tensor.ds_numel * part.loss_rank
+    size = max(0, min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start))
+    return flat_shard(f"weight/{name}", tuple(parameter.ds_shape), start, parameter.ds_tensor[:size])
+
+
+def to_weights(optimizer, zero_stage: int) -> None:
+    """Round loaded masters to the weights that the model computes with (all-gather over dp x sp)."""
+    if zero_stage in (1, 2):
+        optimizer.update_lp_params()
+    elif zero_stage == 3:
+        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        kept = optimizer.persistent_parameters  # small ones stay gathered, and would keep their old values
+        if kept:
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
+        optimizer.invalidate_secondary_tensor()  # hpZ gathers from copies, which would keep the old values

@@ -1,16 +1,18 @@
-"""When a run saves its state, which checkpoints it keeps, and how it finds the one to go on from."""
+"""When a run saves its state, which checkpoints it keeps, how it finds the one to resume from, and which signals stop it."""
 
 import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
-from typing import Optional
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Optional
 
+from trainer.distributed.collectives import broadcast_object, max_over_all_ranks
 from trainer.errors import Interrupted, UserError
 from trainer.metrics import MetricsLog
-from trainer.strategies import checkpoint_store as store
-from trainer.strategies.run_state import DamagedCheckpoint, PendingSave
+
+if TYPE_CHECKING:
+    from trainer.checkpoints.run_state import PendingSave
 
 FOLDER = "checkpoints"
 LATEST = "latest"  # what --load_checkpoint means without a value
@@ -47,12 +49,18 @@ class Trained:
     scheduler: object
     loader: object  # has state_dict, load_state_dict and fingerprint
     tokenizer: object
-    others: Optional[dict[str, tuple]] = None  # further (model, optimizer, scheduler) triples by role
+    others: dict[str, tuple] = field(default_factory=dict)  # further (model, optimizer, scheduler) triples by role
     average: object = None  # a WeightAverage of the model
 
+    def roles(self) -> dict[str, tuple]:
+        """All (model, optimizer, scheduler) triples by role."""
+        from trainer.checkpoints.run_state import MAIN
+
+        return {MAIN: (self.model, self.optimizer, self.scheduler), **self.others}
+
     def further(self) -> list:
-        """This rank's pieces of what stands beside the models."""
-        return self.average.pieces() if self.average else []
+        """This rank's shards of what is kept besides the models."""
+        return self.average.shards() if self.average else []
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if trained.strategy.is_rank_0():
             for folder in (output_dir, self.root):
-                store.remove_temporaries(folder)
+                _remove_leftovers(folder)
 
     # --- resuming
 
@@ -88,8 +96,10 @@ class Checkpoints:
         """Load the checkpoint that --load_checkpoint names, or the latest intact one; a fresh Progress if there is none."""
         if wanted is None:
             return Progress()
+        from trainer.checkpoints.run_state import DamagedCheckpoint
+
         strategy = self.trained.strategy
-        folders = strategy.broadcast_object(self._candidates(wanted) if strategy.is_rank_0() else None)
+        folders = broadcast_object(self._candidates(wanted) if strategy.is_rank_0() else None)
         if not folders:
             strategy.print(f"no checkpoint in {self.root} yet: starting fresh")
             return Progress()
@@ -105,12 +115,16 @@ class Checkpoints:
     def _candidates(self, wanted: str) -> list[str]:
         if wanted != LATEST and not os.path.isdir(wanted):
             raise UserError("--load_checkpoint", f"{wanted} is no folder", "a checkpoint, or no value for the latest")
-        return [os.path.abspath(wanted)] if wanted != LATEST else store.list_checkpoints(self.root)[::-1]
+        if wanted != LATEST:
+            return [os.path.abspath(wanted)]
+        from trainer.checkpoints.checkpoint_store import list_checkpoints
+
+        return list_checkpoints(self.root)[::-1]
 
     def load(self, folder: str) -> Progress:
         """Put the run where it was when it saved `folder`. Raises UserError if it is damaged or of other data."""
         t = self.trained
-        state = t.strategy.load_ckpt(folder, t.model, t.optimizer, t.scheduler, t.others, t.further())
+        state = t.strategy.load_ckpt(folder, t.roles(), t.further())
         mine = t.loader.fingerprint()
         for key, flag in DATA_FLAGS.items():
             if key in mine and state["data"].get(key) != mine[key]:
@@ -134,7 +148,7 @@ class Checkpoints:
         due = policy.interval_minutes and time.monotonic() - self._saved_at >= 60 * policy.interval_minutes
         unfinished = self._pending is not None and not self._pending[0].done()
         # one tiny all-reduce a step, so that ranks with different clocks and signals act alike
-        stop, due, unfinished = strategy.max_over_all_ranks([stop_signal or 0, bool(due), unfinished])
+        stop, due, unfinished = max_over_all_ranks([stop_signal or 0, bool(due), unfinished], strategy.device)
         if self._pending and not unfinished:
             self.finish()
         is_best = self._is_best(progress, eval_metrics)
@@ -157,6 +171,8 @@ class Checkpoints:
 
     def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
         """Write step_N; returns its folder, which in the background appears later."""
+        from trainer.checkpoints.run_state import CheckpointForm
+
         self.finish()
         t, policy = self.trained, self.policy
         state = {
@@ -166,19 +182,8 @@ class Checkpoints:
             "arguments": self.arguments,
         }
         folder = os.path.join(self.root, f"step_{progress.step}")
-        pending = t.strategy.save_ckpt(
-            folder,
-            t.model,
-            t.optimizer,
-            t.scheduler,
-            t.tokenizer,
-            state=state,
-            portable=policy.portable,
-            background=background,
-            hf_weights=policy.hf_weights,
-            others=t.others,
-            further=t.further(),
-        )
+        form = CheckpointForm(policy.portable, background, policy.hf_weights)
+        pending = t.strategy.save_ckpt(folder, t.roles(), t.tokenizer, state=state, form=form, further=t.further())
         self._pending, self._saved_at = (pending, is_best), time.monotonic()
         if not background:
             self.finish()
@@ -191,12 +196,51 @@ class Checkpoints:
         (pending, is_best), self._pending = self._pending, None
         folder = pending.finish()
         if self.trained.strategy.is_rank_0():
+            from trainer.checkpoints import checkpoint_store as store
+
             if is_best:
                 store.set_best(self.root, folder)
             gigabytes = self.policy.max_gigabytes
             store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9)
 
 
+def _remove_leftovers(folder: str) -> None:
+    """Remove what a killed run left unfinished in `folder`."""
+    if os.path.isdir(folder) and any(name.endswith(".tmp") for name in os.listdir(folder)):
+        from trainer.checkpoints.checkpoint_store import remove_temporaries
+
+        remove_temporaries(folder)
+
+
 def is_better_when_lower(key: str) -> bool:
     """Losses and perplexities are better when lower, every other metric when higher."""
     return "loss" in key or "perplexity" in key
+
+
+# SIGUSR1 is Slurm's warning before preemption
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """While entered, the first of the signals is noted; the next one ends the process at once, as without this."""
+
+    def __init__(self):
+        self.received: Optional[int] = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, _type, error, _traceback) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.received and isinstance(error, RuntimeError):
+            # torchrun ends the ranks that a dead one leaves behind by SIGTERM, and they cannot finish their step
+            name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
+            raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
+
+    def _note(self, number: int, _frame) -> None:
+        self.received = number
+        for other in SIGNALS:  # the kernel then ends the process even where Python would not get to a handler
+            signal.signal(other, signal.SIG_DFL)

@@ -1,32 +1,14 @@
 """Preference optimization: the mean loss over the pairs of the global batch, from log-probs of whole answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Optional
 
 import torch
 
 from trainer.datasets.packing import IGNORE
-from trainer.models import preference_loss as losses
-from trainer.models.log_probs import counts_here, label_log_probs, sum_by_sequence
 from trainer.models.lora import fixed_model
-from trainer.models.preference_loss import AnswerLogProbs
-
-REFERENCE_FREE = ("simpo", "orpo")
-
-
-@dataclass(frozen=True)
-class PreferenceOptions:
-    """Which loss, and its constants."""
-
-    loss: str
-    beta: float
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.0
-    nll_loss_coef: float = 0.0
-
-    def needs_reference(self) -> bool:
-        return self.loss not in REFERENCE_FREE
+from trainer.models.preference_loss import PAIR_LOSSES, AnswerLogProbs, PreferenceOptions, pair_losses
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.token_losses import label_log_probs
 
 
 def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,24 +33,6 @@ def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple
     return found.chosen, found.rejected
 
 
-def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
-    """The loss of each pair; `margin` is log pi/ref of the chosen answer less that of the rejected one."""
-    beta = options.beta
-    if options.loss == "simpo":
-        result = losses.simpo_loss(policy, beta, options.simpo_gamma)
-    elif options.loss == "orpo":
-        result = losses.orpo_loss(policy, beta)
-    elif options.loss == "cdpo":
-        result = losses.cdpo_loss(margin, beta, options.label_smoothing)
-    else:
-        result = {"dpo": losses.dpo_loss, "ipo": losses.ipo_loss, "hinge": losses.hinge_loss}[options.loss](
-            margin, beta
-        )
-    if options.nll_loss_coef:  # Pang et al. 2024, Iterative reasoning preference optimization, equation 1
-        result = result - options.nll_loss_coef * policy.mean_chosen()
-    return result
-
-
 def make_preference_loss(options: PreferenceOptions, reference, sp_group, precomputed: bool = False) -> Callable:
     """The loss function of one choice of options; its metrics are sums over pairs.
 
@@ -76,9 +40,11 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
     it is the base of a model with an adapter.
     """
 
+    needs_reference = PAIR_LOSSES[options.loss].needs_reference
+
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
-        if options.needs_reference():
+        if needs_reference:
             if precomputed:
                 ref_chosen, ref_rejected = micro_batch["ref_chosen"], micro_batch["ref_rejected"]
             else:
@@ -100,7 +66,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
             "chosen_logps": policy.chosen,
             "rejected_logps": policy.rejected,
         }
-        if options.needs_reference():  # log pi/ref, mean of both answers: the KL, were they the policy's samples
+        if needs_reference:  # log pi/ref, mean of both answers: the KL, were they the policy's samples
             metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
         return weight * values.sum(), values.new_tensor(weight * values.numel()), sums

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.strategies.checkpoint_pieces import Piece
-from trainer.strategies.run_state import of_role
+from trainer.checkpoints.run_state import of_role
+from trainer.checkpoints.shards import TensorShard
 
 ROLE = "ema"  # of its tensors in a checkpoint: ema:weight/...
 
@@ -22,19 +22,19 @@ class WeightAverage:
     beta: float
 
     def __post_init__(self):
-        self.parts = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in self._live()]
+        self.parts = [dataclasses.replace(shard, tensor=shard.tensor.clone()) for shard in self._live()]
 
-    def _live(self) -> list[Piece]:
+    def _live(self) -> list[TensorShard]:
         """The weights as they are now; parts in the same order."""
-        return list(self.strategy.weight_pieces(self.model, self.optimizer))
+        return list(self.strategy.weight_shards(self.model, self.optimizer))
 
     @torch.no_grad()
     def update(self) -> None:
-        for average, piece in zip(self.parts, self._live(), strict=True):
+        for average, shard in zip(self.parts, self._live(), strict=True):
             if average.tensor.is_floating_point():
-                average.tensor.lerp_(piece.tensor.to(average.tensor.dtype), 1 - self.beta)
+                average.tensor.lerp_(shard.tensor.to(average.tensor.dtype), 1 - self.beta)
 
-    def pieces(self) -> list[Piece]:
+    def shards(self) -> list[TensorShard]:
         """To save with a checkpoint, and to load from it."""
         return list(of_role(ROLE, self.parts))
 
@@ -47,7 +47,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for average, piece in zip(self.parts, self._live(), strict=True):
-            weight = piece.tensor.clone()
-            piece.tensor.copy_(average.tensor)
+        for average, shard in zip(self.parts, self._live(), strict=True):
+            weight = shard.tensor.clone()
+            shard.tensor.copy_(average.tensor)
             average.tensor.copy_(weight)

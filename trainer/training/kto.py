@@ -6,9 +6,10 @@ does not depend on how the batch is cut. It takes a first pass over the batch, w
 
 import torch
 
-from trainer.models.log_probs import counts_here
+from trainer.metrics import MetricSum
 from trainer.models.lora import fixed_model
 from trainer.models.preference_loss import kto_loss
+from trainer.models.sequence_sums import counts_here
 from trainer.training.dpo import sequence_log_probs
 from trainer.training.loop import TwoPassLoss
 
@@ -38,15 +39,21 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
         weight = counts_here(sp_group)
         rewards, undesirable = beta * ratios, 1 - desirable
         right = torch.where(desirable > 0, ratios > kl, ratios < kl).double()
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            return weight * values.detach().sum()
+
+        def mean_where(chosen: torch.Tensor, values: torch.Tensor) -> MetricSum:
+            return MetricSum(total(values * chosen), count=total(chosen))
+
         metrics = {
-            "kl": torch.full_like(ratios, kl),
-            "reward_accuracy": right,
-            "chosen_rewards": rewards * desirable, "chosen_rewards_count": desirable,
-            "rejected_rewards": rewards * undesirable, "rejected_rewards_count": undesirable,
-            "chosen_logps": policy * desirable, "chosen_logps_count": desirable,
-            "rejected_logps": policy * undesirable, "rejected_logps_count": undesirable,
-        }  # fmt: skip
-        sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
-        return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
+            "kl": MetricSum(total(torch.full_like(ratios, kl))),
+            "reward_accuracy": MetricSum(total(right)),
+            "chosen_rewards": mean_where(desirable, rewards),
+            "rejected_rewards": mean_where(undesirable, rewards),
+            "chosen_logps": mean_where(desirable, policy),
+            "rejected_logps": mean_where(undesirable, policy),
+        }
+        return weight * values.sum(), values.new_tensor(weight * values.numel()), metrics
 
     return TwoPassLoss(mismatched_ratios, loss)

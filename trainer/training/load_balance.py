@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainer.errors import UserError
-from trainer.models.log_probs import counts_here, sum_by_sequence
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
 
 
 def experts_per_token(config) -> int:

@@ -1,8 +1,8 @@
 """The training loop that every method shares: forward and backward over a global batch, step, log, evaluate, save.
 
 A method brings its loss function, a strategy brings the distribution. `loss_fn(model, micro_batch)` gives (sum, count), or
-(sum, count, metrics) with sums by name over the same targets, of which the mean over the global batch is logged. A sum
-named x_square beside x is logged as the standard deviation x_std; a sum named x_count is the denominator of x alone.
+(sum, count, metrics). Metrics are tensors, sums over the same targets, or MetricSums. Their means over the global batch are
+logged.
 """
 
 import functools
@@ -18,14 +18,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from trainer.errors import UserError
-from trainer.metrics import MetricsLog, host_peak_memory_bytes, step_line
-from trainer.training.checkpointing import Checkpoints, Progress
-from trainer.training.signals import StopRequest
+from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, peak_flops, step_line
+from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 
 @dataclass(frozen=True)
 class TwoPassLoss:
-    """A loss of which every sample's value needs a mean over the whole global batch, through which no gradient goes.
+    """A loss whose value for each sample needs a mean over the whole global batch, through which no gradient goes.
 
     `first_pass(model, micro_batch)` gives (sum, count) of that mean; `loss(model, micro_batch, mean=...)` the loss.
     """
@@ -36,32 +35,62 @@ class TwoPassLoss:
 
 LossFunction = Union[Callable[[torch.nn.Module, dict], tuple], TwoPassLoss]
 
-# dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How long a run is, and what is done between its steps."""
+
+    total_steps: int
+    logging_steps: int = 1
+    eval_steps: Optional[int] = None  # an evaluation every so many steps, besides the one at the end
+    max_skipped_steps: int = 10
+    check_replicas_every: Optional[int] = None
+    parity_dump: Optional[str] = None
+
+    def eval_is_due(self, step: int, num_steps: int = 1) -> bool:
+        """Whether the last `num_steps` up to `step` call for an evaluation."""
+        return step >= self.total_steps or bool(self.eval_steps and step % self.eval_steps < num_steps)
 
 
-def forward_backward(strategy, model, batch, loss_fn: LossFunction, optimizer=None) -> tuple[dict[str, float], int]:
-    """Run every micro-batch of this rank's part of a global batch: forward, and backward too where there is an `optimizer`.
+# --- one global batch
 
-    Returns the sums of losses ("loss") and of the method's metrics, and the count, over the global batch (one all-reduce
-    over dp x sp, one more for a TwoPassLoss). The mean, and every gradient, has the global count as its only denominator.
+
+def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool) -> tuple[dict, int]:
+    """Run every micro-batch of this rank's part of a global batch: forward, and backward too to `train`.
+
+    Returns the sums over the global batch, and its count: "loss" and the method's metrics, as floats or MetricSums of
+    floats (one all-reduce over dp x sp, one more for a TwoPassLoss). The global count is the only denominator of the loss
+    and of every gradient.
     """
     if isinstance(loss_fn, TwoPassLoss):
         loss_fn = functools.partial(loss_fn.loss, mean=first_pass_mean(strategy, model, batch, loss_fn.first_pass))
-    names, totals = ["loss"], 0.0
+    kinds, totals = {}, 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
-        with torch.set_grad_enabled(optimizer is not None):
+        with torch.set_grad_enabled(train):
             loss_sum, count, *metrics = loss_fn(model, micro_batch)
-        sums = {"loss": loss_sum, **(metrics[0] if metrics else {})}
-        names = list(sums)
-        totals = totals + torch.stack([value.detach().double() for value in (count, *sums.values())])
-        if optimizer is not None:
+        kinds = _as_metric_sums({"loss": loss_sum, **(metrics[0] if metrics else {})})
+        parts = [count, *(part for kind in kinds.values() for part in kind.parts())]
+        totals = totals + torch.stack([part.detach().double() for part in parts])
+        if train:
             is_last = number == len(batch.micro_batches)
-            strategy.backward(loss_sum, model, optimizer, num_targets=batch.num_targets, is_last=is_last)
-    num_targets, *values = strategy.all_reduce(totals).tolist()
+            strategy.backward(loss_sum, model, num_targets=batch.num_targets, is_last=is_last)
+    num_targets, *numbers = strategy.all_reduce(totals).tolist()
     if num_targets != batch.num_targets:
         raise RuntimeError(f"the loss counted {num_targets} targets, the global batch has {batch.num_targets}")
-    return dict(zip(names, values)), batch.num_targets
+    return _with_numbers(kinds, numbers), batch.num_targets
+
+
+def _as_metric_sums(values: dict) -> dict[str, MetricSum]:
+    return {name: value if isinstance(value, MetricSum) else MetricSum(value) for name, value in values.items()}
+
+
+def _with_numbers(kinds: dict[str, MetricSum], numbers: list[float]) -> dict:
+    """Sums with these numbers, in order; a sum without a count of its own is a plain float."""
+    sums, given = {}, iter(numbers)
+    for name, kind in kinds.items():
+        found = kind.with_parts([next(given) for _ in kind.parts()])
+        sums[name] = found.total if len(found.parts()) == 1 else found
+    return sums
 
 
 @torch.no_grad()
@@ -72,33 +101,27 @@ def first_pass_mean(strategy, model, batch, first_pass: Callable) -> float:
     return total / count
 
 
-def mean_metrics(sums: dict[str, float], count: int) -> dict[str, float]:
-    """Means of sums over `count` targets, or of x over x_count, unless that is 0; of x and x_square, x and x_std."""
-    own = {name: sums.get(f"{name}_count", count) for name in sums if not name.endswith("_count")}
-    means = {name: sums[name] / denominator for name, denominator in own.items() if denominator}
-    for name in [name for name in means if f"{name}_square" in means]:
-        means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}_square") - means[name] ** 2, 0.0))
-    return means
+def mean_metrics(sums: dict, count: int) -> dict[str, float]:
+    """Means of the sums that `forward_backward` returns, over `count` targets or over their own count."""
+    found = (metric.means(name, count) for name, metric in _as_metric_sums(sums).items())
+    return {name: mean for means in found for name, mean in means.items()}
 
 
 def evaluate(strategy, model, loader, loss_fn: LossFunction) -> dict[str, float]:
     """The mean loss and metrics over all targets of the evaluation set."""
     model.eval()
     loader.load_state_dict({"epoch": 0, "next_index": 0})
-    sums: dict[str, float] = {}
+    sums: dict = {}
     num_targets = 0
     for batch in loader:
-        batch_sums, count = forward_backward(strategy, model, batch, loss_fn)
-        sums = {name: sums.get(name, 0.0) + value for name, value in batch_sums.items()}
+        batch_sums, count = forward_backward(strategy, model, batch, loss_fn, train=False)
+        sums = {name: sums[name] + value if name in sums else value for name, value in batch_sums.items()}
         num_targets += count
     model.train()
     return mean_metrics(sums, num_targets)
 
 
-def endless(loader) -> Iterator:
-    """Batches of one epoch after the other."""
-    while True:
-        yield from loader
+# --- one step
 
 
 def train_step(
@@ -107,18 +130,16 @@ def train_step(
     """One optimizer step on a global batch; moves `progress` on and returns the row of metrics.jsonl.
 
     `inspect` is called between backward and the step, while gradients are whole. The step's time counts from `started`
-    (time.perf_counter), before which the batch was not yet read, or from now.
+    (time.perf_counter), before the batch was read, or from now.
     """
     started = started or time.perf_counter()
-    sums, num_targets = forward_backward(strategy, model, batch, loss_fn, optimizer)
+    sums, num_targets = forward_backward(strategy, model, batch, loss_fn, train=True)
     means = mean_metrics(sums, num_targets)
     if inspect:
         inspect()
     lr = scheduler.get_last_lr()[0]
     grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
-    progress.step += 1
-    progress.tokens_seen += batch.num_tokens
-    row = step_row(strategy, batch, progress, means, num_targets, grad_norm, lr, time.perf_counter() - started)
+    row = step_row(strategy, batch, progress, means, num_targets, grad_norm, lr, started)
     progress.skipped_in_a_row = 0 if math.isfinite(grad_norm) else progress.skipped_in_a_row + 1
     if progress.skipped_in_a_row:
         progress.skipped_steps += 1
@@ -127,9 +148,12 @@ def train_step(
 
 
 def step_row(
-    strategy, batch, progress: Progress, means: dict, num_targets: int, grad_norm: float, lr: float, step_time: float
+    strategy, batch, progress: Progress, means: dict, num_targets: int, grad_norm: float, lr: float, started: float
 ) -> dict:
-    """What metrics.jsonl holds of a step, whatever the method; its own means at the end."""
+    """Count the step in `progress`; returns what metrics.jsonl holds of it, the method's own means at the end."""
+    progress.step += 1
+    progress.tokens_seen += batch.num_tokens
+    step_time = time.perf_counter() - started
     return {
         "step": progress.step,
         "epoch": batch.epoch,
@@ -146,87 +170,16 @@ def step_row(
     }
 
 
-def train(
-    strategy,
-    model,
-    optimizer,
-    scheduler,
-    loader,
-    loss_fn: LossFunction,
-    *,
-    total_steps: int,
-    metrics: Optional[MetricsLog],
-    checkpoints: Checkpoints,
-    progress: Progress,
-    flops_per_token: float = 0.0,
-    eval_loader=None,
-    eval_steps: Optional[int] = None,
-    logging_steps: int = 1,
-    max_skipped_steps: int = 10,
-    check_replicas_every: Optional[int] = None,
-    parity_dump: Optional[str] = None,
-) -> None:
-    """Run the optimizer steps up to `total_steps`. `metrics` is rank 0's log, None on every other rank.
+def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
+    """Between the first backward and the first step: name parameters without a gradient, dump gradients if asked to.
 
-    Raises Interrupted, after a checkpoint, where a signal asked for it.
+    A trainable parameter that the first step's loss does not depend on is most often a mistake.
     """
-    model.train()
-    bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
-    batches = endless(loader)
-    with StopRequest() as stop:
-        while progress.step < total_steps:
-            started = time.perf_counter()
-            batch = next(batches)
-            inspect = None
-            if progress.step == 0:
-                inspect = functools.partial(inspect_gradients, strategy, model, parity_dump)
-            row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
-            row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
-            step = progress.step
-            bar.update()
-            if metrics:
-                metrics.row(**row)
-            if step % logging_steps == 0 and strategy.is_rank_0():
-                tqdm.write(step_line(row, total_steps))
-            if progress.skipped_in_a_row >= max_skipped_steps:
-                raise UserError(
-                    f"step {step}",
-                    f"loss or gradient norm not finite in {max_skipped_steps} steps in a row; samples {batch.sample_ids}",
-                )
-            if check_replicas_every and step % check_replicas_every == 0:
-                strategy.check_replicas(model)
-            eval_metrics = None
-            if eval_loader and (step == total_steps or (eval_steps and step % eval_steps == 0)):
-                eval_metrics = _evaluate_and_log(strategy, model, eval_loader, loss_fn, metrics, step, total_steps)
-            checkpoints.after_step(progress, eval_metrics, stop.received)
-        checkpoints.finish()
-    bar.close()
-    if parity_dump:
-        dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, model)
-
-
-def warn_of_unreached_parameters(strategy, model) -> None:
-    """A trainable parameter that the first step's loss does not depend on is most often a mistake."""
     names = strategy.unreached_parameters(model)
     if names:
         strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
-
-
-def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
-    """What is looked at once, between the first backward and the first step."""
-    warn_of_unreached_parameters(strategy, model)
     if parity_dump:
         dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
-
-
-def _evaluate_and_log(strategy, model, loader, loss_fn, metrics, step: int, total_steps: int) -> dict[str, float]:
-    started = time.perf_counter()
-    values = {f"eval_{name}": value for name, value in evaluate(strategy, model, loader, loss_fn).items()}
-    if metrics:
-        metrics.row(step, **values, eval_time=time.perf_counter() - started)
-        shown = " | ".join(f"{name} {value:.9g}" for name, value in values.items())
-        tqdm.write(f"eval {step}/{total_steps} | {shown}")
-    return values
 
 
 def dump(strategy, folder: str, name: str, iter_full, model) -> None:
@@ -237,12 +190,100 @@ def dump(strategy, folder: str, name: str, iter_full, model) -> None:
         save_file(full, os.path.join(folder, f"{name}.safetensors"))
 
 
+# --- the run
+
+
+class StepLog:
+    """What follows every step, whatever the method: its rows, its readable line, and the checks that can end the run."""
+
+    def __init__(self, strategy, metrics: Optional[MetricsLog], options: LoopOptions, progress: Progress):
+        """`metrics` is rank 0's log, None on every other rank."""
+        self.strategy, self.metrics, self.options, self.progress = strategy, metrics, options, progress
+        hidden = None if strategy.is_rank_0() else True
+        self.bar = tqdm(total=options.total_steps, initial=progress.step, disable=hidden, unit="step")
+
+    def after_step(self, model, row: dict, batch, note: str = "") -> None:
+        """Log the row; `note` goes to the end of the readable line.
+
+        Raises:
+            UserError: too many steps in a row were not finite, or replicas differ.
+        """
+        options, step = self.options, row["step"]
+        self.bar.update()
+        if self.metrics:
+            self.metrics.row(**row)
+        if step % options.logging_steps == 0 and self.strategy.is_rank_0():
+            tqdm.write(step_line(row, options.total_steps) + note)
+        if self.progress.skipped_in_a_row >= options.max_skipped_steps:
+            found = f"loss or gradient norm not finite in {options.max_skipped_steps} steps in a row"
+            raise UserError(f"step {step}", f"{found}; samples {batch.sample_ids}")
+        if options.check_replicas_every and step % options.check_replicas_every == 0:
+            self.strategy.check_replicas(model)
+
+    def evaluation(self, values: dict[str, float], started: float, digits: int = 9) -> None:
+        """Log the values of an evaluation that began at `started`."""
+        if self.metrics:
+            step = self.progress.step
+            self.metrics.row(step, **values, eval_time=time.perf_counter() - started)
+            shown = (f"{name} {value:.{digits}g}" for name, value in values.items() if name.startswith("eval_"))
+            tqdm.write(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}")
+
+
+def endless(loader) -> Iterator:
+    """Batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def train(
+    strategy,
+    model,
+    optimizer,
+    scheduler,
+    loader,
+    loss_fn: LossFunction,
+    options: LoopOptions,
+    *,
+    metrics: Optional[MetricsLog],
+    checkpoints: Checkpoints,
+    progress: Progress,
+    flops_per_token: float = 0.0,
+    eval_loader=None,
+) -> None:
+    """Run the optimizer steps up to `options.total_steps`. `metrics` is rank 0's log, None on every other rank.
+
+    Raises Interrupted, after a checkpoint, where a signal asked for it.
+    """
+    model.train()
+    log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
+    with StopRequest() as stop:
+        while progress.step < options.total_steps:
+            started = time.perf_counter()
+            batch = next(batches)
+            inspect = None
+            if progress.step == 0:
+                inspect = functools.partial(inspect_gradients, strategy, model, options.parity_dump)
+            row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
+            row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
+            log.after_step(model, row, batch)
+            eval_metrics = None
+            if eval_loader and options.eval_is_due(progress.step):
+                started = time.perf_counter()
+                found = evaluate(strategy, model, eval_loader, loss_fn)
+                eval_metrics = {f"eval_{name}": value for name, value in found.items()}
+                log.evaluation(eval_metrics, started)
+            checkpoints.after_step(progress, eval_metrics, stop.received)
+        checkpoints.finish()
+    log.bar.close()
+    if options.parity_dump:
+        dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
+
+
 def _mfu(device: torch.device, flops_per_second: float) -> Optional[float]:
     """Share of the peak FLOP/s of all ranks' devices; None where the peak is unknown."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    peak = peak_flops(torch.cuda.get_device_name(device))
     return flops_per_second / (peak * torch.distributed.get_world_size()) if peak else None
 
 

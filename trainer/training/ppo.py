@@ -9,27 +9,33 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
-from tqdm import tqdm
 
 from trainer.errors import UserError
-from trainer.metrics import MetricsLog, step_line
+from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread
+from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sampling import Sampling
-from trainer.rollout.store import RolloutsLog
 from trainer.rollout.sync import sync_weights
 from trainer.training import advantages as adv
-from trainer.training.checkpointing import Checkpoints, Progress
-from trainer.training.loop import dump, forward_backward, inspect_gradients, mean_metrics, step_row, train_step
-from trainer.training.ppo_roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
+from trainer.training.loop import (
+    LoopOptions,
+    StepLog,
+    dump,
+    forward_backward,
+    inspect_gradients,
+    mean_metrics,
+    step_row,
+    train_step,
+)
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
-from trainer.training.signals import StopRequest
+from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
 
-# sums over response tokens in the metrics of the losses, shown as means over those
-TOKEN_METRICS = ("entropy", "clip_fraction", "ratio_deviation", "approx_kl", "kl_loss", "values")
 MAX_FILTERING_ROUNDS = 20  # times the prompts of a rollout are drawn before dynamic filtering gives up
 
 
@@ -190,36 +196,28 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
 # --- updates
 
 
-def per_token(row: dict) -> dict:
-    """Sums over response tokens, which were divided by the count of the loss, as means over those tokens."""
-    tokens = row.pop("response_tokens")
-    return {name: value / tokens if name in TOKEN_METRICS else value for name, value in row.items()}
-
-
 def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
-    """One step of the policy; while it is frozen, its loss alone."""
+    """One step of the policy; while it is frozen, only its loss."""
     model, optimizer, scheduler = roles.actor
     if not frozen:
-        row = per_token(train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect))
+        row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
         if roles.average and not row.get("skipped"):
             roles.average.update()
         return row
     started = time.perf_counter()
-    sums, count = forward_backward(strategy, model, batch, loss_fn)
-    progress.step += 1
-    progress.tokens_seen += batch.num_tokens
-    elapsed = time.perf_counter() - started
-    return per_token(step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, elapsed))
+    sums, count = forward_backward(strategy, model, batch, loss_fn, train=False)
+    return step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, started)
 
 
-def update_critic(strategy, critic: tuple, batch, loss_fn) -> dict[str, float]:
-    """One step of the critic."""
+def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str, float]:
+    """One step of the critic; returns its metrics, none where there is no critic."""
+    if critic is None:
+        return {}
     model, optimizer, scheduler = critic
-    means = mean_metrics(*forward_backward(strategy, model, batch, loss_fn, optimizer))
+    means = mean_metrics(*forward_backward(strategy, model, batch, loss_fn, train=True))
     lr = scheduler.get_last_lr()[0]
     grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
-    means = per_token({"value_loss": means.pop("loss"), **means})
-    return {**means, "critic_grad_norm": grad_norm, "critic_lr": lr}
+    return {"value_loss": means.pop("loss"), **means, "critic_grad_norm": grad_norm, "critic_lr": lr}
 
 
 # --- evaluation
@@ -237,131 +235,126 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
     return {f"eval_{name}": value for name, value in found.items()} | facts
 
 
-def evaluate_and_log(strategy, roles, prompts, sampling, progress, metrics, total_steps: int) -> dict[str, float]:
-    started = time.perf_counter()
-    values = evaluate(strategy, roles, prompts, sampling, progress)
-    if metrics:
-        metrics.row(progress.step, **values, eval_time=time.perf_counter() - started)
-        shown = " | ".join(f"{name} {value:.6g}" for name, value in values.items() if name.startswith("eval_"))
-        tqdm.write(f"eval {progress.step}/{total_steps} | {shown}")
-    return values
-
-
 # --- the run
 
 
+@dataclass
+class PPORun:
+    """What one run works with. `make_batches(samples, episode)` gives this rank's global batches and the number of
+    response tokens. Logs exist on rank 0 only."""
+
+    strategy: object
+    roles: Roles
+    state: RLState
+    options: PPOOptions
+    make_batches: Callable[[list[Sample], int], tuple[list, int]]
+    checkpoints: Checkpoints
+    sp_group: object = None
+    frozen_rollouts: Optional[list[list[Sample]]] = None
+    eval_prompts: Optional[list[dict]] = None
+    rollouts_log: Optional[RolloutsLog] = None
+
+
 def train_ppo(
-    strategy,
-    roles: Roles,
-    state: RLState,
-    options: PPOOptions,
-    make_batches: Callable[[list[Sample], int], tuple[list, int]],
-    *,
-    sp_group,
-    total_steps: int,
-    metrics: Optional[MetricsLog],
-    rollouts_log: Optional[RolloutsLog],
-    checkpoints: Checkpoints,
-    progress: Progress,
-    frozen_rollouts: Optional[list[list[Sample]]] = None,
-    eval_prompts: Optional[list[dict]] = None,
-    eval_steps: Optional[int] = None,
-    logging_steps: int = 1,
-    max_skipped_steps: int = 10,
-    check_replicas_every: Optional[int] = None,
-    parity_dump: Optional[str] = None,
+    run: PPORun, loop: LoopOptions, progress: Progress, metrics: Optional[MetricsLog]
 ) -> Optional[dict[str, float]]:
-    """Run the optimizer steps up to `total_steps`. `make_batches(samples, episode)` gives this rank's global batches and
-    the number of response tokens. Logs exist on rank 0 only. Returns the metrics of the last evaluation.
+    """Run the optimizer steps up to `loop.total_steps`. Returns the metrics of the last evaluation.
 
     A checkpoint is taken between rollouts. Raises Interrupted where a signal asked for it, and UserError where a reward
     failed, both after a checkpoint.
     """
-    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, sp_group)
-    value_loss = make_value_loss(options.policy, sp_group)
-    last_eval = None
+    strategy, state, roles = run.strategy, run.state, run.roles
+    log, last_eval = StepLog(strategy, metrics, loop, progress), None
     for model, _, _ in filter(None, (roles.actor, roles.critic)):
         model.train()
-    bar = tqdm(total=total_steps, initial=progress.step, disable=None if strategy.is_rank_0() else True, unit="step")
-    if eval_prompts and eval_steps and progress.step == 0:
-        last_eval = evaluate_and_log(strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps)
+    if run.eval_prompts and loop.eval_steps and progress.step == 0:
+        last_eval = _evaluation(run, log, progress)
     with StopRequest() as stop:
-        while progress.step < total_steps:
-            first_step, before = progress.step, state.state_dict()
+        while progress.step < loop.total_steps:
+            first_step, episode = progress.step, state.state_dict()["episode"]
             facts = {"rollout": state.rollout}
-            try:
-                with offloaded(strategy, roles):
-                    facts |= sync(strategy, roles, progress)
-                    samples = make_samples(roles, state, options, frozen_rollouts, facts)
-                    if roles.engine is not None:
-                        roles.engine.sleep()
-            except UserError:  # of a reward, on every rank alike: nothing of the finished steps is lost
-                state.load_state_dict(before)
-                checkpoints.save(progress)
-                raise
-            if rollouts_log:
-                rollouts_log.write(state.rollout, samples)
-                rollouts_log.show(samples, metrics, progress.step)
-            batches, num_response_tokens = make_batches(samples, before["episode"])
-            with timed(facts, "logprobs"):
-                flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
-            facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
-            for number, batch in enumerate(batches * options.num_epochs):
-                critic_row = update_critic(strategy, roles.critic, batch, value_loss) if roles.critic else {}
-                inspect = None
-                if progress.step == options.freezing_actor_steps:
-                    inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], parity_dump)
-                frozen = progress.step < options.freezing_actor_steps
-                row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
-                if number == 0:
-                    if "old_log_probs" not in flat:
-                        flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", num_response_tokens)
-                    facts |= log_prob_facts(samples, flat, state, options)
-                row = {**row, "mfu": None, **critic_row, **facts}
-                _log(strategy, row, total_steps, metrics, bar, logging_steps)
-                _stop_if_never_finite(row, progress, batch, max_skipped_steps)
-                if check_replicas_every and progress.step % check_replicas_every == 0:
-                    strategy.check_replicas(roles.actor[0])
-                if progress.step == total_steps:
-                    break
+            samples = _rollout(run, progress, facts)
+            if run.rollouts_log:
+                run.rollouts_log.write(state.rollout, samples)
+                run.rollouts_log.show(samples, metrics, progress.step)
+            _updates(run, loop, log, progress, samples, episode, facts)
             state.rollout += 1
-            if options.kl_target is not None:
-                kl, horizon = facts["kl_per_response"], options.kl_horizon
-                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, options.kl_target, len(samples), horizon)
+            if run.options.kl_target is not None:
+                kl, horizon = facts["kl_per_response"], run.options.kl_horizon
+                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
             num_steps, eval_metrics = progress.step - first_step, None
-            if eval_prompts and (progress.step == total_steps or _is_due(progress.step, eval_steps, num_steps)):
-                try:
-                    eval_metrics = evaluate_and_log(
-                        strategy, roles, eval_prompts, options.sampling, progress, metrics, total_steps
-                    )
-                except UserError:  # as above
-                    checkpoints.save(progress)
-                    raise
-                last_eval = eval_metrics
-            checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
-        checkpoints.finish()
-    bar.close()
-    if parity_dump:
-        dump(strategy, parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
+            if run.eval_prompts and loop.eval_is_due(progress.step, num_steps):
+                with _saved_if_a_reward_fails(run, progress):
+                    last_eval = eval_metrics = _evaluation(run, log, progress)
+            run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
+        run.checkpoints.finish()
+    log.bar.close()
+    if loop.parity_dump:
+        dump(strategy, loop.parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
     return last_eval
 
 
-def _is_due(step: int, every: Optional[int], num_steps: int) -> bool:
-    """Whether a multiple of `every` lies among the last `num_steps`."""
-    return bool(every) and step % every < num_steps
+@contextlib.contextmanager
+def _saved_if_a_reward_fails(run: PPORun, progress: Progress):
+    """A reward fails on every rank alike, with a UserError; nothing of the finished steps is lost."""
+    try:
+        yield
+    except UserError:
+        run.checkpoints.save(progress)
+        raise
 
 
-def _log(strategy, row: dict, total_steps: int, metrics: Optional[MetricsLog], bar, logging_steps: int) -> None:
-    bar.update()
-    if metrics:
-        metrics.row(**row)
-    if strategy.is_rank_0() and row["step"] % logging_steps == 0:
-        tqdm.write(f"{step_line(row, total_steps)} | reward {row['reward']:.4f}")
+def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
+    """Sync weights, generate, score. Where a reward fails, the checkpoint is of the state before this rollout."""
+    strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
+    with _saved_if_a_reward_fails(run, progress):
+        try:
+            with offloaded(strategy, roles):
+                facts |= sync(strategy, roles, progress)
+                samples = make_samples(roles, run.state, run.options, run.frozen_rollouts, facts)
+                if roles.engine is not None:
+                    roles.engine.sleep()
+        except UserError:
+            run.state.load_state_dict(before)
+            raise
+    return samples
 
 
-def _stop_if_never_finite(row: dict, progress: Progress, batch, max_skipped_steps: int) -> None:
-    if progress.skipped_in_a_row >= max_skipped_steps:
-        found = f"loss or gradient norm not finite in {max_skipped_steps} steps in a row; samples {batch.sample_ids}"
-        raise UserError(f"step {row['step']}", found)
-    if not math.isfinite(row["loss"]) and not row.get("skipped"):
-        raise UserError(f"step {row['step']}", f"loss {row['loss']}")
+def _updates(
+    run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
+) -> None:
+    """Log-probs, advantages, then the optimizer steps of one rollout. Adds to `facts`."""
+    strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
+    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
+    value_loss = make_value_loss(options.policy, run.sp_group)
+    batches, num_response_tokens = run.make_batches(samples, episode)
+    with timed(facts, "logprobs"):
+        flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
+    facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
+    for number, batch in enumerate(batches * options.num_epochs):
+        critic_row = update_critic(strategy, roles.critic, batch, value_loss)
+        inspect, frozen = None, progress.step < options.freezing_actor_steps
+        if progress.step == options.freezing_actor_steps:
+            inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], loop.parity_dump)
+        row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+        if number == 0:
+            if "old_log_probs" not in flat:
+                flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", num_response_tokens)
+            facts |= log_prob_facts(samples, flat, state, options)
+        row = {**row, "mfu": None, **critic_row, **facts}
+        log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
+        if not math.isfinite(row["loss"]) and not row.get("skipped"):
+            raise UserError(f"step {row['step']}", f"loss {row['loss']}")
+        if progress.step == loop.total_steps:
+            break
+
+
+def _note_old_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
+    micro_batch["old_log_probs"] = log_probs
+
+
+def _evaluation(run: PPORun, log: StepLog, progress: Progress) -> dict[str, float]:
+    started = time.perf_counter()
+    values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress)
+    log.evaluation(values, started, digits=6)
+    return values

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Optional
 
+from trainer.models.policy_loss import PolicyOptions
 from trainer.rollout.experience import Sample
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.sampling import Sampling
 from trainer.training import advantages as adv
 from trainer.training.ema import WeightAverage
-from trainer.training.ppo_roles import PolicyOptions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.models.log_probs import counts_here
+from trainer.models.sequence_sums import counts_here
 from trainer.training.dpo import answer_log_probs
 from trainer.training.per_sample import values_by_row
 

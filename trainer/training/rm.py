@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.models.log_probs import counts_here, sum_by_sequence
-from trainer.models.preference_loss import reward_logexp_loss, reward_sigmoid_loss
+from trainer.metrics import MetricSum
+from trainer.models.preference_loss import REWARD_LOSSES
 from trainer.models.reward import token_scores
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
 from trainer.training.per_sample import values_by_row
 
 
@@ -19,25 +20,23 @@ def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch
 
 
 def make_reward_loss(loss: str, sp_group) -> Callable:
-    """The loss function of `--loss` sigmoid or logexp; its metrics are sums over pairs."""
+    """The loss function of a name in REWARD_LOSSES; its metrics are sums over pairs."""
 
     def reward_loss(model, micro_batch: dict):
         chosen, rejected = pair_scores(model, micro_batch, sp_group)
-        if loss == "sigmoid":
-            losses = reward_sigmoid_loss(chosen, rejected, micro_batch["margins"])
-        else:
-            losses = reward_logexp_loss(chosen, rejected)
+        losses = REWARD_LOSSES[loss](chosen, rejected, micro_batch["margins"])
         weight = counts_here(sp_group)
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            return weight * values.detach().sum()
+
         metrics = {
-            "accuracy": (chosen > rejected).double(),
-            "margin": chosen - rejected,
-            "chosen_reward": chosen,
-            "chosen_reward_square": chosen**2,
-            "rejected_reward": rejected,
-            "rejected_reward_square": rejected**2,
+            "accuracy": MetricSum(total((chosen > rejected).double())),
+            "margin": MetricSum(total(chosen - rejected)),
+            "chosen_reward": MetricSum(total(chosen), squares=total(chosen**2)),
+            "rejected_reward": MetricSum(total(rejected), squares=total(rejected**2)),
         }
-        sums = {name: weight * values.detach().sum() for name, values in metrics.items()}
-        return weight * losses.sum(), losses.new_tensor(weight * losses.numel()), sums
+        return weight * losses.sum(), losses.new_tensor(weight * losses.numel()), metrics
 
     return reward_loss
 

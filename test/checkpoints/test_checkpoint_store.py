@@ -1,0 +1,251 @@
+"""Checkpoint folders without any rank: shards of any layout, damage of any kind, rotation, and a full disk."""
+
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.shards import (
+    ShardReader,
+    TensorShard,
+    boxes_of_stretch,
+    flat_shard,
+    full_shards,
+    whole_shard,
+    write_shards,
+)
+from trainer.errors import UserError
+
+
+def write_checkpoint(folder, value: float = 0.0) -> str:
+    """A small checkpoint of two ranks: a matrix cut by rows, a vector cut flat, a scalar, and state."""
+    temporary = f"{folder}.tmp"
+    os.makedirs(temporary)
+    matrix, vector = torch.arange(12.0).view(4, 3) + value, torch.arange(5.0)
+    entries = {}
+    for rank in range(2):
+        rows = matrix[2 * rank : 2 * rank + 2]
+        shards = [TensorShard("weight/matrix", (4, 3), (2 * rank, 0), (2, 3), None, rows)]
+        shards.append(flat_shard("weight/vector", (5,), 3 * rank, vector[3 * rank : 3 * rank + 3]))
+        shards.append(whole_shard("step/matrix", torch.tensor(7.0), is_written=rank == 0))
+        entries |= write_shards(shards, temporary, f"pieces-{rank:05d}")
+    store.write_json(f"{temporary}/state.json", {"step": 7})
+    store.commit(temporary, str(folder), entries)
+    return str(folder)
+
+
+# --- shards
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+@settings(max_examples=300, deadline=None)
+def test_boxes_of_a_stretch_hold_its_elements_in_order(shape, data):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    full = torch.arange(size).view(shape)
+    boxes = boxes_of_stretch(tuple(shape), start, stop)
+    parts = [full[tuple(slice(o, o + n) for o, n in zip(*box))].flatten() for box in boxes]
+    assert [int(i) for part in parts for i in part] == list(range(start, stop))
+
+
+def cut(kind: str, key: str, tensor: torch.Tensor, num_parts: int) -> list[TensorShard]:
+    """The shards of a tensor as `num_parts` ranks hold them."""
+    if kind == "flat":
+        size = -(-tensor.numel() // num_parts)
+        flat = tensor.flatten()
+        starts = range(0, tensor.numel(), size)
+        return [flat_shard(key, tuple(tensor.shape), start, flat[start : start + size]) for start in starts]
+    dim = min({"rows": 0, "columns": 1}[kind], tensor.ndim - 1)
+    shards, at = [], 0
+    for part in tensor.tensor_split(num_parts, dim):
+        offset = tuple(at if d == dim else 0 for d in range(tensor.ndim))
+        shards.append(TensorShard(key, tuple(tensor.shape), offset, tuple(part.shape), None, part.contiguous()))
+        at += part.shape[dim]
+    return shards
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 5)])
+@pytest.mark.parametrize("written", ["flat", "rows", "columns"])
+@pytest.mark.parametrize("read", ["flat", "rows", "columns"])
+def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read):
+    tensor = torch.randn(shape)
+    for rank, shard in enumerate(cut(written, "weight/x", tensor, 3)):
+        write_shards([shard], str(tmp_path), f"pieces-{rank}")
+    reader = ShardReader(str(tmp_path))
+    for num_parts in (1, 2, 4):
+        for shard in cut(read, "weight/x", tensor, num_parts):
+            assert torch.equal(reader.read(shard), shard.tensor)
+    assert torch.equal(reader.read_full("weight/x"), tensor)
+
+
+def test_files_that_another_rank_is_still_writing_are_not_read(tmp_path):
+    """What all ranks do at the end of a portable save, each reading shards while others write full tensors."""
+    tensor, entries = torch.randn(6, 4), {}
+    for rank, shard in enumerate(cut("rows", "weight/x", tensor, 3)):
+        entries |= write_shards([shard], str(tmp_path), f"pieces-{rank}")
+    write_shards([whole_shard("weight/x", tensor, True)], str(tmp_path), "full-00001")
+    (tmp_path / "full-00002-00000.safetensors").write_bytes(b"torn")
+    assert torch.equal(ShardReader(str(tmp_path), entries).read_full("weight/x"), tensor)
+
+
+def test_a_hole_and_another_shape_are_errors(tmp_path):
+    tensor = torch.randn(6, 4)
+    write_shards(cut("rows", "weight/x", tensor, 3)[1:], str(tmp_path), "pieces")
+    reader = ShardReader(str(tmp_path))
+    with pytest.raises(UserError, match=r"holds 8 of 24 elements of weight/x|holds 16 of 24"):
+        reader.read_full("weight/x")
+    for shard in (whole_shard("weight/x", torch.zeros(6, 5), True), whole_shard("weight/y", tensor, True)):
+        with pytest.raises(UserError, match="weight/"):
+            reader.read(shard)
+
+
+def test_torch_distributed_checkpoint_reads_boxes_and_the_portable_form(tmp_path):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    tensor = torch.randn(6, 4)
+    native, portable = tmp_path / "native", tmp_path / "portable"
+    native.mkdir()
+    portable.mkdir()
+    for rank, shard in enumerate(cut("rows", "weight/x", tensor, 3)):
+        write_shards([shard], str(native), f"pieces-{rank}")
+    write_shards(full_shards(ShardReader(str(native))), str(portable), "full")
+    for folder in (native, portable):
+        state = {"weight/x": torch.zeros(6, 4)}
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+        assert torch.equal(state["weight/x"], tensor)
+
+
+# --- damage
+
+
+def test_an_intact_checkpoint_has_no_damage(tmp_path):
+    folder = write_checkpoint(tmp_path / "step_1")
+    assert store.find_damage(folder) is None
+    assert all(store.find_damage(folder, part, 3) is None for part in range(3))
+
+
+def test_every_file_truncated_flipped_or_deleted_is_noticed(tmp_path):
+    folder = write_checkpoint(tmp_path / "step_1")
+    names = store.files_below(folder)
+    assert len(names) == 4
+    generator = random.Random(0)
+    for name in names:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            content = file.read()
+        damaged = [content[:-1], content[: len(content) // 2], b"", content + b" "]
+        for at in {0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(40))}:
+            damaged.append(content[:at] + bytes([content[at] ^ (1 << generator.randrange(8))]) + content[at + 1 :])
+        for wrong in damaged:
+            with open(path, "wb") as file:
+                file.write(wrong)
+            found = store.find_damage(folder)
+            assert found and name in found, (name, found)
+        os.remove(path)
+        assert name in store.find_damage(folder)
+        with open(path, "wb") as file:
+            file.write(content)
+    assert store.find_damage(folder) is None
+
+
+# --- rotation
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    root = str(tmp_path)
+    for step in (1, 2, 3, 4):
+        write_checkpoint(tmp_path / f"step_{step}")
+    store.set_best(root, f"{root}/step_1")
+    removed = store.rotate(root, max_num=2, max_bytes=None)
+    assert [os.path.basename(path) for path in removed] == ["step_2", "step_3"]
+    assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"]
+    assert os.path.samefile(f"{root}/best", f"{root}/step_1")
+    store.rotate(root, max_num=1, max_bytes=1)
+    assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"], "neither the best nor the newest may go"
+
+
+def test_rotation_by_size_and_by_time_written(tmp_path):
+    root = str(tmp_path)
+    for step in (30, 40, 20):  # the run went back: 20 is the newest
+        write_checkpoint(tmp_path / f"step_{step}")
+    assert [os.path.basename(path) for path in store.list_checkpoints(root)] == ["step_30", "step_40", "step_20"]
+    size = store.folder_bytes(f"{root}/step_20")
+    store.rotate(root, max_num=None, max_bytes=2.5 * size)
+    assert sorted(os.listdir(root)) == ["step_20", "step_40"]
+
+
+def test_unfinished_folders_are_no_checkpoints_and_are_removed(tmp_path):
+    root = str(tmp_path)
+    write_checkpoint(tmp_path / "step_1")
+    write_checkpoint(tmp_path / "step_2")
+    os.replace(f"{root}/step_2", f"{root}/step_2.old.tmp")  # killed while a new step_2 took its place
+    (tmp_path / "step_3.tmp").mkdir()
+    (tmp_path / "file.tmp").write_text("x")
+    assert len(store.list_checkpoints(root)) == 1
+    store.remove_temporaries(root)
+    assert sorted(os.listdir(root)) == ["step_1", "step_2"]
+    assert store.find_damage(f"{root}/step_2") is None
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    write_checkpoint(tmp_path / "step_1", value=0.0)
+    folder = write_checkpoint(tmp_path / "step_1", value=5.0)
+    assert store.find_damage(folder) is None
+    assert ShardReader(folder).read_full("weight/matrix")[0, 0] == 5.0
+    assert os.listdir(tmp_path) == ["step_1"]
+
+
+# --- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB; skips where mounting is not permitted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_raises_and_leaves_the_older_checkpoint_intact(small_disk):
+    old = write_checkpoint(small_disk / "step_1")
+    temporary = small_disk / "step_2.tmp"
+    temporary.mkdir()
+    with pytest.raises(OSError, match="No space left on device"):
+        write_shards([whole_shard("weight/x", torch.zeros(1 << 20), True)], str(temporary), "pieces")
+    assert store.find_damage(old) is None
+    store.remove_temporaries(str(small_disk))
+    assert os.listdir(small_disk) == ["step_1"]
+
+
+def test_a_file_size_limit_raises(tmp_path):
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shards([whole_shard("weight/x", torch.zeros(1 << 20), True)], str(tmp_path), "pieces")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_manifest_is_plain_json_that_names_every_file(tmp_path):
+    folder = write_checkpoint(tmp_path / "step_1")
+    with open(f"{folder}/manifest.json") as file:
+        manifest = json.load(file)
+    assert manifest["files"].keys() == set(store.files_below(folder)) - {"manifest.json"}
+    shutil.rmtree(folder)

@@ -1,0 +1,93 @@
+"""Ring and Ulysses attention over 2, 3 and 4 ranks; the checks themselves are in ring_checks.py."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch import ROOT, torchrun
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
+
+from trainer.errors import UserError
+from trainer.models.attention.ring import find_segments, validate_split_model
+from trainer.models.attention.ulysses import validate_ulysses
+
+
+@pytest.mark.parametrize(("num_ranks", "num_checks"), [(2, 10), (3, 9), (4, 10)])
+def test_split_attention_is_plain_attention(num_ranks, num_checks):
+    code, output = torchrun(num_ranks, str(ROOT / "test/models/attention/ring_checks.py"), timeout=580)
+    assert code == 0, output[-6000:]
+    assert output.count("ok ") == num_checks, output
+    print(output)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    sp_size=st.integers(1, 5),
+    window=st.none() | st.integers(1, 15),
+)
+def test_segments_cover_every_visible_pair_once_and_no_query_is_left_without_keys(lengths, sp_size, window):
+    bounds = torch.tensor([0, *lengths, -sum(lengths) % (2 * sp_size)]).cumsum(0).unique().tolist()
+    num_tokens = bounds[-1]
+    size = num_tokens // (2 * sp_size)
+    seen = torch.zeros(num_tokens, num_tokens, dtype=torch.int)
+    for rank in range(sp_size):
+        for source in range(sp_size):
+            rows, columns = (torch.arange(num_tokens).split(size) for _ in range(2))
+            rows = torch.cat([rows[rank], rows[2 * sp_size - 1 - rank]])
+            columns = torch.cat([columns[source], columns[2 * sp_size - 1 - source]])
+            for segment in find_segments(rank, source, sp_size, 2 * size, bounds, window):
+                q, k = rows[segment.queries], columns[segment.keys]
+                distance = q[:, None] - k[None]
+                assert len(q) and len(k) and distance[0, 0] == segment.distance
+                visible = torch.ones_like(distance, dtype=torch.bool)
+                if segment.causal:
+                    visible = distance >= 0
+                if segment.windowed:
+                    visible = (distance >= 0) & (distance < window)
+                    assert visible.any(1).all() and not visible.all()
+                seen[q[:, None], k[None]] += visible.int()
+    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    document = torch.bucketize(torch.arange(num_tokens), torch.tensor(bounds[1:]), right=True)
+    expected = (distance >= 0) & (document[:, None] == document) & (distance < (window or num_tokens))
+    assert torch.equal(seen, expected.int())
+
+
+def test_ulysses_names_the_group_sizes_that_work():
+    validate_ulysses(num_heads=12, num_kv_heads=4, sp_size=4)
+    with pytest.raises(UserError) as refusal:
+        validate_ulysses(num_heads=12, num_kv_heads=4, sp_size=3)
+    assert str(refusal.value) == (
+        "--sp_mode: ulysses over 3 ranks, which do not divide 12 heads and 4 KV heads "
+        "(allowed: ring; ulysses with --ring_attn_size 1, 2, 4)"
+    )
+
+
+def test_models_that_a_shard_cannot_compute_are_refused():
+    for config in (LlamaConfig(), Qwen3Config(), MistralConfig(sliding_window=7), Gemma3TextConfig()):
+        validate_split_model(config)
+    long_rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    for config, found in (
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (Phi3Config(rope_parameters=long_rope), "longrope"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
+        (RecurrentGemmaConfig(), "recurrent"),
+        (Gemma2Config(), "attn_logit_softcapping"),
+        (GptOssConfig(), "attention of its own kind"),
+    ):
+        with pytest.raises(UserError, match=f"--ring_attn_size: .*{found}"):
+            validate_split_model(config)

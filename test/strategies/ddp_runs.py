@@ -1,0 +1,21 @@
+"""`torchrun ddp_runs.py FILE`: trainer.compare.many_runs with the strategy of ddp_strategy.py in place of every backend."""
+
+import dataclasses
+import sys
+
+from ddp_strategy import DDPStrategy
+
+import trainer.strategies
+from trainer.cli.entry import run_command
+from trainer.compare import many_runs
+from trainer.strategies.options import StrategyOptions
+
+
+def get_ddp_strategy(args) -> DDPStrategy:
+    names = [field.name for field in dataclasses.fields(StrategyOptions)]
+    return DDPStrategy(StrategyOptions(**{name: vars(args)[name] for name in names}))
+
+
+if __name__ == "__main__":
+    trainer.strategies.get_strategy = get_ddp_strategy
+    run_command(many_runs.main, sys.argv[1:])

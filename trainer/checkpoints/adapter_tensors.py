@@ -1,0 +1,86 @@
+"""The tensors of a model with an adapter (peft's LoRA layers): the adapter's own, their first values, and their names in
+the base model's folder and in peft's files."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Optional
+
+import torch
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+NAME = "default"  # peft's name for the only adapter of a model
+
+
+def adapter_config(model: torch.nn.Module):
+    """peft's configuration of the adapter on `model`; None where there is none."""
+    return getattr(model, "peft_config", {}).get(NAME)
+
+
+def is_of_adapter(name: str, config) -> bool:
+    """Whether a tensor is trained and saved with the adapter: its matrices, and modules such as a reward head."""
+    return ".lora_" in name or name.rpartition(".")[0] in (config.modules_to_save or ())
+
+
+def base_name(name: str) -> str:
+    """The name in a folder of the base model: ...q_proj.base_layer.weight is there ...q_proj.weight."""
+    return name.replace(".base_layer.", ".")
+
+
+def peft_name(name: str) -> str:
+    """The name in an adapter file: ...q_proj.lora_A.default.weight is there base_model.model....q_proj.lora_A.weight."""
+    return f"base_model.model.{name}".replace(f".{NAME}.", ".")
+
+
+def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """{name: fp32 tensor} of a new adapter; empty for a model without one.
+
+    A is uniform in +-1 / sqrt(inputs), as peft draws it, from the seed only. B is zero. The shapes of `model` have to be
+    those of whole tensors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:  # (rank, inputs)
+            bound = parameter.shape[1] ** -0.5
+            tensors[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        elif ".lora_B." in name:  # (outputs, rank)
+            tensors[name] = torch.zeros(parameter.shape)
+    return tensors
+
+
+def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
+    """Write peft's adapter_config.json, for use and not for training, as peft writes it; the same file on every run."""
+    config = copy.copy(adapter_config(model))
+    config.inference_mode, config.target_modules = True, sorted(config.target_modules)
+    config.save_pretrained(folder)
+
+
+def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterator[tuple[str, torch.Tensor]]:
+    """All full tensors of a model with an adapter as those of a plain one: W + alpha / rank B A, in fp32 (Hu et al. 2021,
+    section 4.1). Of a model without an adapter, what comes. Holds back the weight of one layer at a time."""
+    config, held = adapter_config(model), {}  # held: weight, A and B of layers that are not complete, in this order
+    for name, tensor in tensors:
+        layer, _, _ = name.removesuffix(".base_layer.weight").partition(".lora_")
+        if config is None or layer == name:
+            yield base_name(name), tensor
+            continue
+        held.setdefault(layer, []).append(tensor.float())
+        if len(held[layer]) == 3:
+            weight, a, b = held.pop(layer)
+            yield f"{layer}.weight", weight + (config.lora_alpha / config.r) * (b @ a)
+
+
+class WeightsWithAdapter:
+    """The weights of a base model's folder, and new tensors of an adapter, under the names of the model that has both."""
+
+    def __init__(self, base, new_tensors: dict[str, torch.Tensor]):
+        self._base, self._new = base, new_tensors
+
+    def dtype(self, name: str) -> str:
+        return "F32" if name in self._new else self._base.dtype(base_name(name))
+
+    def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
+        if name not in self._new:
+            return self._base.read(base_name(name), region)
+        return self._new[name] if region is None else self._new[name][region]

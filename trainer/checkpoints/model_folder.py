@@ -1,0 +1,169 @@
+"""Reading Hugging Face model folders: any slice of any weight, straight from the files. Nothing is unpickled."""
+
+import json
+import os
+from typing import Optional
+
+import torch
+from safetensors import safe_open
+
+from trainer.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+
+
+class SafetensorsFolder:
+    """The weights of a model folder by name, each read from disk only where it is sliced."""
+
+    def __init__(self, folder: str):
+        index = os.path.join(folder, INDEX)
+        if os.path.exists(index):
+            with open(index) as file:
+                files = sorted(set(json.load(file)["weight_map"].values()))
+        else:
+            files = [SINGLE]
+        self._open = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
+        self._where = {name: handle for handle in self._open for name in handle.keys()}  # noqa: SIM118 (no mapping)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def dtype(self, name: str) -> str:
+        return self._where[name].get_slice(name).get_dtype()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
+        """The tensor, or the part of it that `region` (a slice per dimension) names."""
+        if region is None or not self.shape(name):
+            return self._where[name].get_tensor(name)
+        return self._where[name].get_slice(name)[region]
+
+
+class LoadedWeights:
+    """Weights that transformers has loaded and converted, behind the same calls as a SafetensorsFolder."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def dtype(self, name: str) -> str:
+        return "F32"
+
+    def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
+        return self._tensors[name] if region is None else self._tensors[name][region]
+
+
+def unwrapped(model) -> torch.nn.Module:
+    """The Hugging Face model itself, without the engine that a strategy may have put around it."""
+    return getattr(model, "module", model)  # DeepSpeed and DistributedDataParallel name it so
+
+
+def all_tensors(model) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a model is made of: the state dict without aliases of tied weights."""
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+
+
+def stored_tensors(model) -> dict[str, torch.Tensor]:
+    """The part of `all_tensors` that a model folder or a checkpoint holds: with an adapter, only what is trained with it."""
+    tensors = all_tensors(model)
+    if not has_adapter(model):
+        return tensors
+    from trainer.checkpoints.adapter_tensors import adapter_config, is_of_adapter
+
+    config = adapter_config(model)
+    return {name: tensor for name, tensor in tensors.items() if is_of_adapter(name, config)}
+
+
+def has_adapter(model: torch.nn.Module) -> bool:
+    """Whether peft has put LoRA layers into `model`."""
+    return "peft_config" in vars(model)
+
+
+def new_tensors(model, seed: int) -> dict[str, torch.Tensor]:
+    """What no folder holds yet: the first values of an adapter, from the seed. `model` must have its full shapes."""
+    if not has_adapter(model):
+        return {}
+    from trainer.checkpoints.adapter_tensors import initial_tensors
+
+    return initial_tensors(model, seed)
+
+
+def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tensor]):
+    """The weights of `folder`, and `new` tensors besides, under the model's own names.
+
+    Returns an object with `read(name, region)` and `dtype(name)`.
+
+    Raises:
+        UserError: a weight is missing.
+    """
+    if not has_adapter(model):
+        return _open_folder(model, folder, names)
+    from trainer.checkpoints import adapter_tensors
+
+    weights = _open_folder(model, folder, [adapter_tensors.base_name(name) for name in names if name not in new])
+    return adapter_tensors.WeightsWithAdapter(weights, new)
+
+
+def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | LoadedWeights:
+    """Safetensors with the model's own names are read slice by slice.
+
+    Where transformers has to convert (other names, fused experts, .bin files), it first loads the whole model into host
+    memory.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if find_weights(folder) == "safetensors" and not get_model_conversion_mapping(model, add_legacy=False):
+        weights = SafetensorsFolder(folder)
+        if all(name in weights for name in names):
+            return weights
+    model_class = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    loaded, info = model_class.from_pretrained(
+        folder, config=model.config, dtype=torch.float32, weights_only=True, output_loading_info=True
+    )
+    missing = [name for name in names if name in info["missing_keys"]]
+    if missing:
+        raise UserError(folder, f"has no weight {missing[0]}", "a complete model")
+    return LoadedWeights(loaded.state_dict())
+
+
+def restore_computed_buffers(model, device: torch.device) -> None:
+    """Compute again, in fp32 on `device`, the buffers that no model folder holds (RoPE tables, embedding scales).
+
+    For a model built on the meta device, or under a context that rounded them to the compute dtype.
+    """
+    stored = set(model.state_dict())
+    for name, buffer in list(model.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        if name in stored:
+            buffer = model.get_submodule(path)._buffers[leaf] = buffer.to(device)  # where masters stay on the host
+            buffer._is_hf_initialized = True
+            continue
+        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        model.get_submodule(path)._buffers[leaf] = torch.empty(buffer.shape, dtype=dtype, device=device)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers initialises just what does not carry this mark
+    model.initialize_weights()
+
+
+def read_generation_config(model, folder: str) -> None:
+    """Give a model that was built from its config alone the generation config of its folder, as from_pretrained does."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def find_weights(folder: str) -> str:
+    """'safetensors' or 'bin', whichever weights the model folder holds; raises UserError for neither."""
+    names = os.listdir(folder)
+    if INDEX in names or SINGLE in names:
+        return "safetensors"
+    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")) for name in names):
+        return "bin"
+    raise UserError(folder, "holds no weights", f"a folder with {SINGLE} or {INDEX}")

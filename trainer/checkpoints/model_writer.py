@@ -1,0 +1,142 @@
+"""Writing Hugging Face model folders: weights in bounded shards, under the names that published models have."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Optional
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from trainer.checkpoints import adapter_tensors
+from trainer.checkpoints.model_folder import GENERATION_CONFIG, INDEX, SINGLE
+from trainer.errors import UserError
+
+
+def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
+    """Write (name, CPU tensor) pairs as safetensors files of at most `max_shard_bytes` (or one tensor) each.
+
+    Only one shard is in memory at a time. The files get their final names, with the count in them, at the end.
+    """
+    shards: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(_in_shards(tensors, max_shard_bytes)):
+        total += sum(tensor.nbytes for tensor in shard.values())
+        save_file(shard, os.path.join(folder, f"shard-{number}"), metadata={"format": "pt"})
+        shards.append(list(shard))
+    if len(shards) == 1:
+        os.replace(os.path.join(folder, "shard-0"), os.path.join(folder, SINGLE))
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(os.path.join(folder, f"shard-{number}"), os.path.join(folder, file))
+        weight_map.update(dict.fromkeys(names, file))
+    with open(os.path.join(folder, INDEX), "w") as out:
+        json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
+
+
+def in_hub_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, CPU tensor) pairs as published models of this kind have them: the experts that transformers holds in one
+    tensor are apart there. One at a time, except where the published tensor is made of several."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        yield from tensors
+    elif any(len(conversion.target_patterns) > 1 for conversion in conversions):
+        yield from revert_weight_conversion(model, dict(tensors)).items()
+    else:
+        for name, tensor in tensors:
+            yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
+    """Write (name, CPU tensor) pairs of an adapter in one file, under peft's names."""
+    own = {adapter_tensors.peft_name(name): tensor.contiguous() for name, tensor in tensors}
+    save_file(own, os.path.join(folder, adapter_tensors.ADAPTER_WEIGHTS), metadata={"format": "pt"})
+
+
+def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield shard
+
+
+def fresh_folder(folder: str) -> str:
+    """An empty folder beside `folder` to write into; `os.replace` it over the final name once complete."""
+    temporary = folder.rstrip("/") + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    return temporary
+
+
+def commit_folder(temporary: str, folder: str) -> None:
+    """Give a complete folder its final name, replacing an older one of that name."""
+    if os.path.exists(folder):
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+
+
+def save_pretrained(
+    tensors: Optional[Iterable[tuple[str, torch.Tensor]]],
+    model,
+    tokenizer,
+    folder: str,
+    dtype: torch.dtype,
+    writes: bool,
+    max_shard_bytes: int = 2 << 30,
+) -> None:
+    """Write a Hugging Face folder: config, generation config, tokenizer with chat template, weights in `dtype`; with an
+    adapter, a folder of peft, its weights in fp32.
+
+    Every rank iterates `tensors`, whose gathering is collective; the rank that `writes` holds one shard at a time.
+    Without `tensors`, all but the weights. Raises UserError on the rank that writes if it cannot.
+    """
+
+    folder = os.path.realpath(folder)  # the name of a link stays: what it names is replaced
+    with_adapter = adapter_tensors.adapter_config(model) is not None
+    dtype = torch.float32 if with_adapter else dtype
+
+    def converted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            if writes:
+                yield name, tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
+
+    if not writes:
+        for _ in converted() if tensors is not None else ():
+            pass
+        return
+    try:
+        temporary = fresh_folder(folder)
+        _save_configs(model, dtype, temporary)
+        tokenizer.save_pretrained(temporary)
+        if tensors is not None and with_adapter:  # in one file, as peft wants it
+            save_adapter(converted(), temporary)
+        elif tensors is not None:
+            save_safetensors_shards(in_hub_format(model, converted()), temporary, max_shard_bytes)
+        commit_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder + ".tmp", ignore_errors=True)
+        raise UserError(folder, f"cannot be written: {error}") from None
+
+
+def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
+    config = model.config
+    config.dtype = str(dtype).removeprefix("torch.")
+    # fully_shard renames the class of a module to FSDP<class>
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if adapter_tensors.adapter_config(model) is not None:
+        adapter_tensors.save_adapter_config(model, folder)
+    elif model.can_generate():  # its save_pretrained refuses what older models have: a temperature without do_sample
+        model.generation_config.to_json_file(os.path.join(folder, GENERATION_CONFIG), use_diff=True)

@@ -1,0 +1,296 @@
+"""Save and load a whole run: the shards of its tensors, the random states of every rank, and the rest as JSON.
+
+Nothing is ever unpickled: tensors are safetensors, everything else is JSON. torch.distributed.checkpoint's own metadata
+and DeepSpeed's engine.load_checkpoint both unpickle (`weights_only=False`), so neither is used for files.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, write_shards
+from trainer.distributed.collectives import gather_objects
+from trainer.errors import UserError
+
+STATE = "state.json"
+FORMAT = 1
+HF_FOLDER = "hf"  # config and tokenizer; the model's weights too with --save_hf_ckpt
+NO_LOSS_SCALE = {"scale": 1.0, "good_steps": 0}  # the state of the loss scale without fp16
+MAIN = "main"  # the role of a run's first model, whose keys and states have no prefix
+
+
+@dataclass(frozen=True)
+class CheckpointForm:
+    """How a checkpoint is written.
+
+    `portable`: whole tensors instead of each rank's parts. `background`: training goes on meanwhile. `hf_weights`: the
+    Hugging Face model is added.
+    """
+
+    portable: bool = False
+    background: bool = False
+    hf_weights: bool = False
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were written."""
+
+
+# --- random states
+
+
+def random_states(device: torch.device) -> dict:
+    """The state of every random generator of this rank, as JSON values."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def restore_random_states(states: dict, device: torch.device) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(states["torch"]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def set_scheduler_step(scheduler, step: int) -> None:
+    """Put a LambdaLR (all that transformers.get_scheduler makes of the arguments are) at `step`, exactly."""
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler.last_epoch, scheduler._last_lr = step, rates
+
+
+def of_role(role: str, shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
+    """The shards of a further model of a run, such as a critic, under keys of their own: `critic:weight/...`."""
+    for shard in shards:
+        yield dataclasses.replace(shard, key=f"{role}:{shard.key}")
+
+
+def shards_of_roles(
+    roles: dict[str, tuple], shards_of: Callable, further: Iterable[TensorShard]
+) -> Iterator[TensorShard]:
+    """The shards of all (model, optimizer, scheduler) triples by role, then `further` ones.
+
+    `shards_of(model, optimizer)` gives the shards of one model. Those of the role MAIN have no prefix.
+    """
+    for role, (model, optimizer, _) in roles.items():
+        shards = shards_of(model, optimizer)
+        yield from shards if role == MAIN else of_role(role, shards)
+    yield from further
+
+
+# --- saving
+
+
+def together(action: Callable, allowed: str = "") -> list:
+    """The results of `action()` on every rank (one all-gather over all ranks), or one UserError on every rank alike."""
+    try:
+        result, problem = action(), None
+    except OSError as error:
+        result, problem = None, f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    outcomes = gather_objects((result, problem))
+    for rank, (_, found) in enumerate(outcomes):
+        if found:
+            raise UserError("checkpoint", f"rank {rank}: {found}", allowed)
+    return [value for value, _ in outcomes]
+
+
+class PendingSave:
+    """A checkpoint being written. `done` is this rank's view; `finish` is collective and makes the folder appear."""
+
+    def __init__(self, folder: str, write: Callable[[], dict], form: CheckpointForm):
+        self.folder, self._write, self._portable = folder, write, form.portable
+        self._entries: dict[str, dict] = {}
+        self._error: Optional[Exception] = None
+        self._thread = threading.Thread(target=self._run, daemon=True) if form.background else None
+        if self._thread:
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._entries = self._write()
+        except Exception as error:  # of any type: `finish` raises it, so that no incomplete folder gets its name
+            self._error = error
+
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> str:
+        """Wait for every rank (all ranks), then check, rename and return the folder; a UserError leaves no trace of it."""
+        if self._thread:
+            self._thread.join()
+        temporary = self.folder + ".tmp"
+        try:
+            entries = _merge(together(self._result, allowed="free the disk; older checkpoints are intact"))
+            if self._portable:
+                entries = _make_portable(temporary, entries)
+            together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None)
+        except UserError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return self.folder
+
+    def _result(self) -> dict:
+        if self._error:
+            raise self._error
+        return self._entries
+
+
+def _merge(entries_of_ranks: list[dict]) -> dict[str, dict]:
+    return {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
+
+
+def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
+    """Put the shards of all ranks together to full tensors (all ranks share the work) and remove the shards."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def write() -> dict:
+        reader = ShardReader(
+            temporary, entries
+        )  # by name: other ranks may already write their full tensors beside them
+        return write_shards(full_shards(reader, rank, world_size), temporary, f"full-{rank:05d}")
+
+    full = _merge(together(write, allowed="free the disk; older checkpoints are intact"))
+    rest = {name: entry for name, entry in entries.items() if not name.endswith(".safetensors")}
+    if rank == 0:
+        for name in entries.keys() - rest.keys():
+            os.remove(os.path.join(temporary, name))
+    return {**rest, **full}
+
+
+def save(
+    folder: str,
+    shards: Iterable[TensorShard],
+    state: dict,
+    role_states: dict[str, dict],
+    device: torch.device,
+    form: CheckpointForm,
+    export: Callable[[str], None],
+) -> PendingSave:
+    """Start to write a checkpoint (all ranks). `finish()` of the result makes the folder appear.
+
+    `state` and `role_states` (by role) are JSON. `export(folder)` adds the Hugging Face part at once. In the background,
+    shards are first copied to host memory, so that training can change them meanwhile.
+    """
+    temporary, rank = folder + ".tmp", dist.get_rank()
+
+    def make_folder() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+
+    together(lambda: make_folder() if rank == 0 else None, allowed="a folder that can be written")
+    export(os.path.join(temporary, HF_FOLDER))
+    randoms = random_states(device)
+    others = {role: own for role, own in role_states.items() if role != MAIN}
+    state = {"format": FORMAT, "world_size": dist.get_world_size(), **role_states[MAIN], "others": others, **state}
+    if form.background:
+        shards = [_copied(shard) for shard in shards]
+
+    def write() -> dict:
+        entries = write_shards(shards, temporary, f"pieces-{rank:05d}")
+        name = f"random-{rank:05d}.json"
+        entries[name] = store.write_json(os.path.join(temporary, name), randoms)
+        if rank == 0:
+            entries[STATE] = store.write_json(os.path.join(temporary, STATE), state)
+        return entries
+
+    return PendingSave(folder, write, form)
+
+
+def _copied(shard: TensorShard) -> TensorShard:
+    tensor = shard.tensor.to("cpu", copy=True) if shard.is_written else shard.tensor
+    return TensorShard(shard.key, shard.full_shape, shard.offset, shard.box, shard.start, tensor, shard.is_written)
+
+
+# --- loading
+
+
+def check(folder: str) -> None:
+    """Hash every file of a checkpoint, a share on each rank (all ranks). Raises DamagedCheckpoint on every rank alike."""
+    found = together(lambda: store.find_damage(folder, dist.get_rank(), dist.get_world_size()))
+    for problem in found:
+        if problem:
+            raise DamagedCheckpoint("--load_checkpoint", f"{folder} is damaged: {problem}")
+
+
+def read_state(folder: str) -> dict:
+    """The JSON state of a checkpoint. Raises UserError for one that this version cannot read."""
+    with open(os.path.join(folder, STATE)) as file:
+        state = json.load(file)
+    if state["format"] != FORMAT:
+        raise UserError("--load_checkpoint", f"{folder} has format {state['format']}", f"format {FORMAT}")
+    return state
+
+
+def role_state(state: dict, role: str) -> dict:
+    """The states of one role in what `load` returned."""
+    return state if role == MAIN else state["others"][role]
+
+
+def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
+    """What else an optimizer remembered of the parameter of `key`."""
+    role, colon, kind_and_name = key.rpartition(":")
+    name = kind_and_name.partition("/")[2]
+    own = (other for other in stored if other.startswith(role + colon) and other.partition("/")[2] == name)
+    return next((other for other in own if other != f"{role}{colon}weight/{name}"), None)
+
+
+@torch.no_grad()
+def load(folder: str, shards: Iterable[TensorShard], device: torch.device, optim: str) -> dict:
+    """Check a checkpoint, read this rank's shards into their live storage and restore its random states (collective).
+
+    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state.
+    Raises UserError if it is damaged, or if its optimizer was another than `optim`.
+    """
+    check(folder)
+    state, reader = read_state(folder), ShardReader(folder)
+    written = state.get("optim", "adamw")  # the only one that older checkpoints could have
+    if written != optim:
+        raise UserError("--optim", f"{optim}, but {folder} was written with {written}", f"--optim {written}")
+    for shard in shards:
+        if shard.key.rpartition(":")[2].startswith("weight/") or shard.key in reader.shapes:
+            shard.tensor.copy_(reader.read(shard))
+        elif other := _other_state(shard.key, reader.shapes):
+            raise UserError(
+                "--load_checkpoint", f"{folder} has {other}, but no {shard.key}", "the optimizer of the run"
+            )
+        else:  # a parameter that has had no gradient yet has no state
+            shard.tensor.zero_()
+    if state["world_size"] == dist.get_world_size():
+        with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:
+            restore_random_states(json.load(file), device)
+    return state

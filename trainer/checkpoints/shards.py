@@ -1,0 +1,197 @@
+"""Tensors of a checkpoint: every rank writes the shards it holds, any other layout reads whatever it needs of them.
+
+A tensor has one key on every backend and layout: `weight/`, or what the optimizer calls it, such as `exp_avg/`, and the
+Hugging Face name of the parameter. A shard is a box of the full tensor, or a stretch of a flattened box (ZeRO's partitions). The files
+are safetensors; where all shards are boxes, torch.distributed.checkpoint's HuggingFaceStorageReader reads them as well.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from trainer.checkpoints import checkpoint_store as store
+from trainer.errors import UserError
+
+MAX_FILE_BYTES = 256 << 20  # what a rank holds in host memory, besides its state, while it saves
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """What this rank holds of the full tensor `key`; `tensor` is its live storage, to save from and to load into.
+
+    It is the box of size `box` at `offset`, or, with `start`, the elements from `start` on of that box flattened: of a
+    (4, 3) tensor, rank 1 of 2 holds under FSDP2 offset (2, 0), box (2, 3); under ZeRO offset (0, 0), box (4, 3), start 6.
+    """
+
+    key: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+    start: Optional[int]
+    tensor: torch.Tensor
+    is_written: bool = True  # False where another rank writes the same shard
+
+    def boxes(self) -> list[Box]:
+        """The shard as boxes of the full tensor, in the order of its elements."""
+        stop = None if self.start is None else self.start + self.tensor.numel()
+        return _boxes(self.offset, self.box, self.start, stop)
+
+
+def whole_shard(key: str, tensor: torch.Tensor, is_written: bool) -> TensorShard:
+    """All of a tensor."""
+    tensor = tensor.detach()
+    shape = tuple(tensor.shape) or (1,)
+    return TensorShard(key, shape, (0,) * len(shape), shape, None, tensor.view(shape), is_written)
+
+
+def flat_shard(key: str, full_shape: tuple[int, ...], start: int, tensor: torch.Tensor, is_written=True) -> TensorShard:
+    """Elements [start, start + numel) of the flattened full tensor."""
+    shape = tuple(full_shape) or (1,)
+    return TensorShard(key, shape, (0,) * len(shape), shape, start, tensor.detach().flatten(), is_written)
+
+
+def boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a flattened tensor as boxes, in order: 5 to 12 of a (4, 3) tensor are (1, 2) with size
+    (1, 1) and (2, 0) with size (2, 3)."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+
+    def within_row(number: int, first: int, last: int) -> list[Box]:
+        return [((number, *offset), (1, *size)) for offset, size in boxes_of_stretch(shape[1:], first, last)]
+
+    first, end = start // row, stop // row
+    if first == (stop - 1) // row and (start % row or stop % row):
+        return within_row(first, start - first * row, stop - first * row)
+    boxes = []
+    if start % row:
+        boxes += within_row(first, start % row, row)
+        first += 1
+    if end > first:
+        boxes.append(((first, *[0] * (len(shape) - 1)), (end - first, *shape[1:])))
+    if stop % row:
+        boxes += within_row(end, 0, stop % row)
+    return boxes
+
+
+def _boxes(offset, box, start: Optional[int], stop: Optional[int]) -> list[Box]:
+    if start is None:
+        return [(tuple(offset), tuple(box))]
+    inner = boxes_of_stretch(tuple(box), start, stop)
+    return [(tuple(o + i for o, i in zip(offset, inside)), size) for inside, size in inner]
+
+
+def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> dict[str, dict]:
+    """Write shards to safetensors files `<prefix>-<number>`; returns the manifest entries of the files. Raises OSError."""
+    entries = {}
+    for number, group in enumerate(_in_files(shards)):
+        name = f"{prefix}-{number:05d}.safetensors"
+        tensors = {shard.key: shard.tensor.to("cpu", copy=True).contiguous() for shard in group}
+        data = safetensors.torch.save(tensors, metadata=_file_metadata(group))
+        entries[name] = store.write_file(os.path.join(folder, name), data)
+    return entries
+
+
+def _in_files(shards: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:
+    group: list[TensorShard] = []
+    size = 0
+    for shard in shards:
+        if not shard.is_written or not shard.tensor.numel():
+            continue
+        if group and size + shard.tensor.nbytes > MAX_FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(shard)
+        size += shard.tensor.nbytes
+    if group:
+        yield group
+
+
+def _file_metadata(group: list[TensorShard]) -> dict[str, str]:
+    own = {p.key: {"shape": p.full_shape, "offset": p.offset, "box": p.box, "start": p.start} for p in group}
+    # the second entry is what torch.distributed.checkpoint's safetensors reader goes by
+    offsets = {shard.key: {"saved_offsets": shard.offset} for shard in group}
+    return {"format": "pt", "pieces": json.dumps(own), "DCP_SHARDING_INFO": json.dumps(offsets)}
+
+
+class ShardReader:
+    """The full tensors of a checkpoint by key, any part of which can be read, whatever shards they were written in.
+
+    Of a folder that is still written to, `names` are the files to read.
+    """
+
+    def __init__(self, folder: str, names: Optional[Iterable[str]] = None):
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, dict[Box, tuple]] = {}  # box -> (open file, position in a flat shard or None)
+        for name in sorted(name for name in names or os.listdir(folder) if name.endswith(".safetensors")):
+            handle = safe_open(os.path.join(folder, name), framework="pt")
+            for key, facts in json.loads(handle.metadata()["pieces"]).items():
+                self._add(handle, key, facts)
+
+    def _add(self, handle, key: str, facts: dict) -> None:
+        self.shapes[key] = tuple(facts["shape"])
+        length = handle.get_slice(key).get_shape()[0]
+        stop = None if facts["start"] is None else facts["start"] + length
+        position = 0
+        for offset, size in _boxes(facts["offset"], facts["box"], facts["start"], stop):
+            self._stored.setdefault(key, {})[offset, size] = (handle, None if stop is None else position)
+            position += math.prod(size)
+
+    def read(self, shard: TensorShard) -> torch.Tensor:
+        """What the checkpoint holds of `shard`, in the shape of its tensor. Raises UserError if it does not hold it all."""
+        if self.shapes.get(shard.key) != shard.full_shape:
+            found = self.shapes.get(shard.key)
+            found = f"{shard.key} of shape {found}" if found else f"no {shard.key}"
+            raise UserError("--load_checkpoint", f"{self.folder} has {found}", f"shape {shard.full_shape}")
+        parts = [self._read_box(shard.key, *box) for box in shard.boxes()]
+        if shard.start is None:
+            return parts[0]
+        return torch.cat([part.flatten() for part in parts]) if parts else shard.tensor.new_empty(0)
+
+    def read_full(self, key: str) -> torch.Tensor:
+        shape = self.shapes[key]
+        return self._read_box(key, (0,) * len(shape), shape)
+
+    def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        result, covered = None, 0
+        for (other_offset, other_size), (handle, position) in self._stored[key].items():
+            low = [max(a, b) for a, b in zip(offset, other_offset)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(offset, size, other_offset, other_size)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
+            part = _read_stored(handle, key, position, other_size, inside)
+            result = torch.empty(size, dtype=part.dtype) if result is None else result
+            result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset))] = part
+            covered += part.numel()
+        if covered != math.prod(size):
+            raise UserError(
+                "--load_checkpoint", f"{self.folder} holds {covered} of {math.prod(size)} elements of {key}"
+            )
+        return torch.empty(size) if result is None else result
+
+
+def _read_stored(handle, key: str, position: Optional[int], size: tuple[int, ...], inside) -> torch.Tensor:
+    if position is None:
+        return handle.get_slice(key)[inside]
+    row = math.prod(size[1:])
+    rows = inside[0]
+    stretch = handle.get_slice(key)[position + rows.start * row : position + rows.stop * row]
+    return stretch.view(-1, *size[1:])[(slice(None), *inside[1:])]
+
+
+def full_shards(reader: ShardReader, part: int = 0, num_parts: int = 1) -> Iterator[TensorShard]:
+    """Every `num_parts`-th full tensor of a checkpoint: together, the portable form."""
+    for key in sorted(reader.shapes)[part::num_parts]:
+        yield whole_shard(key, reader.read_full(key), True)

@@ -1,0 +1,252 @@
+"""What `train_ppo` builds of its flags: the models of its roles, the reward, the loader of a rollout's samples."""
+
+import dataclasses
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Optional
+
+from trainer.cli import training_command
+from trainer.cli.lora_flags import add_adapter_of_flags
+from trainer.cli.ppo_flags import reference_is_base
+from trainer.errors import UserError
+from trainer.ppo_arguments import PPOArguments
+
+
+def stop_ids(setup: training_command.Setup) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's eos and those of the generation config."""
+    from transformers import GenerationConfig
+
+    found = {setup.tokenizer.eos_token_id}
+    if os.path.exists(os.path.join(setup.folder, "generation_config.json")):
+        eos = GenerationConfig.from_pretrained(setup.folder).eos_token_id
+        found |= set(eos) if isinstance(eos, list) else {eos}
+    found.discard(None)
+    if not found:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no response could end")
+    return tuple(sorted(found))
+
+
+def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
+    """Optimizer steps of the whole run: those of every rollout, the last of an episode being perhaps a short one."""
+    size, num = args.rollout_batch_size, len(order.prompts)
+    prompts = [min(size, num - start) for start in range(0, num, size)]
+    sizes = [count * args.n_samples_per_prompt for count in prompts] * args.num_episodes
+    if frozen is not None:
+        sizes = [len(samples) for samples in frozen]
+    return args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
+
+
+def frozen_rollouts(args: PPOArguments) -> Optional[list]:
+    """The rollouts of --rollouts_from. Raises UserError where they cannot be those of this run."""
+    from trainer.rollout.rollouts_file import read_rollouts
+
+    if not args.rollouts_from:
+        return None
+    frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
+    odd = next((len(samples) for samples in frozen if len(samples) % size), None)
+    if odd is not None:
+        found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
+        raise UserError("--n_samples_per_prompt", found, "the number that the rollouts were made with")
+    return frozen
+
+
+def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callable:
+    """`make_batches(samples, episode)`: this rank's global batches of a rollout, and its number of response tokens."""
+    from trainer.rollout.experience import SampleSet, collate_samples
+
+    max_len = args.prompt_max_len + args.generate_max_len
+    capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
+
+    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, int]:
+        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
+        options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
+        collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
+        loader = setup.strategy.setup_dataloader(
+            dataset,
+            collate,
+            batch_size=args.train_batch_size,
+            micro_batch_size=args.micro_train_batch_size,
+            max_tokens=args.max_tokens_per_micro_batch,
+            packed_capacity=capacity if args.packing_samples else None,
+            shuffle=False,
+        )
+        loader.load_state_dict({"epoch": episode, "next_index": 0})
+        return list(loader), dataset.num_response_tokens
+
+    return make_batches
+
+
+def build_roles(
+    args: PPOArguments, setup: training_command.Setup, output_dir: str, total_steps: int, make_batches: Callable
+):
+    """All models, prepared, each in the order load, shard, load the next: only one is ever whole."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.training.ema import WeightAverage
+    from trainer.training.ppo_state import Roles
+
+    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    _check_length(args, model.config)
+    if args.lora_rank:
+        add_adapter_of_flags(args, setup.strategy, model)
+    actor = tuple(training_command.prepare_training(args, setup.strategy, model, total_steps))
+    return Roles(
+        actor=actor,
+        average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
+        score=build_reward(args, setup, make_batches),
+        engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
+        critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
+        has_reference=bool(args.init_kl_coef),
+        reference=_reference(args, setup) if args.init_kl_coef and not reference_is_base(args) else None,
+        offload_actor_optimizer=args.offload_actor_optimizer,
+        offload_critic=args.offload_critic,
+    )
+
+
+def _check_length(args: PPOArguments, config) -> None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = args.prompt_max_len + args.generate_max_len
+    if limit and longest > limit:
+        found = f"{args.prompt_max_len} + {args.generate_max_len} tokens, more than the model's {limit} positions"
+        raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")
+
+
+def _engine(args: PPOArguments, setup: training_command.Setup):
+    options = {
+        "dtype": setup.strategy.param_dtype,
+        "device": setup.strategy.device,
+        "batch_size": args.micro_rollout_batch_size,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if args.rollout_engine == "vllm":
+        return _vllm_engine(args, setup, options)
+    from trainer.rollout.hf import HFEngine
+
+    return HFEngine(setup.folder, setup.tokenizer, **options)
+
+
+def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dict):
+    import torch
+
+    share, num_ranks = args.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
+        raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
+    if share is not None and setup.strategy.device.type != "cuda":
+        found = f"{share:g} on the CPU, where the cache has room for --micro_rollout_batch_size responses"
+        raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    os.environ.setdefault("RANK", "0")  # vLLM asks for it even where torchrun did not start the process
+    from trainer.rollout.vllm import VLLMEngine
+
+    if share is not None:
+        options["gpu_memory_utilization"] = share
+    max_len = args.prompt_max_len + args.generate_max_len
+    return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=args.tensor_parallel_size)
+
+
+def _reference(args: PPOArguments, setup: training_command.Setup):
+    from transformers import AutoModelForCausalLM
+
+    from trainer.distributed.collectives import rank_0_first
+    from trainer.models.model_loading import resolve_model_folder
+
+    folder = setup.folder
+    if args.ref_model:
+        folder = rank_0_first(lambda: resolve_model_folder(args.ref_model, "--ref_model"))
+    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM)
+    return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
+
+
+def _critic(args: PPOArguments, setup: training_command.Setup, output_dir: str, total_steps: int) -> tuple:
+    """A scorer of tokens that starts from --critic_pretrain: with its head if it has one, else with a new one."""
+    from transformers import AutoModelForSequenceClassification
+
+    from trainer.distributed.collectives import rank_0_alone, rank_0_first
+    from trainer.models.model_loading import resolve_model_folder
+    from trainer.models.reward import make_initial_reward_model, return_token_scores
+
+    strategy, source, initial = setup.strategy, setup.folder, os.path.join(output_dir, "initial_critic")
+    if args.critic_pretrain:
+        source = rank_0_first(lambda: resolve_model_folder(args.critic_pretrain, "--critic_pretrain"))
+    rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code))
+    model = training_command.load_model(args, setup, initial, AutoModelForSequenceClassification)
+    if args.lora_rank:
+        add_adapter_of_flags(args, strategy, model)
+    return_token_scores(model)
+    flags = dataclasses.replace(args, learning_rate=args.critic_learning_rate)
+    return tuple(training_command.prepare_training(flags, strategy, model, total_steps))
+
+
+# --- rewards
+
+
+def build_reward(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
+    """`score(samples)`, which sets the score of every sample on every rank (collective)."""
+    from trainer.rollout.experience import score_by_texts
+    from trainer.rollout.rewards import function_scorer, remote_scorer
+
+    if args.reward_pretrain:
+        return _reward_models(args, setup, make_batches)
+    if args.remote_rm_url:
+        scorer = remote_scorer(args.remote_rm_url, args.remote_rm_timeout, args.remote_rm_retries)
+    elif args.reward_func:
+        scorer = function_scorer(args.reward_func, args.reward_timeout)
+    else:  # scores come from --rollouts_from, and nothing is evaluated
+        return lambda samples: None
+    ids = stop_ids(setup)
+    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer, ids)
+
+
+def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
+    """The weighted sum of the scores of frozen reward models, which read the tokens that the policy wrote."""
+    from transformers import AutoModelForSequenceClassification
+
+    from trainer.datasets.prompts import as_conversation, chat_ends
+    from trainer.distributed.collectives import rank_0_first
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+    from trainer.models.reward import return_token_scores, scoring_pad
+    from trainer.rollout.rewards import check_scores
+    from trainer.training.roles import reward_scores
+
+    models = []
+    for name in args.reward_pretrain.split(","):
+        folder = rank_0_first(lambda name=name: resolve_model_folder(name.strip(), "--reward_pretrain"))
+        tokenizer = load_tokenizer(folder, args.trust_remote_code)
+        if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
+            found = f"{name} has another vocabulary than --pretrain, so it cannot read its tokens"
+            raise UserError(
+                "--reward_pretrain", found, "serve it instead: python -m trainer.cli.serve_rm, --remote_rm_url"
+            )
+        model = training_command.load_model(args, setup, folder, AutoModelForSequenceClassification)
+        if model.config.num_labels != 1:
+            raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
+        pad = scoring_pad(model, tokenizer)  # which need not be the policy's
+        return_token_scores(model)
+        model = setup.strategy.prepare(model.eval().requires_grad_(False), offload=args.offload_reward)
+        models.append((f"--reward_pretrain {name.strip()}", pad, model))
+    weights = args.reward_weights or [1.0] * len(models)
+
+    ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
+
+    def score(samples: list) -> None:
+        read = [
+            dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
+            for s in samples
+        ]
+        parts = []
+        for where, pad, model in models:
+            batches, _ = make_batches(read, 0, pad)
+            found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
+            parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same table on every rank
+        for number, sample in enumerate(samples):
+            sample.score = sum(weight * part[number] for weight, part in zip(weights, parts))
+
+    return score

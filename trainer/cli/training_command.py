@@ -1,0 +1,357 @@
+"""What the training commands have in common, in the order in which a command calls it: parse, check, set up, build, run."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from trainer.arguments import parse_arguments
+from trainer.errors import UserError
+
+DEMO_DIR = "demo"
+
+
+def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: Callable[[], dict]) -> tuple[Any, bool]:
+    """The arguments, and whether they are those of the embedded demo; `demo()` gives its defaults, file names bare."""
+    args = parse_arguments(arguments_class, command, argv)
+    if args.pretrain is None and args.dataset is None:
+        defaults = demo()
+        for name in ("dataset", "eval_dataset", "pretrain"):
+            defaults[name] = f"{DEMO_DIR}/{defaults[name]}"
+        return parse_arguments(arguments_class, command, argv, defaults), True
+    for flag, value in (("--pretrain", args.pretrain), ("--dataset", args.dataset)):
+        if value is None:
+            raise UserError(flag, "missing", "a path or hub name; with neither --pretrain nor --dataset, the demo")
+    return args, False
+
+
+def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
+    """What can be wrong with the shared flags alone, before any rank, data or model is touched.
+
+    `eval_metrics` are those of an evaluation that may choose the best checkpoint.
+    """
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_saved_models
+    from trainer.optimizers.build import check_scheduler_name, has_min_lr
+
+    if args.sp_mode != "ring" and args.ring_attn_size == 1:
+        raise UserError("--sp_mode", f"{args.sp_mode} with --ring_attn_size 1", "--ring_attn_size 2 or more")
+    if args.activation_offload and not args.gradient_checkpointing:
+        raise UserError("--activation_offload", "without --gradient_checkpointing", "both")
+    if args.gradient_checkpointing and args.selective_checkpointing:
+        raise UserError("--gradient_checkpointing", "with --selective_checkpointing", "one of them")
+    if args.dataset_probs and args.dataset is None:
+        raise UserError("--dataset_probs", "without --dataset", "leave it out")
+    if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
+        from trainer.cli.lora_flags import validate_adapter_flags
+
+        validate_adapter_flags(args)
+    idle = [
+        ("eval_steps eval_split", bool(args.eval_dataset), "--eval_dataset"),
+        ("wandb_project", args.use_wandb, "--use_wandb"),
+        ("save_path", not args.no_save, "without --no_save"),
+        ("min_lr_ratio", has_min_lr(args.lr_scheduler), "a scheduler *_with_min_lr, or warmup_stable_decay"),
+        ("lr_warmup_ratio", args.lr_scheduler != "constant", "another --lr_scheduler, such as constant_with_warmup"),
+    ]
+    check_scheduler_name(args.lr_scheduler)
+    refuse_idle(args, idle, usual={"lr_warmup_ratio": 0.0})
+    check_numbers(args)
+    check_saved_models(args)
+    check_mirrors(args.use_wandb, args.use_tensorboard)
+    check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
+
+
+def check_numbers(args) -> None:
+    """Raises UserError for numbers of the right kind that torch could not take."""
+    for name, value in vars(args).items():
+        endless = value == math.inf and name in ("max_norm", "max_ckpt_mem", "save_interval_minutes")
+        if isinstance(value, float) and not math.isfinite(value) and not endless:
+            raise UserError(f"--{name}", str(value), "a finite number")
+    if not all(0 <= beta < 1 for beta in args.adam_betas):
+        raise UserError("--adam_betas", " ".join(map(str, args.adam_betas)), "two numbers from 0 to below 1")
+    if args.seed >= 2**63:
+        raise UserError("--seed", str(args.seed), "an integer below 2**63")
+
+
+def refuse_idle(args, rules: list[tuple[str, bool, str]], usual: Optional[dict] = None) -> None:
+    """Raises UserError for a flag that is given where it would do nothing. `rules` are (names of flags, whether they do
+    something, what they need for it); values that are the default, or those of `usual`, are never refused."""
+    flags, defaults = vars(args), vars(type(args)())
+    for names, at_work, needed in rules:
+        for name in [] if at_work else names.split():
+            if flags[name] not in (defaults[name], (usual or {}).get(name)):
+                raise UserError(f"--{name}", f"{flags[name]} would do nothing here", needed)
+
+
+@dataclass
+class Setup:
+    """The process group joined, the tokenizer loaded, the attention function known."""
+
+    strategy: Any
+    folder: str  # of the model
+    tokenizer: Any
+    attention: str
+    sp_group: Any  # None where sequences are whole
+
+
+def set_up(args, is_demo: bool) -> Setup:
+    """Start the strategy; make the demo if it is asked for; load the tokenizer."""
+    from trainer.distributed.collectives import rank_0_first
+    from trainer.distributed.mesh import validate_batch_sizes
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+    from trainer.strategies import get_strategy
+
+    strategy = get_strategy(args)
+    if not args.max_tokens_per_micro_batch:
+        validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
+    if args.activation_offload and strategy.device.type == "cpu":
+        raise UserError("--activation_offload", "on CPU, where activations are in host memory already", "CUDA")
+    attention = choose_attention(args)
+    if args.cpu_matmul != "auto" and strategy.device.type != "cpu":
+        raise UserError("--cpu_matmul", f"{args.cpu_matmul} on {strategy.device.type}", "--device cpu")
+    strategy.setup_distributed()
+    if strategy.device.type == "cpu":
+        use_cores(args, strategy)
+    if is_demo:
+        from trainer.datasets.demo import make_demo
+
+        strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
+        rank_0_first(lambda: make_demo(DEMO_DIR))
+    folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
+    if args.packing_samples:
+        from trainer.models.attention.choice import validate_packed_model
+
+        validate_packed_model(folder, args.trust_remote_code, attention)
+    if args.ring_attn_size > 1:
+        from trainer.models.attention.choice import setup_split_attention
+
+        sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
+        remote, packed = args.trust_remote_code, args.packing_samples
+        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, remote, packed)
+    tokenizer = load_tokenizer(folder, args.trust_remote_code)
+    if args.tokenizer_chat_template:
+        from trainer.datasets.templates import load_chat_template
+
+        load_chat_template(args.tokenizer_chat_template, tokenizer)
+    return Setup(strategy, folder, tokenizer, attention, sp_group)
+
+
+def choose_attention(args) -> str:
+    """The name of the attention function; without packing and splitting, transformers' own."""
+    if not (args.packing_samples or args.ring_attn_size > 1 or args.attn_implementation == "flash_attention_2"):
+        return args.attn_implementation
+    from trainer.models.attention.choice import resolve_attention
+
+    return resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
+
+
+def use_cores(args, strategy) -> None:
+    """On CPU: choose who multiplies matrices, and say so where cores are left idle."""
+    import torch
+
+    from trainer.models.cpu_matmul import choose_cpu_matmul
+
+    choose_cpu_matmul(args.cpu_matmul)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), cores)
+    if hint:
+        strategy.print(hint)
+
+
+def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
+    """A hint where the ranks of a machine leave most of its cores idle, as with torchrun's one thread a rank. A half may be
+    hyperthreads."""
+    if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
+        return None
+    used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
+    return f"{used}: more threads (OMP_NUM_THREADS in the environment) would be quicker"
+
+
+def load_flag_rows(args, names: str, split: str, flag: str):
+    """The rows of --dataset or --eval_dataset."""
+    from trainer.datasets.loading import load_rows
+
+    probs = args.dataset_probs if flag == "--dataset" else None
+    return load_rows(names, flag=flag, split=split, probs=probs, max_samples=args.max_samples, seed=args.seed)
+
+
+def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tuple[Any, Any, Any]:
+    """(training samples, evaluation samples or None, training ledger), both ledgers and the first sample printed."""
+    from trainer.distributed.collectives import rank_0_first
+
+    strategy, tokenizer = setup.strategy, setup.tokenizer
+    samples, ledger = rank_0_first(lambda: load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset"))
+    strategy.print(f"training data: {ledger.summary()}")
+    strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], tokenizer)}")
+    if not args.eval_dataset:
+        return samples, None, ledger
+    eval_samples, eval_ledger = rank_0_first(
+        lambda: load_data(args, tokenizer, args.eval_dataset, args.eval_split, "--eval_dataset")
+    )
+    strategy.print(f"evaluation data: {eval_ledger.summary()}")
+    return samples, eval_samples, ledger
+
+
+def build_loader(
+    args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1, **options
+):
+    """The strategy's loader of the flags under "Batches"; `options` are further ones of `setup_dataloader`."""
+    capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
+    return setup.strategy.setup_dataloader(
+        samples,
+        functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),
+        batch_size=args.train_batch_size,
+        micro_batch_size=args.micro_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
+        packed_capacity=capacity if args.packing_samples else None,
+        shuffle=shuffle,
+        **options,
+    )
+
+
+def load_model(args, setup: Setup, folder: str, auto_class):
+    """The model of `folder`, which may be another than that of `set_up`, without dropout of its own."""
+    from trainer.models.model_loading import disable_dropout
+
+    if args.packing_samples:
+        from trainer.models.attention.choice import validate_packed_model
+
+        validate_packed_model(folder, args.trust_remote_code, setup.attention)
+    model = setup.strategy.load_model(
+        folder, auto_class, attn_implementation=setup.attention, trust_remote_code=args.trust_remote_code
+    )
+    if args.ring_attn_size > 1:
+        from trainer.models.attention.ring import validate_split_model
+
+        validate_split_model(model.config)
+    disable_dropout(model)
+    if args.gradient_checkpointing or args.selective_checkpointing:
+        from trainer.models.activations import offload_layer_inputs, recompute_layers
+
+        recompute_layers(model, selective=args.selective_checkpointing)
+        if args.activation_offload:
+            offload_layer_inputs(model)
+    return model
+
+
+def prepare_training(args, strategy, model, total_steps: int):
+    """(model, optimizer, scheduler), wrapped."""
+    from trainer.optimizers.build import build_scheduler
+
+    if args.compile:
+        from trainer.models.compiled import compile_layers
+
+        compile_layers(model)
+    optimizer = strategy.create_optimizer(
+        model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
+    )
+    scheduler = build_scheduler(
+        args.lr_scheduler,
+        optimizer,
+        total_steps=total_steps,
+        warmup_ratio=args.lr_warmup_ratio,
+        min_lr_ratio=args.min_lr_ratio,
+    )
+    return strategy.prepare((model, optimizer, scheduler))
+
+
+@dataclass
+class Run:
+    """What one run reads and where it writes."""
+
+    command: str
+    output_dir: str
+    ledger: Any  # of the training data
+    loader: Any
+    eval_loader: Any  # None without evaluation data
+
+
+def open_run(args, setup: Setup, command: str) -> str:
+    """The run folder, see `outputs.open_output_dir`; what will be written elsewhere is tried as well."""
+    from trainer.cli.outputs import make_writable, open_output_dir, saved_models
+
+    folder = open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
+    if setup.strategy.is_rank_0():
+        for path in saved_models(args, folder):
+            make_writable("--save_path", os.path.dirname(os.path.realpath(path)))
+        if args.parity_dump:
+            make_writable("--parity_dump", args.parity_dump)
+    return folder
+
+
+def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
+    """Wrap the model, resume if asked to, train, write it. `at_end(model)` comes before writing."""
+    from trainer.cli.outputs import save_policy, start_metrics
+    from trainer.metrics import flops_per_token
+    from trainer.training.checkpointing import Checkpoints, Trained
+    from trainer.training.loop import train
+
+    strategy, ledger = setup.strategy, run.ledger
+    if args.lora_rank:
+        from trainer.cli.lora_flags import add_adapter_of_flags
+
+        add_adapter_of_flags(args, strategy, model)
+    # a frozen weight needs no gradient of its own: 4 FLOPs a token instead of 6
+    num_params = sum(parameter.numel() * (1 if parameter.requires_grad else 2 / 3) for parameter in model.parameters())
+    flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
+    total_steps = args.max_steps or args.max_epochs * len(run.loader)
+    model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)
+    trained = Trained(strategy, model, optimizer, scheduler, run.loader, setup.tokenizer)
+    checkpoints = Checkpoints(run.output_dir, trained, save_policy(args), dataclasses.asdict(args))
+    progress = checkpoints.resume(args.load_checkpoint)
+    if args.verify_resume:
+        from trainer.training.verify_resume import verify_resume
+
+        strategy.print(verify_resume(checkpoints, progress, loss_fn, args.verify_resume))
+        return
+    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
+    metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
+    with metrics or contextlib.nullcontext():
+        train(
+            strategy,
+            model,
+            optimizer,
+            scheduler,
+            run.loader,
+            loss_fn,
+            loop_options(args, total_steps),
+            metrics=metrics,
+            checkpoints=checkpoints,
+            progress=progress,
+            flops_per_token=flops,
+            eval_loader=run.eval_loader,
+        )
+        if at_end:
+            at_end(model)
+        if not args.no_save:
+            save_model(args, setup, model, run, progress)
+        if metrics:
+            metrics.event("end", steps=total_steps)
+
+
+def loop_options(args, total_steps: int):
+    """The flags that the training loop reads."""
+    from trainer.training.loop import LoopOptions
+
+    return LoopOptions(
+        total_steps=total_steps,
+        logging_steps=args.logging_steps,
+        eval_steps=args.eval_steps,
+        max_skipped_steps=args.max_skipped_steps,
+        check_replicas_every=args.check_replicas_every,
+        parity_dump=args.parity_dump,
+    )
+
+
+def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
+    """Write the trained model, or with `average` the one that --ema_beta keeps, and its card."""
+    from trainer.cli.outputs import saved_models, write_model_card
+
+    save_path = saved_models(args, run.output_dir)[average]
+    setup.strategy.save_model(model, setup.tokenizer, save_path)
+    if setup.strategy.is_rank_0():
+        write_model_card(save_path, run.command, args, progress, run.ledger)
+    setup.strategy.print(f"model saved to {save_path}")

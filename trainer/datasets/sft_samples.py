@@ -1,0 +1,254 @@
+"""Rows to token samples for supervised fine-tuning: ids, which of them are targets, and a ledger of it all."""
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.datasets.rows import (
+    digest_of,
+    is_stop_token,
+    map_cached,
+    messages_of,
+    text_of,
+    tokenizer_state,
+    tools_of,
+    with_eos,
+    with_special_tokens,
+)
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+# Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
+TOKENIZER_VERSION = 2
+COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
+
+
+@dataclass
+class DataLedger:
+    """What became of the rows of one dataset; token counts are those of the samples that are left."""
+
+    num_rows: int = 0
+    num_truncated: int = 0  # rows longer than max_len, whether or not a loss token is left
+    num_excluded: int = 0  # rows without a loss token: empty answer, or cut before it
+    num_samples: int = 0  # num_rows - num_excluded
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    num_stop_trained: int = 0  # samples whose last loss token is a stop token
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows} rows: {self.num_samples} samples, {self.num_excluded} excluded (no loss token), "
+            f"{self.num_truncated} truncated; {self.num_tokens} tokens, {self.num_loss_tokens} with loss; "
+            f"stop token trained in {self.num_stop_trained} of {self.num_samples}"
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """All that decides, with the tokenizer, what a row becomes."""
+
+    mode: str  # keys, chat or pretrain
+    input_key: str | None
+    output_key: str | None
+    input_template: str | None
+    multiturn: bool
+    max_len: int
+
+
+def tokenize_sft(
+    rows: "Dataset",
+    tokenizer: Any,
+    *,
+    flag: str,
+    input_key: str | None,
+    output_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    multiturn: bool,
+    pretrain_mode: bool,
+    max_len: int,
+    num_proc: int | None = None,
+) -> tuple["Dataset", DataLedger]:
+    """Token samples in row order, and the ledger; cached on disk by rows, tokenizer and options.
+
+    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos; loss behind the
+    prompt. apply_chat_template, or rows with a `messages` or `conversations` column and no key named: the chat template
+    and its assistant tokens. pretrain_mode: text and eos; loss on all. Longer samples are cut on the right to max_len
+    tokens; a cut sample gets no eos. Samples without a loss token are left out and counted.
+
+    Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, so never at 0), num_tokens,
+    num_loss_tokens, digest (of input_ids alone), row (index into `rows`). flag names the dataset in errors.
+    Raises UserError for keys that are absent and values that are no text (with the row, counted from 1).
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
+    mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
+    key = input_key or _default_key(rows.column_names, mode)
+    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
+    _check_options(options, rows.column_names, tokenizer, flag)
+    samples = map_cached(
+        rows,
+        _tokenize_row,
+        folder="trainer_sft",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        flag=flag,
+    )
+    counts = samples.with_format("numpy").select_columns(
+        ["num_tokens", "num_loss_tokens", "truncated", "stop_trained"]
+    )[:]
+    kept = np.flatnonzero(counts["num_loss_tokens"])
+    ledger = DataLedger(
+        num_rows=len(rows),
+        num_truncated=int(counts["truncated"].sum()),
+        num_excluded=len(rows) - len(kept),
+        num_samples=len(kept),
+        num_tokens=int(counts["num_tokens"][kept].sum()),
+        num_loss_tokens=int(counts["num_loss_tokens"].sum()),
+        num_stop_trained=int(counts["stop_trained"][kept].sum()),
+    )
+    if not len(kept):
+        raise UserError(flag, f"no sample is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+    samples = samples.select_columns(COLUMNS)
+    return (samples if len(kept) == len(rows) else samples.select(kept)), ledger
+
+
+def _chat_column(columns: list[str]) -> str | None:
+    return next((name for name in ("messages", "conversations") if name in columns), None)
+
+
+def _default_key(columns: list[str], mode: str) -> str | None:
+    return {"pretrain": "text", "chat": _chat_column(columns), "keys": None}[mode]
+
+
+def _mode(
+    columns: list[str], input_key: str | None, output_key: str | None, apply_chat_template: bool, pretrain_mode: bool
+) -> str:
+    if pretrain_mode:
+        _refuse("--pretrain_mode", {"--apply_chat_template": apply_chat_template, "--output_key": output_key})
+        return "pretrain"
+    no_key = input_key is None and output_key is None
+    return "chat" if apply_chat_template or (no_key and _chat_column(columns)) else "keys"
+
+
+def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
+    """The keys against the columns; a flag that the mode would ignore is refused."""
+    if options.mode == "chat":
+        from trainer.datasets.templates import chat_template
+
+        chat_template(tokenizer)  # raises where there is none
+        _refuse("a chat template", {"--input_template": options.input_template})
+    else:
+        _refuse("rows without conversations", {"--multiturn": options.multiturn})
+    if options.mode == "pretrain":
+        _refuse("--pretrain_mode", {"--input_template": options.input_template})
+    if options.mode == "keys" and options.output_key is None:
+        needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+        raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
+    if options.input_template is not None:
+        from trainer.datasets.templates import check_input_template
+
+        check_input_template(options.input_template)
+    if options.input_key not in columns:
+        found = f"no key {options.input_key!r} in the rows of {flag}" if options.input_key else f"needed for {flag}"
+        raise UserError("--input_key", found, ", ".join(columns))
+    if options.output_key is not None and options.output_key not in columns:
+        raise UserError("--output_key", f"no key {options.output_key!r} in the rows of {flag}", ", ".join(columns))
+
+
+def _refuse(mode: str, flags: dict[str, Any]) -> None:
+    for flag, value in flags.items():
+        if value:
+            raise UserError(flag, f"does not go with {mode}")
+
+
+def _features() -> "Features":
+    from datasets import Features, List, Value
+
+    names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
+    names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
+    return Features(names | {name: Value("bool") for name in ("truncated", "stop_trained")})
+
+
+def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
+    tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
+    try:
+        input_ids, loss_mask = tokenize(row, tokenizer, options)
+    except UserError as error:
+        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
+    truncated = len(input_ids) > options.max_len
+    input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
+    loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
+    targets = [token for token, is_target in zip(input_ids, loss_mask, strict=True) if is_target]
+    return {
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "num_tokens": len(input_ids),
+        "num_loss_tokens": len(targets),
+        "digest": digest_of(input_ids),
+        "row": index,
+        "truncated": truncated,
+        "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
+    }
+
+
+def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    prompt = text_of(row, "--input_key", options.input_key)
+    answer = text_of(row, "--output_key", options.output_key)
+    if options.input_template is not None:
+        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
+    prompt_ids = with_special_tokens(tokenizer, prompt)
+    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    trained = 1 if answer.strip() else 0  # an empty answer teaches nothing but to stop: left out and counted
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [trained] * len(answer_ids)
+
+
+def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    text = text_of(row, "--input_key", options.input_key)
+    input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, text))
+    return input_ids, [1 if text.strip() else 0] * len(input_ids)
+
+
+def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    from trainer.datasets.templates import render_chat
+
+    value = row[options.input_key]
+    where = f"--input_key {options.input_key}"
+    if isinstance(value, str):
+        if options.output_key is None:
+            raise UserError(where, "a text, not a list of messages", "--output_key for the answer to it")
+        messages = [{"role": "user", "content": value}]
+    else:
+        messages = messages_of(value, where)
+    if options.output_key is not None:
+        answer = row[options.output_key]
+        if isinstance(answer, list):
+            messages = messages + messages_of(answer, f"--output_key {options.output_key}")
+        else:
+            answer = text_of(row, "--output_key", options.output_key)
+            messages = [*messages, {"role": "assistant", "content": answer}]
+    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools_of(row))
+
+
+def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
+    """The decoded sample with its loss tokens in [[ ]]: a token after [[ is a target, one outside is not."""
+    pieces, start, before = [], 0, ""
+    for is_target, group in groupby(sample["loss_mask"]):
+        start += len(list(group))
+        # Decode from the beginning: alone, a span would lose the space that its first token stands for.
+        text = tokenizer.decode(sample["input_ids"][:start], clean_up_tokenization_spaces=False)
+        piece = text[len(before) :]
+        pieces.append(f"[[{piece}]]" if is_target else piece)
+        before = text
+    return "".join(pieces)

@@ -1,0 +1,105 @@
+"""Communication that both strategies share: reductions over the mesh, objects over all ranks, work that only rank 0 does.
+
+The first four functions are methods of every strategy (`all_reduce = collectives.all_reduce`). They use its meshes only.
+The others concern all ranks and no strategy.
+
+A rank without peers is never asked to communicate. To copy a large tensor, gloo's thread would start OpenMP threads of its
+own. With more of those than cores, OpenMP's waiting threads sleep at once, and small operations of the whole process then
+take several times as long.
+"""
+
+import builtins
+import datetime
+import functools
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(strategy, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """All-reduce (sum, max or min) in place over dp x sp, the ranks that see different tokens."""
+    group = strategy.meshes.loss.get_group()
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=OPERATIONS[op], group=group)
+    return tensor
+
+
+def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of the ranks that see different tokens, in rank order (all-gather over dp x sp)."""
+    group = strategy.meshes.loss.get_group()
+    if group.size() == 1:
+        return [tensor.clone()]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def print(strategy, *values) -> None:
+    """Print on rank 0 only."""
+    if strategy.is_rank_0():
+        builtins.print(*values, flush=True)
+
+
+def is_rank_0(strategy) -> bool:
+    return dist.get_rank() == 0
+
+
+def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
+    """The `value`s of the ranks of `group`, in rank order (all-gather of objects; all ranks by default)."""
+    gathered: list = [None] * dist.get_world_size(group)
+    if len(gathered) == 1:
+        return [value]
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def max_over_all_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The largest of each value (all-reduce over all ranks, of a small tensor on `device`)."""
+    if dist.get_world_size() == 1:
+        return [float(value) for value in values]
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def broadcast_object(value):
+    """Rank 0's `value`, on every rank (broadcast over all ranks)."""
+    box = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def wait_for_all() -> None:
+    """A barrier over all ranks for work that only rank 0 does, however long: downloads, tokenization, writing.
+
+    NCCL's watchdog ends ranks that wait for ten minutes, gloo those that wait for thirty. Those limits are for training,
+    where a long wait means a hang.
+    """
+    if dist.get_world_size() > 1:
+        dist.barrier(group=make_patient_group(dist.group.WORLD))
+
+
+@functools.cache
+def make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group of `wait_for_all`. All ranks must make the first call together."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+
+
+def rank_0_first(build: Callable):
+    """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+    first = dist.get_rank() == 0
+    value = build() if first else None
+    wait_for_all()
+    return value if first else build()
+
+
+def rank_0_alone(act: Callable) -> None:
+    """`act()` on rank 0 while all others wait."""
+    if dist.get_rank() == 0:
+        act()
+    wait_for_all()

@@ -1,0 +1,150 @@
+"""Where a rank stands: its device, its random seeds, the process group, and the mesh (dp_replicate, dp_shard, sp, tp)."""
+
+import functools
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.distributed import collectives
+from trainer.errors import UserError
+
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Number of ranks along each mesh axis; tp is innermost."""
+
+    dp_replicate: int
+    dp_shard: int
+    sp: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """Number of different slices of the global batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.sp * self.tp
+
+
+def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1) -> MeshSizes:
+    """The mesh of `world_size` ranks; what sp, tp and dp_replicate leave over becomes dp_shard.
+
+    8 ranks with sp 2 and tp 2 give (dp_replicate 1, dp_shard 2, sp 2, tp 2).
+
+    Raises:
+        UserError: `world_size` is not a multiple of `dp_replicate * sp * tp`.
+    """
+    unit = dp_replicate * sp * tp
+    if world_size % unit:
+        raise UserError(
+            "--dp_replicate_size * --ring_attn_size * --tensor_parallel_size",
+            f"{dp_replicate} * {sp} * {tp} = {unit} does not divide the {world_size} ranks started by torchrun",
+            f"a multiple of {unit} ranks",
+        )
+    return MeshSizes(dp_replicate, world_size // unit, sp, tp)
+
+
+def validate_batch_sizes(train_batch_size: int, micro_batch_size: int, dp: int) -> None:
+    """Raises UserError unless every one of `dp` ranks gets the same number of whole micro-batches."""
+    if train_batch_size % (micro_batch_size * dp) == 0:
+        return
+    per_rank = train_batch_size // dp
+    fits = [size for size in range(1, per_rank + 1) if train_batch_size % (size * dp) == 0]
+    allowed = (
+        f"--micro_train_batch_size {', '.join(map(str, fits))}"
+        if fits
+        else f"a --train_batch_size that is a multiple of {dp}"
+    )
+    raise UserError(
+        "--train_batch_size",
+        f"{train_batch_size} is not a multiple of --micro_train_batch_size {micro_batch_size} "
+        f"times {dp} data-parallel ranks",
+        allowed,
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """This rank's device for `--device auto|cpu|cuda`. Ranks share a GPU when there are more of them than GPUs."""
+    cuda = torch.cuda.is_available()
+    if device == "cuda" and not cuda:
+        raise UserError("--device", "cuda, but torch finds no CUDA device", "cpu, auto")
+    if device == "cpu" or not cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def start_process_group(device: torch.device, dist_backend: str, host_tensors: bool = False) -> None:
+    """Join torchrun's process group, or make one of a single rank when started without torchrun.
+
+    With `host_tensors`, collectives take tensors in host memory beside those on the device.
+    """
+    if dist.is_initialized():
+        return
+    backend = ("nccl" if device.type == "cuda" else "gloo") if dist_backend == "auto" else dist_backend
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("--dist_backend", "nccl without a CUDA device", "gloo, auto")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl" and host_tensors:
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() > 1:
+        collectives.make_patient_group(dist.group.WORLD)
+
+
+def seed_everything(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed Python, NumPy and torch alike on every rank. Ask CUDA for deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device mesh and the parts of it that the strategies use.
+
+    `root` is the four-dimensional mesh; `dp` enumerates slices of the global batch, `loss` the ranks that see different
+    tokens (dp x sp). `params` is (dp_replicate, fsdp, tp), where fsdp = dp_shard x sp: weights are laid out on it.
+    """
+
+    root: DeviceMesh
+    dp: DeviceMesh
+    loss: DeviceMesh
+    params: DeviceMesh
+
+
+def build_meshes(sizes: MeshSizes, device: torch.device) -> Meshes:
+    """The process groups of every mesh axis; collective over all ranks where this layout is new to the process."""
+    return _build_meshes(sizes, device.type, dist.group.WORLD)
+
+
+@functools.cache  # a gloo group polls in a thread of its own for ever: many runs in one process have to share their groups
+def _build_meshes(sizes: MeshSizes, device_type: str, world: dist.ProcessGroup) -> Meshes:
+    shape = (sizes.dp_replicate, sizes.dp_shard, sizes.sp, sizes.tp)
+    root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    params = init_device_mesh(
+        device_type,
+        (sizes.dp_replicate, sizes.dp_shard * sizes.sp, sizes.tp),
+        mesh_dim_names=("dp_replicate", "fsdp", "tp"),
+    )
+    return Meshes(
+        root=root,
+        dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
+        loss=root["dp_replicate", "dp_shard", "sp"]._flatten("loss"),
+        params=params,
+    )

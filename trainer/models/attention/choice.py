@@ -1,0 +1,59 @@
+"""Which attention function a run uses, and whether the model fits it."""
+
+import importlib.util
+from typing import Optional
+
+from trainer.errors import UserError
+
+
+def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False) -> str:
+    """The name of the attention function that transformers should call; raises UserError for what is not installed.
+
+    With `ring`, `setup_split_attention` replaces it once the process groups stand.
+    """
+    if ring and attn_implementation == "eager":
+        raise UserError("--attn_implementation", "eager with --ring_attn_size", "sdpa, flash_attention_2")
+    if attn_implementation == "flash_attention_2":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise UserError(
+                "--attn_implementation", "flash_attention_2 needs flash-attn: pip install -e '.[flash]'", "sdpa, eager"
+            )
+        return attn_implementation
+    if not packed:
+        return attn_implementation
+    if attn_implementation == "eager":
+        raise UserError("--attn_implementation", "eager with --packing_samples", "sdpa, flash_attention_2")
+    from trainer.models.attention.varlen import register_varlen_attention
+
+    return register_varlen_attention()
+
+
+def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:
+    """Raises UserError for a model in which packed documents would see each other, with the function named `attention` if
+    that is known."""
+    from transformers import AutoConfig
+
+    from trainer.models.attention.varlen import NAME, validate_attention_layers, validate_registered_attention
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    validate_attention_layers(config, "--packing_samples", "leave it out")
+    if attention == NAME:
+        validate_registered_attention(config, "--packing_samples", "leave it out")
+
+
+def setup_split_attention(
+    folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False, packed: bool = False
+) -> str:
+    """Register attention over sequences split over `sp_group`; returns its name. Raises UserError for unfit models."""
+    from transformers import AutoConfig
+
+    from trainer.models.attention.ring import register_ring_attention, validate_split_model
+    from trainer.models.attention.ulysses import validate_ulysses
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    validate_split_model(config)
+    if sp_mode == "ulysses":
+        text = config.get_text_config()
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        validate_ulysses(text.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
+    return register_ring_attention(sp_group, sp_mode, packed)

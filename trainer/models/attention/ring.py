@@ -1,0 +1,222 @@
+"""Causal attention over a row of tokens that is split over a sequence-parallel group, as a ring of key-value blocks.
+
+Each rank keeps its queries; keys and values travel once around the ring (Liu et al. 2023, Ring Attention with Blockwise
+Transformers), and the partial results of the blocks are merged by their log-sum-exp (Milakov & Gimelshein 2018, Online
+normalizer calculation for softmax). Backward sends them around again, together with fp32 sums of their gradients.
+Between passes a rank holds its own query, key, value, out and lse only: O(tokens / sp) memory.
+
+Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents never attend to each other.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface
+
+from trainer.errors import UserError
+from trainer.models.attention.kernels import block_backward, block_forward
+from trainer.models.attention.ulysses import ulysses_attention
+from trainer.models.attention.varlen import (
+    UNSUPPORTED,
+    document_bounds,
+    validate_attention_layers,
+    validate_call,
+    validate_registered_attention,
+)
+
+
+def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
+    """Make attention over `group` known to transformers; returns its name, to be used as `attn_implementation`.
+
+    mode "ring" passes keys and values around, any number of heads; "ulysses" exchanges heads for tokens. Both take and
+    give zigzag shards: query (rows, heads, tokens / sp, head_dim) to out (rows, tokens / sp, heads, head_dim). A model
+    call passes `cu_seqlens` of the whole row where documents are `packed`, and never an attention mask.
+    """
+    attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
+
+    def forward(
+        module, query, key, value, attention_mask=None, *,
+        scaling=None, dropout=0.0, cu_seqlens=None, cu_seqlens_host=None, sliding_window=None, **kwargs,
+    ):  # fmt: skip
+        others = {"attention_mask": attention_mask, "dropout": dropout or None}
+        others |= {name: kwargs.get(name) for name in UNSUPPORTED}
+        validate_call(module, "--ring_attn_size", "1", cu_seqlens, sliding_window, others, packed)
+        is_causal = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise UserError("--ring_attn_size", "attention that is not causal", "1")
+        if key.shape != value.shape:
+            raise UserError("--ring_attn_size", "keys and values of different head_dim", "1")
+        bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else document_bounds(cu_seqlens_host)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention(query, key, value, bounds, sliding_window, scaling, group), None
+
+    AttentionInterface.register(mode, forward)
+    return mode
+
+
+def validate_split_model(config) -> None:
+    """Raises UserError for a transformers config whose layers would be computed wrongly, in silence, from a shard.
+
+    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch, which differs
+    between ranks.
+    """
+    validate_attention_layers(config, "--ring_attn_size", "1")
+    validate_registered_attention(config, "--ring_attn_size", "1")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    for found in sorted(rope_types & {"dynamic", "longrope"}):
+        raise UserError("--ring_attn_size", f"{config.model_type} with {found} rotary embeddings", "1")
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Sequence[int],
+    window: Optional[int],
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Attention within each document [bounds[n], bounds[n + 1]) of the whole row; communicates over `group`.
+
+    query (rows, heads, tokens / sp, head_dim) and key, value (rows, kv_heads, ...), zigzag shards, give out
+    (rows, tokens / sp, heads, head_dim). A query sees the keys at distance 0 <= q - k < `window`; None: all before it.
+    """
+    return _RingAttention.apply(query, key, value, bounds, window, scale, group).transpose(1, 2)
+
+
+class Segment(NamedTuple):
+    """One document's share of a pair of chunks: local queries x local keys of the visiting block."""
+
+    queries: slice
+    keys: slice
+    distance: int  # position of the first query minus position of the first key, both in the whole row
+    causal: bool  # queries and keys are the same tokens, and no window cuts them
+    windowed: bool  # some, not all, of the pairs are visible: a mask says which
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, bounds, window, scale, group):
+        query, key, value = (_unit_stride(tensor) for tensor in (query, key, value))
+        ctx.bounds, ctx.window, ctx.scale, ctx.group = bounds, window, scale, group
+        out = torch.zeros_like(query, dtype=torch.float32)
+        lse = out.new_full(query.shape[:3], float("-inf"))
+        for source, (block_key, block_value) in _circulate(torch.stack((key, value)), group):
+            for segment in find_segments(group.rank(), source, group.size(), query.shape[2], bounds, window):
+                q, k = segment.queries, segment.keys
+                part = block_forward(
+                    query[:, :, q], block_key[:, :, k], block_value[:, :, k],
+                    scale, segment.causal, _window_mask(segment, window, query),
+                )  # fmt: skip
+                _merge(out[:, :, q], lse[:, :, q], *part)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        query, key, value, out, lse = ctx.saved_tensors
+        group, window, dout = ctx.group, ctx.window, _unit_stride(dout)
+        dquery = torch.zeros_like(query, dtype=torch.float32)
+        finish_sums = None
+        for source, block in _circulate(torch.stack((key, value)), group):
+            dblock = torch.zeros_like(block, dtype=torch.float32)
+            for segment in find_segments(group.rank(), source, group.size(), query.shape[2], ctx.bounds, window):
+                q, k = segment.queries, segment.keys
+                dq, dk, dv = block_backward(
+                    dout[:, :, q], query[:, :, q], block[0, :, :, k], block[1, :, :, k], out[:, :, q], lse[:, :, q],
+                    ctx.scale, segment.causal, _window_mask(segment, window, query),
+                )  # fmt: skip
+                dquery[:, :, q] += dq
+                dblock[0, :, :, k] += dk
+                dblock[1, :, :, k] += dv
+            if finish_sums is not None:  # what earlier ranks summed for this block has arrived meanwhile
+                dblock += finish_sums()
+            finish_sums = _start_shift(dblock, group)
+        dkey, dvalue = finish_sums()  # after as many shifts as ranks, each block's sums are home
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None, None
+
+
+def find_segments(
+    rank: int, source: int, sp_size: int, num_local: int, bounds: Sequence[int], window: Optional[int]
+) -> list[Segment]:
+    """The parts of (queries of `rank`) x (keys of `source`) that contain visible pairs, every visible pair once.
+
+    Two ranks with 4 local tokens each, one document: rank 1 holds tokens 2 3 4 5 and rank 0 tokens 0 1 6 7, so rank 1
+    sees keys 0 1 of rank 0 with both its chunks: queries [0, 2) x keys [0, 2) and queries [2, 4) x keys [0, 2).
+    """
+    size = num_local // 2
+    halves = (enumerate((owner, 2 * sp_size - 1 - owner)) for owner in (rank, source))
+    segments = []
+    for (query_half, query_chunk), (key_half, key_chunk) in itertools.product(*halves):
+        if key_chunk > query_chunk:
+            continue
+        to_local = (query_half - query_chunk) * size, (key_half - key_chunk) * size
+        for start, end in itertools.pairwise(bounds):
+            q = max(start, query_chunk * size), min(end, (query_chunk + 1) * size)
+            k = max(start, key_chunk * size), min(end, (key_chunk + 1) * size)
+            if query_chunk != key_chunk and window is not None:  # drop queries and keys with nothing in reach
+                q, k = (q[0], min(q[1], k[1] - 1 + window)), (max(k[0], q[0] - window + 1), k[1])
+            if q[0] < q[1] and k[0] < k[1]:
+                segments.append(_segment(q, k, to_local, query_chunk == key_chunk, window))
+    return segments
+
+
+def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Optional[int]) -> Segment:
+    """The segment of row positions `q` x `k`, each (start, end); `to_local` is what to add for local positions."""
+    windowed = window is not None and q[1] - 1 - k[0] >= window
+    local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
+    return Segment(local_q, local_k, q[0] - k[0], diagonal and not windowed, windowed)
+
+
+def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -> Optional[torch.Tensor]:
+    """Additive mask (1, 1, queries, keys) of a segment that the window cuts; None where it is whole or causal."""
+    if not segment.windowed:
+        return None
+    num_queries, num_keys = (part.stop - part.start for part in (segment.queries, segment.keys))
+    positions = torch.arange(num_queries, device=query.device)[:, None] + segment.distance
+    distance = positions - torch.arange(num_keys, device=query.device)
+    hidden = (distance < 0) | (distance >= window)
+    return query.new_zeros(1, 1, num_queries, num_keys).masked_fill_(hidden, float("-inf"))
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
+    """Fold a block into the running fp32 `out` and `lse`, in place: the softmax over both sets of keys."""
+    merged = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - merged).exp()[..., None]).add_(block_out * (block_lse - merged).exp()[..., None])
+    lse.copy_(merged)
+
+
+def _circulate(block: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (owner's rank, block) for every rank of `group`, this one's first; the next travels while the caller works."""
+    for step in range(group.size()):
+        finish = _start_shift(block, group) if step + 1 < group.size() else None
+        yield (group.rank() - step) % group.size(), block
+        block = finish() if finish else block
+
+
+def _start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start sending `tensor` to the next rank of `group`; the result waits for and returns the previous rank's."""
+    if group.size() == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor)
+    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(group.rank() + 1) % group.size())
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(group.rank() - 1) % group.size())
+    works = dist.batch_isend_irecv([send, receive])
+
+    def finish() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return finish
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU kernel reads head_dim as if it were contiguous, whatever its stride, and is wrong in silence."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,77 @@
+"""Attention over a split sequence by exchanging heads for tokens (Jacobs et al. 2023, DeepSpeed Ulysses).
+
+One all-to-all gives each rank all tokens of its share of the heads, a second one takes the result back. The attention
+in between is that of a packed row on one rank.
+"""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+from trainer.datasets.sequence_split import natural_order, zigzag_order
+from trainer.errors import UserError
+from trainer.models.attention.varlen import varlen_attention_forward
+
+
+def validate_ulysses(num_heads: int, num_kv_heads: int, sp_size: int) -> None:
+    """Raises UserError unless `sp_size` ranks can share the heads evenly; under tp, the counts are those of one rank."""
+    if num_heads % sp_size == 0 and num_kv_heads % sp_size == 0:
+        return
+    fits = [size for size in range(1, num_kv_heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
+    raise UserError(
+        "--sp_mode",
+        f"ulysses over {sp_size} ranks, which do not divide {num_heads} heads and {num_kv_heads} KV heads",
+        f"ring; ulysses with --ring_attn_size {', '.join(map(str, fits))}",
+    )
+
+
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Sequence[int],
+    window: Optional[int],
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """The same contract as trainer.models.attention.ring.ring_attention; communicates over `group`."""
+    validate_ulysses(query.shape[1], key.shape[1], group.size())
+    module = torch.nn.Module()  # carries the head ratio to transformers' sdpa, which repeats KV heads where it must
+    module.num_key_value_groups = query.shape[1] // key.shape[1]
+    cu_seqlens = torch.tensor(bounds)
+    out, _ = varlen_attention_forward(
+        module, *(_gather_tokens(tensor, group) for tensor in (query, key, value)), None,
+        cu_seqlens=cu_seqlens, cu_seqlens_host=cu_seqlens, sliding_window=window, scaling=scale,
+    )  # fmt: skip
+    return _gather_heads(out, group)
+
+
+def _gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(rows, heads, tokens / sp, head_dim) in zigzag order to (rows, heads / sp, tokens, head_dim) in token order."""
+    by_rank = torch.stack(tensor.chunk(group.size(), dim=1))
+    received = _AllToAll.apply(by_rank, group)  # (sp, rows, heads / sp, tokens / sp, head_dim)
+    return natural_order(torch.cat(received.unbind(), dim=2), group.size(), dim=2)
+
+
+def _gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(rows, tokens, heads / sp, head_dim) in token order to (rows, tokens / sp, heads, head_dim) in zigzag order."""
+    by_rank = torch.stack(zigzag_order(tensor, group.size()).chunk(group.size(), dim=1))
+    received = _AllToAll.apply(by_rank, group)  # (sp, rows, tokens / sp, heads / sp, head_dim)
+    return torch.cat(received.unbind(), dim=2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice r of the first dimension goes to rank r; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllToAll.apply(grad.contiguous(), ctx.group), None

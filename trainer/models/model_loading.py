@@ -1,0 +1,73 @@
+"""What a run needs of a model folder besides its weights: the folder itself, its tokenizer, a model without dropout."""
+
+import copy
+import os
+
+import torch
+
+from trainer.errors import UserError
+
+WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
+
+
+def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
+    """The local folder of a model: `name` itself, or the snapshot of a hub name.
+
+    Raises:
+        UserError: there is no such model; `flag` is the flag that asked for it.
+    """
+    if os.path.isdir(name):
+        if not os.path.exists(os.path.join(name, "config.json")):
+            raise UserError(flag, f"{name} holds no config.json", "a Hugging Face model folder")
+        return name
+    if os.path.exists(name) or name.startswith((".", "/", "~")):
+        raise UserError(flag, f"{name} is no folder", "a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=WEIGHT_PATTERNS)
+    except Exception as error:  # the hub raises a dozen types: not found, gated, offline, bad name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(flag, f"{name} is not a folder, and the hub does not give it ({reason})") from None
+
+
+def load_tokenizer(folder: str, trust_remote_code: bool = False):
+    """The tokenizer of a model folder, padding with eos where it has no pad token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(folder, f"holds no tokenizer: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Switch off, in place, what a transformers model drops or blurs by chance while it trains: that would depend on the
+    micro-batch and the rank. The config that is saved with the model keeps its rates."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    without_rates = {}  # of each config that layers read as they run, a copy
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _rates(module):
+            setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) or not isinstance(config, PreTrainedConfig):
+            continue
+        rates = _rates(config)
+        if rates and id(config) not in without_rates:
+            without_rates[id(config)] = copy.deepcopy(config)
+            without_rates[id(config)].update(dict.fromkeys(rates, 0.0))
+        module.config = without_rates.get(id(config), config)
+
+
+def _rates(owner) -> list[str]:
+    """Names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
+    names = [name for name, value in vars(owner).items() if isinstance(value, float) and value > 0]
+    # PhiMoE's is no noise: it decides which experts count, in evaluation as well
+    kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None
+    return [name for name in names if ("drop" in name or "jitter" in name) and name != kept]

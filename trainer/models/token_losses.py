@@ -1,0 +1,111 @@
+"""Losses of tokens: log-probs of labels and entropies, by one of four routes. SFT, DPO and the policy losses all call this.
+
+1. Few logits: a plain cross-entropy in fp32.
+2. Many logits: chunks of them are upcast to fp32, and again in the backward pass.
+3. Many logits that the head would make: `linear_loss` makes them chunk by chunk from hidden states.
+4. Logits sharded over tp: `vocab_parallel` works on each rank's part of the vocabulary.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+from trainer.datasets.packing import IGNORE, model_inputs
+
+# of fp32 logits that exist at a time; a micro-batch that fits takes the plain route, which is faster
+CHUNK_BYTES = 2**27
+
+
+def rows_of_a_chunk(vocab_size: int) -> int:
+    """How many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES; at least one."""
+    return max(CHUNK_BYTES // (4 * vocab_size), 1)
+
+
+def causal_lm_logits(model, batch: dict) -> torch.Tensor:
+    """Logits (rows, tokens, vocab) of a padded or packed micro-batch."""
+    return model(**model_inputs(batch)).logits
+
+
+def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
+    """log p(labels[t]) at every position by one forward pass, fp32, 0 where the label is IGNORE: (rows, tokens)."""
+    labels, head = micro_batch["labels"], model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:  # an adapter on the head, a vocabulary that DeepSpeed splits over tp
+        return token_log_probs(causal_lm_logits(model, micro_batch), labels)
+    chunk_rows = rows_of_a_chunk(head.out_features)
+    # the number of labels is asked for last: a GPU has to be waited for
+    if labels.numel() <= chunk_rows or int((labels != IGNORE).sum()) <= chunk_rows:
+        return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel())
+    from trainer.models.linear_loss import token_nll
+
+    values, are_losses = token_nll(model, model_inputs(micro_batch), labels, chunk_rows)
+    return -values if are_losses else token_log_probs(values, labels)
+
+
+def token_log_probs(
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
+) -> torch.Tensor:
+    """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
+
+    `logits` (rows, tokens, vocab) of any float dtype are divided by `temperature`. A DTensor is sharded over the
+    vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in the backward pass,
+    so the fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk follows
+    the whole vocabulary: ranks with parts of different sizes then reduce the same chunks.
+    """
+    nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
+    if isinstance(logits, DTensor):
+        from trainer.models.vocab_parallel import vocab_parallel_nll
+
+        _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
+        group = logits.device_mesh.get_group()
+        logits = logits.to_local()
+
+        def nll(kept_logits, targets):
+            return vocab_parallel_nll(kept_logits, targets, offset[-1], group)
+
+    return _by_chunks(lambda kept, targets: -nll(kept / temperature, targets), logits, labels, chunk_tokens)
+
+
+def token_entropies(
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
+) -> torch.Tensor:
+    """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
+    entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
+    if isinstance(logits, DTensor):
+        from trainer.models.vocab_parallel import vocab_parallel_entropy
+
+        group = logits.device_mesh.get_group()
+        logits = logits.to_local()
+
+        def entropy(kept_logits):
+            return vocab_parallel_entropy(kept_logits, group)
+
+    return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
+
+
+def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+    """`function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
+    if labels.numel() <= chunk_tokens:
+        return _of_chunk(logits.flatten(0, -2), labels.flatten(), function).view(labels.shape)
+    # split, not slices: its backward writes one gradient of the logits instead of one per chunk
+    chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
+    parts = [checkpoint(_of_chunk, *chunk, function, use_reentrant=False) for chunk in chunks]
+    return torch.cat(parts).view(labels.shape)
+
+
+def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, function) -> torch.Tensor:
+    keep = (labels != IGNORE).nonzero().squeeze(1)
+    values = function(logits[keep].float(), labels[keep])
+    return values.new_zeros(labels.shape).index_put((keep,), values)
+
+
+def _whole_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def _whole_entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)

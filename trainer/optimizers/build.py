@@ -1,0 +1,71 @@
+"""The optimizer that --optim names, and the learning-rate schedule that --lr_scheduler names."""
+
+import math
+
+import torch
+
+from trainer.errors import UserError
+from trainer.optimizers.adamw import decay_groups
+
+# transformers' schedules that need more than the step number: a metric of the run, or the gradients
+UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
+
+
+def build_optimizer(
+    name: str,
+    model: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    num_dims=lambda parameter: parameter.ndim,
+) -> torch.optim.Optimizer:
+    """The optimizer that --optim names, over the parameters of `model`, which may still be on the meta device.
+
+    Raises:
+        UserError: the optimizer does not fit the model or the other flags.
+    """
+    if name == "adamw":
+        groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    if name == "adafactor":
+        from trainer.optimizers.adafactor import build_adafactor
+
+        return build_adafactor(model, lr=lr, betas=betas, weight_decay=weight_decay)
+    if name == "muon":
+        from trainer.optimizers.muon import build_muon as build
+    else:
+        from trainer.optimizers.adamw_8bit import build_adamw_8bit as build
+    return build(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def check_scheduler_name(name: str) -> None:
+    from transformers import SchedulerType
+
+    names = sorted(kind.value for kind in SchedulerType if kind.value not in UNSUPPORTED)
+    if name not in names:
+        raise UserError("--lr_scheduler", name, ", ".join(names))
+
+
+def has_min_lr(name: str) -> bool:
+    return name.endswith("with_min_lr") or name == "warmup_stable_decay"
+
+
+def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
+    """The scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
+    from transformers import get_scheduler
+
+    warmup_steps = math.ceil(warmup_ratio * total_steps)
+    specific = {}
+    if name == "warmup_stable_decay":  # decays over the last tenth of the run
+        specific.update(num_decay_steps=math.ceil(total_steps / 10), min_lr_ratio=min_lr_ratio)
+    elif has_min_lr(name):
+        specific["min_lr_rate"] = min_lr_ratio
+    return get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=specific,
+    )

@@ -1,0 +1,97 @@
+"""`--optim muon`: momentum that is orthogonalized, over weights that a mesh may have cut.
+
+Muon looks at whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes the
+same step and keeps its own part of the result, so the step is that of one process on every layout.
+"""
+
+import math
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor, whole
+from trainer.errors import UserError
+from trainer.optimizers.adamw import adam_state, decay_groups, states_of
+from trainer.optimizers.adamw_8bit import step_in_fp32
+
+MOMENTUM = 0.95
+# Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks: a x + b x^3 + c x^5, five times over, brings
+# singular values from (0, 1] to about 1
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the linear layers of decoder layers, AdamW for everything else, both at one learning rate.
+
+    An orthogonalized update is scaled to the size of AdamW's, 0.2 sqrt(max(rows, columns)) (Liu et al. 2025, Muon is
+    scalable for LLM training, equation 4). Nesterov momentum, decoupled weight decay. Momentum is fp32 and cut like the weight.
+    """
+
+    def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], eps: float):
+        """`is_matrix` of a group says whether Muon steps its parameters."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        matrices = (p for group in self.param_groups if group["is_matrix"] for p in group["params"])
+        is_matrix = any(parameter is matrix for matrix in matrices)
+        return {"momentum": torch.zeros_like(parameter)} if is_matrix else adam_state(parameter)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not group["is_matrix"]:
+                step_in_fp32(self, group, parameters)
+                continue
+            for parameter in parameters:
+                momentum = states_of(self, parameter)["momentum"]
+                _step_matrix(parameter, momentum, group["lr"], group["weight_decay"])
+
+
+def _step_matrix(parameter: torch.Tensor, momentum: torch.Tensor, lr: float, weight_decay: float) -> None:
+    momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+    update = orthogonalized(whole(parameter.grad.lerp(momentum, MOMENTUM)))
+    local, region = to_local_if_dtensor(parameter), local_region(parameter)
+    local.mul_(1 - lr * weight_decay)
+    local.add_(update if region is None else update[region], alpha=-lr * 0.2 * math.sqrt(max(update.shape)))
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """U S V^T of a (rows, columns) matrix with its singular values S brought near 1, by matrix products alone.
+
+    fp32, where others take bf16: the iteration multiplies small singular values, and with them roundings, by up to 485,
+    and layouts differ by roundings.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.float()
+    x = x / x.norm().clamp(min=1e-7)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def build_muon(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay: float) -> Muon:
+    """Raises UserError for a model whose decoder layers are not known."""
+    matrices = _layer_matrices(model)
+    if not any(parameter.requires_grad and id(parameter) in matrices for parameter in model.parameters()):
+        raise UserError("--optim", f"muon with {type(model).__name__}, whose layers are not known", "adamw, adafactor")
+    parts = [
+        {**group, "is_matrix": is_matrix, "params": [p for p in group["params"] if (id(p) in matrices) == is_matrix]}
+        for group in decay_groups(model.named_parameters(), weight_decay)
+        for is_matrix in (True, False)
+    ]
+    return Muon([part for part in parts if part["params"]], lr=lr, betas=tuple(betas), eps=eps)
+
+
+def _layer_matrices(model: torch.nn.Module) -> set[int]:
+    """Ids of the weights of the linear layers in decoder layers: no embedding, no head, no experts stacked in one tensor."""
+    layers = set(model._no_split_modules or [])
+    return {
+        id(module.weight)
+        for layer in model.modules()
+        if any(kind.__name__ in layers for kind in type(layer).__mro__)  # FSDP2 puts a class of its own in front
+        for module in layer.modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D))
+    }

@@ -1,0 +1,48 @@
+"""The settings of a strategy, and the checks of them that both strategies share."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from trainer.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """What a strategy is built from. Every field is the value of the command-line flag with the same name."""
+
+    seed: int = 42
+    param_dtype: str = "bf16"
+    max_norm: float = 1.0
+    zero_stage: Optional[int] = None
+    adam_offload: bool = False
+    tensor_parallel_size: int = 1
+    use_hf_tp_plan: bool = False
+    sequence_parallel: bool = False
+    print_tp_plan: bool = False
+    ring_attn_size: int = 1
+    dp_replicate_size: int = 1
+    device: str = "auto"
+    dist_backend: str = "auto"
+    deterministic: bool = True
+    lora_rank: Optional[int] = None
+    load_in_4bit: bool = False
+    compile: bool = False
+    reduce_once: bool = False
+    optim: str = "adamw"
+
+
+def validate_tp_flags(options: StrategyOptions) -> None:
+    """Raises UserError for a flag that means something only with tensor parallelism, where there is none."""
+    flags = {
+        "--use_hf_tp_plan": options.use_hf_tp_plan,
+        "--sequence_parallel": options.sequence_parallel,
+        "--print_tp_plan": options.print_tp_plan,
+    }
+    for flag, used in flags.items():
+        if used and options.tensor_parallel_size == 1:
+            allowed = "--tensor_parallel_size of 2 or more, or leave it out"
+            raise UserError(flag, "with --tensor_parallel_size 1", allowed)

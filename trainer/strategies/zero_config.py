@@ -1,0 +1,47 @@
+"""DeepSpeed's configuration, with everything neutralised that would change the mathematics."""
+
+from typing import Optional
+
+from trainer.distributed.mesh import MeshSizes
+from trainer.strategies import autotp
+from trainer.strategies.options import StrategyOptions
+
+
+def engine_config(
+    options: StrategyOptions,
+    stage: int,
+    sizes: MeshSizes,
+    *,
+    on_cpu: bool,
+    with_optimizer: bool,
+    plan: Optional[dict[str, str]] = None,
+) -> dict:
+    """The configuration of one engine. `plan` is a tensor-parallel plan, where the model is to be cut over tp."""
+    zero = {"stage": stage}
+    if sizes.dp_replicate > 1:
+        zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
+    if options.adam_offload and with_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
+    config = {
+        # the batch belongs to the loader; DeepSpeed sees single micro-batches and is told where a step ends
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
+        # ZeRO 0 clips nothing itself: its gradients are whole on every rank and are clipped in optimizer_step
+        "gradient_clipping": options.max_norm if stage else 0.0,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": None,
+    }
+    if plan:
+        config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
+    if options.param_dtype == "bf16" and stage == 0:
+        # the engine has no fp32 masters at stage 0; fp32 weights under autocast are the same mathematics
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif options.param_dtype == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif options.param_dtype == "fp16":
+        scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, **scaling}
+    return config

@@ -1,0 +1,127 @@
+"""The roles of RLHF, each a prepared model and one function: policy and reference, critic, reward model."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from trainer.datasets.packing import IGNORE
+from trainer.metrics import MetricSum
+from trainer.models import policy_loss as losses
+from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
+from trainer.models.reward import token_scores
+from trainer.models.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.token_losses import causal_lm_logits, token_entropies, token_log_probs
+from trainer.training.advantages import kl_estimate
+
+
+def policy_log_probs(model, micro_batch: dict, temperature: float) -> torch.Tensor:
+    """(rows, tokens) fp32 log-probs of the response tokens under the distribution that they were sampled from."""
+    return token_log_probs(causal_lm_logits(model, micro_batch), micro_batch["labels"], temperature=temperature)
+
+
+def critic_values(model, micro_batch: dict) -> torch.Tensor:
+    """(rows, tokens) fp32 values of the state before each response token."""
+    return token_scores(model, micro_batch) * (micro_batch["labels"] != IGNORE)
+
+
+def reward_scores(strategy, model, batches: list, num_samples: int, sp_group) -> torch.Tensor:
+    """(num_samples,) fp64 scores at the last token of every sample (all-reduce over sp, then over dp x sp)."""
+    scores = torch.zeros(num_samples, dtype=torch.float64, device=strategy.device)
+    with torch.no_grad():
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                last = token_scores(model, micro_batch) * micro_batch["is_last"]
+                numbers = micro_batch["sample_numbers"]
+                sums = sum_by_sequence(last, micro_batch["sequence_ids"], len(numbers), sp_group)
+                scores[numbers] += counts_here(sp_group) * sums
+    return strategy.all_reduce(scores)
+
+
+def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
+    """What this rank's part of a micro-batch adds to the count that the loss is a mean over."""
+    if loss_agg == "token":
+        return (micro_batch["labels"] != IGNORE).sum()
+    return micro_batch["labels"].new_tensor(counts_here(sp_group) * len(micro_batch["response_lengths"]))
+
+
+def make_policy_loss(
+    options: PolicyOptions,
+    kl_coef: Callable[[], float],
+    sp_group,
+    note_old_log_probs: Callable[[dict, torch.Tensor], None],
+) -> Callable:
+    """The loss function of the policy, for `loop.forward_backward`.
+
+    Micro-batches carry advantages and, where they are asked for, old_log_probs, ref_log_probs and tis_weights, each (rows,
+    tokens). Where the only update of a rollout finds no old_log_probs, its own are the old ones:
+    `note_old_log_probs(micro_batch, log_probs)` is told. `kl_coef()` is the coefficient at this moment. Metrics are means
+    over response tokens, but policy_loss is a mean like the loss.
+    """
+
+    def policy_loss(model, micro_batch: dict):
+        labels = micro_batch["labels"]
+        keep = labels != IGNORE
+        logits = causal_lm_logits(model, micro_batch)
+        log_probs = token_log_probs(logits, labels, temperature=options.temperature).double()
+        if "old_log_probs" in micro_batch:
+            old_log_probs = micro_batch["old_log_probs"]
+        else:
+            old_log_probs = log_probs.detach()
+            note_old_log_probs(micro_batch, old_log_probs)
+        tokens = PolicyTokens(
+            log_probs=log_probs,
+            log_ratio=log_probs - old_log_probs,
+            advantages=micro_batch["advantages"],
+            mean_by_sequence=lambda values: _mean_by_sequence(values, micro_batch, sp_group),
+        )
+        values, clipped, used_ratio = POLICY_LOSSES[options.loss](tokens, options)
+        if "tis_weights" in micro_batch:
+            values = values * micro_batch["tis_weights"]
+        weights = micro_batch["loss_weights"] * keep
+        policy_sum = total = (values * weights).sum()
+        with torch.set_grad_enabled(bool(options.entropy_coef) and torch.is_grad_enabled()):
+            entropies = token_entropies(logits, labels, temperature=options.temperature)
+        if options.entropy_coef:
+            total = total - options.entropy_coef * (entropies * weights).sum()
+        of_tokens = {
+            "entropy": entropies,
+            "clip_fraction": clipped & keep,
+            "ratio_deviation": (used_ratio.exp() - 1).abs() * keep,
+            "approx_kl": -tokens.log_ratio * keep,
+        }
+        if options.kl_estimator:
+            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], options.kl_estimator)
+            total = total + kl_coef() * (kl * weights).sum()
+            of_tokens["kl_loss"] = kl * keep
+        metrics = {"policy_loss": MetricSum(policy_sum), **_means_over_tokens(of_tokens, keep)}
+        return total, denominator(micro_batch, options.loss_agg, sp_group), metrics
+
+    return policy_loss
+
+
+def _means_over_tokens(values: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, MetricSum]:
+    """Metrics of values (rows, tokens) that are 0 beyond response tokens, as means over response tokens."""
+    return {name: MetricSum(value.detach().double().sum(), count=keep.sum()) for name, value in values.items()}
+
+
+def _mean_by_sequence(values: torch.Tensor, micro_batch: dict, sp_group) -> torch.Tensor:
+    """At every token, the mean of `values` (rows, tokens) over the response tokens of its sequence; all-reduced over sp."""
+    lengths, sequence_ids = micro_batch["response_lengths"], micro_batch["sequence_ids"]
+    values = torch.where(micro_batch["labels"] != IGNORE, values, 0.0)
+    means = sum_by_sequence(values, sequence_ids, len(lengths), sp_group) / lengths
+    return F.pad(means, (0, 1))[sequence_ids]  # padded: a micro-batch without a sample still has a token
+
+
+def make_value_loss(options: PolicyOptions, sp_group) -> Callable:
+    """The loss function of the critic. Micro-batches carry old_values and returns (rows, tokens)."""
+
+    def value_loss(model, micro_batch: dict):
+        values = critic_values(model, micro_batch).double()
+        of_tokens = losses.value_loss(values, micro_batch["old_values"], micro_batch["returns"], options.value_clip)
+        keep = micro_batch["labels"] != IGNORE
+        total = (of_tokens * micro_batch["loss_weights"] * keep).sum()
+        metrics = _means_over_tokens({"values": values * keep}, keep)
+        return total, denominator(micro_batch, options.loss_agg, sp_group), metrics
+
+    return value_loss
