@@ -14,6 +14,8 @@ COMMANDS = [
     "merge_lora",
 ]
 
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"]
+
 setup(
     name="trainer",
     version="0.1.0",
@@ -39,7 +41,9 @@ setup(
         "math": ["math-verify>=0.9"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
+        "docs": DOCS,
         "dev": [
+            *DOCS,
             "pytest",
             "pytest-xdist",
             "hypothesis",

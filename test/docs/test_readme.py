@@ -1,0 +1,110 @@
+"""README.md is short, its parity figures are those of the table, pages have short sentences, and no link is broken."""
+
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+README = ROOT / "README.md"
+GENERATED = {"flags.md"}
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+HAND_WRITTEN = [page for page in PAGES if page.name not in GENERATED]
+MAX_README_BYTES = 10_000
+MAX_MEAN_WORDS = 20
+TABLE = re.compile(r"<!-- parity table.*?<!-- end of the parity table -->", re.DOTALL)
+FENCED = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+ITEM = re.compile(r"^\s*([-*+]|\d+\.)\s+")
+HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*$", re.MULTILINE)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page: code blocks, tables, headings, pictures and addresses are left out, a list item is one or more."""
+    text = COMMENT.sub("", FENCED.sub("\n", TABLE.sub("", text)))
+    text = LINK.sub(lambda link: "" if link.group().startswith("!") else link.group(1), text)
+    text = re.sub(r"https?://\S+", "", text)
+    blocks, block = [], []
+    for line in [*text.splitlines(), ""]:
+        is_text = line.strip() and not line.lstrip().startswith(("|", "#"))
+        if (not is_text or ITEM.match(line)) and block:
+            blocks.append(" ".join(block))
+            block = []
+        if is_text:
+            block.append(ITEM.sub("", line, count=1).strip())
+    found = [part.strip() for block in blocks for part in re.split(r"(?<=[.!?])[*)`\"]*\s+(?=[^a-z])", block)]
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    names: set[str] = set()
+    for heading in HEADING.findall(FENCED.sub("", page.read_text())):
+        plain = unicodedata.normalize("NFKD", LINK.sub(r"\1", heading).replace("`", "")).lower()
+        names.add(re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip()))
+    return names
+
+
+def parity_table() -> list[dict[str, str]]:
+    """The rows of the table in docs/parity.md, by the names of its columns."""
+    lines = [line for line in TABLE.search(PARITY.read_text()).group().splitlines() if line.startswith("|")]
+    heads, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+PARITY = ROOT / "docs" / "parity.md"
+
+
+def test_readme_is_short():
+    assert len(README.read_bytes()) <= MAX_README_BYTES
+
+
+def test_readme_tells_the_parity_of_the_table():
+    rows = parity_table()
+    text = README.read_text()
+    count = re.search(r"^- (\d+) of (\d+) configurations pass", text, re.MULTILINE)
+    assert (int(count[1]), int(count[2])) == (sum(row["result"] == "pass" for row in rows), len(rows))
+    for word, column in (("the loss", "loss"), ("a gradient", "worst gradient")):
+        told = re.search(rf"^- The worst relative difference of {word} is (\S+) \(", text, re.MULTILINE)
+        worst = max(rows, key=lambda row: float(row[column].split()[0]))[column].split()[0]
+        assert told[1] == worst, f"{column}: {told[1]} in README.md, {worst} in docs/parity.md"
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
+def test_sentences_are_short(page):
+    counts = [len(sentence.split()) for sentence in sentences(page.read_text())]
+    assert not counts or sum(counts) / len(counts) <= MAX_MEAN_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = COMMENT.sub("", FENCED.sub("", page.read_text()))
+    for _, target in LINK.findall(re.sub(r"`[^`\n]*`", "", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name}: {target}: no such file"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}: no such heading"
+
+
+def test_how_sentences_are_counted():
+    text = """# A heading. Not counted
+
+One sentence of five words. Two `code words` here! A [link](https://a.b/c.d) is its text, see
+the next line.
+
+- An item without a full stop
+- Two parts. In one item
+
+| a table | is. | left out |
+|---|---|---|
+
+```bash
+not this. nor this
+```
+Version 3.11 is no end.
+"""
+    assert [len(sentence.split()) for sentence in sentences(text)] == [5, 4, 9, 6, 2, 3, 5]
