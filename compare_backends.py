@@ -1,11 +1,11 @@
-"""Do two backends, or all configurations of a matrix, give the same run? Compare loss curves and parity dumps.
+"""Check that two backends, or all configurations of a matrix, give the same run, by loss curves and parity dumps.
 
   compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
   compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
 
-A log is a metrics.jsonl, a run folder that holds one, or the text that a run printed.
-Exit code: 0 everything passed, 1 something did not, 2 nothing could be compared.
+A log is a metrics.jsonl, a run folder with a metrics.jsonl, or the text that a run printed.
+Exit code: 0 if everything passed, 1 if something did not, 2 if nothing could be compared.
 """
 
 import argparse
@@ -58,34 +58,36 @@ def build_parser() -> Parser:
     logs.add_argument("--deepspeed_log", metavar="LOG")
     logs.add_argument("--fsdp2_log", metavar="LOG")
     logs.add_argument("--logs", nargs="+", metavar="NAME=LOG")
-    logs.add_argument(
-        "--reference", metavar="NAME", help="compare with this one (default: deepspeed, or the first log)"
-    )
-    logs.add_argument("--dumps", nargs="+", metavar="NAME=DIR", help="folders written by --parity_dump, by name of log")
+    logs.add_argument("--reference", metavar="NAME", help="log to compare with (default: deepspeed, or the first log)")
+    logs.add_argument("--dumps", nargs="+", metavar="NAME=DIR", help="folders of --parity_dump, by log name")
     logs.add_argument("--plot", metavar="PNG", help="draw the loss curves and the relative differences")
     logs.add_argument("--json", metavar="JSON", help="write every number of the comparison")
     logs.add_argument("--max_rows", type=positive_integer, metavar="N", help="longest table to print (default: 40)")
     run = parser.add_argument_group("launching a matrix (TRAIN_ARGS run in the folder of this script)")
     run.add_argument("--run", metavar="MATRIX", help="quick, full, or a YAML file")
-    run.add_argument("--output_dir", metavar="DIR", help="for runs, logs and reports (default: runs/compare-<time>)")
-    run.add_argument("--only", metavar="REGEX", help="only the configurations whose name it is found in")
-    run.add_argument("--update_table", metavar="FILE", help="write the table between the markers of this file, too")
+    run.add_argument(
+        "--output_dir", metavar="DIR", help="folder of runs, logs and reports (default: runs/compare-<time>)"
+    )
+    run.add_argument("--only", metavar="REGEX", help="run only configurations with a name that matches")
+    run.add_argument("--update_table", metavar="FILE", help="also write the table between the markers of this file")
     run.add_argument(
         "--share_launch",
         action="store_const",
         const=True,
-        help="run all configurations of one number of ranks in one torchrun: the imports are paid once",
+        help="run all configurations with the same number of ranks in one torchrun, which imports only once",
     )
-    run.add_argument("--jobs", type=positive_integer, metavar="N", help="configurations at a time (default: 1)")
     run.add_argument(
-        "--timeout", type=positive_integer, metavar="SECONDS", help="for each configuration (default: 600)"
+        "--jobs", type=positive_integer, metavar="N", help="configurations that run at a time (default: 1)"
+    )
+    run.add_argument(
+        "--timeout", type=positive_integer, metavar="SECONDS", help="time limit of each configuration (default: 600)"
     )
     limits = parser.add_argument_group("largest relative differences allowed")
-    loss_help = "of the loss (default: 0.05; with --run 1e-5, and 1e-2 for bf16 and fp16)"
+    loss_help = "for the loss (default: 0.05; with --run 1e-5, and 1e-2 for bf16 and fp16)"
     limits.add_argument("--threshold", type=non_negative_number, metavar="X", help=loss_help)
-    norm_help = "of the grad norm (default: 10 times that of the loss; with --run not judged for bf16 and fp16)"
+    norm_help = "for the grad norm (default: 10 times the loss threshold; with --run not judged for bf16 and fp16)"
     limits.add_argument("--grad_norm_threshold", type=non_negative_number, metavar="X", help=norm_help)
-    dump_help = "of any gradient or weight in the dumps (default: 1e-4; with --run not judged for bf16 and fp16)"
+    dump_help = "for any gradient or weight in the dumps (default: 1e-4; with --run not judged for bf16 and fp16)"
     limits.add_argument("--dump_threshold", type=non_negative_number, metavar="X", help=dump_help)
     return parser
 
@@ -112,11 +114,11 @@ def _split_at_dashes(argv: list[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
-    """Refuse the flags that the chosen mode would not look at."""
+    """Raise UserError for flags that the chosen mode does not use."""
     unused = LOG_ONLY if options.run else RUN_ONLY
     for flag in unused:
         if vars(options)[flag] is not None:
-            raise UserError(f"--{flag}", "is of no use " + ("with --run" if options.run else "without --run"))
+            raise UserError(f"--{flag}", "has no effect " + ("with --run" if options.run else "without --run"))
     if dashes and not options.run:
         raise UserError("--", "arguments for training without --run", "--run MATRIX -- TRAIN_ARGS")
 
@@ -127,7 +129,7 @@ def _run(options: argparse.Namespace, train_args: list[str]) -> bool:
     check_args("TRAIN_ARGS", train_args)
     configurations = load_matrix(options.run, options.only)
     output_dir = Path(options.output_dir or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was launched is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all launched jobs are ended
     passed = run_matrix(
         configurations,
         train_args,
@@ -179,12 +181,12 @@ def _compare_logs(options: argparse.Namespace) -> bool:
 
 def _log_thresholds(options: argparse.Namespace) -> Thresholds:
     loss, grad_norm, dump = options.threshold, options.grad_norm_threshold, options.dump_threshold
-    loss = 0.05 if loss is None else loss  # 0 is allowed: bitwise equal
+    loss = 0.05 if loss is None else loss  # 0 is allowed; it means bitwise equal
     return Thresholds(loss, 10 * loss if grad_norm is None else grad_norm, 1e-4 if dump is None else dump)
 
 
 def _log_paths(options: argparse.Namespace) -> dict[str, str]:
-    """The log of each run by its name, the default reference first."""
+    """The log of each run by its name, with the default reference first."""
     pair = {"deepspeed": options.deepspeed_log, "fsdp2": options.fsdp2_log}
     given = [name for name, path in pair.items() if path]
     if options.logs and given:
@@ -195,7 +197,9 @@ def _log_paths(options: argparse.Namespace) -> dict[str, str]:
             raise UserError("--logs", "one log", "two or more")
         return paths
     if len(given) < 2:
-        raise UserError("arguments", "no two logs", "--deepspeed_log A --fsdp2_log B, --logs a=A b=B, or --run MATRIX")
+        raise UserError(
+            "arguments", "fewer than two logs", "--deepspeed_log A --fsdp2_log B, --logs a=A b=B, or --run MATRIX"
+        )
     return pair
 
 

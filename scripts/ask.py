@@ -1,4 +1,4 @@
-"""Ask a saved chat model the first questions of a prompts file: `python scripts/ask.py MODEL prompts.jsonl [COUNT]`."""
+"""Ask a saved chat model the first questions of a prompt file: `python scripts/ask.py MODEL prompts.jsonl [COUNT]`."""
 
 import json
 import sys
@@ -18,5 +18,6 @@ for row in rows:
     )
     answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     print(
-        f"{row['messages'][-1]['content']} -> {tokenizer.decode(answer, skip_special_tokens=True)}  (right: {row['label']})"
+        f"{row['messages'][-1]['content']} -> {tokenizer.decode(answer, skip_special_tokens=True)}  "
+        f"(right: {row['label']})"
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job, from nothing: SFT on the embedded demo with both backends on 2 ranks, and their losses compared.
+# The whole main job: SFT on the embedded demo with both backends on 2 ranks, then a comparison of their losses.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Reinforcement learning from nothing: SFT on the embedded demo until about half of its answers are right, then GRPO and PPO
-# with both backends on 2 ranks, and a picture of their rewards.
+# The whole job of reinforcement learning, on 2 ranks. SFT on the embedded demo runs until about half of the answers are
+# right. Then GRPO and PPO run with both backends, and their rewards are plotted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def read(run: str) -> tuple[list[tuple], list[tuple]]:
-    """((step, mean reward of the samples), (step, held-out accuracy)) of a run, without what a resume took back."""
+    """Return lists of (step, mean reward of samples) and (step, held-out accuracy), without steps before a resume."""
     rows = []
     for row in map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()):
         if row.get("event") in ("start", "resume"):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Create .venv and install the trainer into it; does nothing when it is there already. Source it or run it.
+# Create .venv and install the trainer into it. Does nothing if this is done already. Source it or run it.
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-( # on its own, so that a shell that sources this keeps its options
+( # a subshell, so that a shell that sources this keeps its options
 set -euo pipefail
 PYTHON="${PYTHON:-python3}"
 STAMP="$ROOT/.venv/.installed"
@@ -14,5 +14,5 @@ if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
     echo "$WANTED" > "$STAMP"
 fi
 )
-[[ $? == 0 ]] || { return 1 2>/dev/null || exit 1; }  # not `( ... ) ||`, within which set -e does nothing
+[[ $? == 0 ]] || { return 1 2>/dev/null || exit 1; }  # not `( ... ) ||`: set -e does nothing inside that
 export PATH="$ROOT/.venv/bin:$PATH"

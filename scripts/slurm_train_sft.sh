@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# SFT on several nodes under Slurm: sbatch scripts/slurm_train_sft.sh --pretrain MODEL --dataset DATA --output_dir DIR ...
-# Five minutes before the time limit, or when it is preempted, the run finishes its step, saves a checkpoint and leaves.
-# After a preemption Slurm starts the same script again (after the time limit, submit it again), and --load_checkpoint
-# goes on from the latest complete checkpoint.
+# SFT on several nodes with Slurm:
+#   sbatch scripts/slurm_train_sft.sh --pretrain MODEL --dataset DATA --output_dir DIR ...
+# Five minutes before the time limit, or at a preemption, the run finishes its step, saves a checkpoint and ends.
+# After a preemption, Slurm starts the same script again. After the time limit, submit it again. --load_checkpoint
+# resumes from the latest complete checkpoint.
 #SBATCH --job-name=train_sft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -14,10 +15,10 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 source scripts/setup_env.sh
-# without this, a node that comes back waits in vain for the address of the new rendezvous round (torch 2.13)
+# without this, a node that comes back never gets the address of the new rendezvous round (torch 2.13)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 HEAD_NODE="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-# torchrun passes on the signals named here, and kills after 30 s what has not ended by then, unless told to wait longer
+# torchrun passes these signals on. It kills processes that still run after --shutdown-timeout (default: 30 s)
 srun torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc_per_node "${NPROC:-8}" \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GRPO with DeepSpeed ZeRO-2 on NPROC ranks (default 2). Without --pretrain and --dataset it trains on the embedded demo; a policy
-# that train_sft has taught a little learns fastest: see scripts/demo_rl.sh
+# GRPO with DeepSpeed ZeRO-2 on NPROC ranks (default 2).
+# Without --pretrain and --dataset it trains on the embedded demo.
+# A policy that train_sft has trained a little learns fastest: see scripts/demo_rl.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh

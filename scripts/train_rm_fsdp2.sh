@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A reward model with FSDP2 on NPROC ranks (default 2). Without --pretrain and --dataset it trains on the embedded demo.
+# A reward model with FSDP2 on NPROC ranks (default 2).
+# Without --pretrain and --dataset it trains on the embedded demo.
 # More flags go at the end: scripts/train_rm_fsdp2.sh --learning_rate 1e-3
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SFT with DeepSpeed and ring attention: NPROC ranks (default 2), SP of them (default 2) split each sequence.
+# SFT with DeepSpeed and ring attention on NPROC ranks (default 2). SP ranks (default 2) split each sequence.
 # Without --pretrain and --dataset it trains on the embedded demo. More flags go at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SFT with DeepSpeed and tensor parallelism: NPROC ranks (default 2), TP of them (default 2) split each layer.
+# SFT with DeepSpeed and tensor parallelism on NPROC ranks (default 2). TP ranks (default 2) split each layer.
 # Without --pretrain and --dataset it trains on the embedded demo. More flags go at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."

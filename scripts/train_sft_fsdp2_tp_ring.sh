@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# SFT with FSDP2 and tensor and sequence parallelism: NPROC ranks (default 4), TP (default 2) split each layer, SP (2) each sequence.
+# SFT with FSDP2, tensor parallelism and sequence parallelism on NPROC ranks (default 4).
+# TP ranks (default 2) split each layer. SP ranks (default 2) split each sequence.
 # Without --pretrain and --dataset it trains on the embedded demo. More flags go at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -143,7 +143,7 @@ def test_a_long_table_keeps_the_first_the_last_and_the_largest(tmp_path, capsys)
         ([START, step_row(1, "2.5")], "is not a number"),
         ([START, step_row(1, 2.5, None)], "step 1 has no grad_norm"),
         ([START, {"step": 1, "eval_loss": 2.0}, END], "holds no training step with a loss"),
-        ([START, {"step": 1, "grad_norm": 1.0}], "line 2: is no event and no evaluation"),
+        ([START, {"step": 1, "grad_norm": 1.0}], "line 2: is neither event nor evaluation"),
         ([START, {"loss": 1.0, "grad_norm": 1.0}], "lacks a step number"),
         ([START, [1]], "line 2: is not a JSON object"),
     ],
@@ -170,7 +170,7 @@ def test_two_runs_that_are_both_nan_do_not_pass(tmp_path, capsys):
     [
         ("", "is empty"),
         ("\n\n", "is empty"),
-        (json.dumps(START) + "\n" + '{"step": 1, "loss": 2.5, "gra', "line 2: is torn"),
+        (json.dumps(START) + "\n" + '{"step": 1, "loss": 2.5, "gra', "line 2: is incomplete"),
         (json.dumps(START) + "\n" + '{"step": 1, "lo\n' + json.dumps(step_row(2, 2.0)) + "\n", "line 2: is not JSON"),
     ],
 )
@@ -368,7 +368,7 @@ def test_a_gradient_that_is_zero_in_the_reference_alone_fails(tmp_path, capsys):
     ("weights", "told"),
     [
         ({"model.norm.weight": torch.ones(4)}, "lacks lm_head.weight"),
-        ({**changed("lm_head.weight", 1), "bias": torch.ones(1)}, "holds bias too many"),
+        ({**changed("lm_head.weight", 1), "bias": torch.ones(1)}, "holds bias in addition"),
         (
             {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(3, 2)},
             "lm_head.weight has shape (3, 2) (allowed: (2, 3))",

@@ -69,7 +69,7 @@ def load_pair(demo, row: dict, line: str):
 def test_means_over_tokens_need_to_know_where_the_answer_begins(flags, demo):
     with pytest.raises(UserError) as error:
         load_pair(demo, WHOLE, flags)
-    assert str(error.value).startswith(f"--prompt_key: missing with {MEANS[flags]}, ")
+    assert str(error.value).startswith(f"--prompt_key: missing with {MEANS[flags]}: ")
     for pair in (
         load_pair(demo, SPLIT, f"--prompt_key q {flags}"),
         load_pair(demo, {**SPLIT, "prompt": SPLIT["q"]}, flags),
@@ -81,7 +81,7 @@ def test_means_over_tokens_need_to_know_where_the_answer_begins(flags, demo):
 
 def test_a_balance_loss_needs_experts():
     assert experts_per_token(Qwen3MoeConfig(num_experts_per_tok=3)) == 3
-    with pytest.raises(UserError, match="--aux_loss_coef: qwen3 shows no logits of a router over experts"):
+    with pytest.raises(UserError, match="--aux_loss_coef: qwen3 does not return the logits of a router over experts"):
         experts_per_token(Qwen3Config())
 
 

@@ -1,6 +1,6 @@
-"""Command-line arguments: dataclasses by concern, one flat set of flags, a YAML `--config`, and help grouped by concern.
+"""Command-line arguments: a dataclass and a help group per topic, one flat set of flags, and a YAML `--config`.
 
-Nothing here imports torch, so that `--help` and a wrong flag answer at once.
+Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from trainer.errors import UserError
 
 
 def arg(default, help: str, *aliases: str, type=None, **kwargs):
-    """A dataclass field that carries its help text, aliases (without dashes) and further `add_argument` keywords."""
+    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
     metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -25,17 +25,19 @@ def arg(default, help: str, *aliases: str, type=None, **kwargs):
 class ModelArguments:
     """Model"""
 
-    pretrain: Optional[str] = arg(None, "model folder or hub name; with neither this nor --dataset, the embedded demo")
-    param_dtype: Literal["bf16", "fp16", "fp32"] = arg("bf16", "compute dtype; masters, Adam and reduction stay fp32")
+    pretrain: Optional[str] = arg(None, "model folder or hub name; without this and --dataset, the embedded demo")
+    param_dtype: Literal["bf16", "fp16", "fp32"] = arg(
+        "bf16", "compute dtype; master weights, Adam and reduction stay fp32"
+    )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = arg("sdpa", "attention kernel")
     gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")
     selective_checkpointing: bool = arg(
-        False, "as --gradient_checkpointing, but keep the results of attention and of matrix products"
+        False, "like --gradient_checkpointing, but keep the results of attention and matrix products"
     )
     activation_offload: bool = arg(
         False, "with --gradient_checkpointing on CUDA: keep each decoder layer's input in host memory"
     )
-    compile: bool = arg(False, "torch.compile of each decoder layer: quicker steps after a slow first one")
+    compile: bool = arg(False, "torch.compile each decoder layer: a slow first step, then faster ones")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
@@ -45,17 +47,17 @@ class LoraArguments:
 
     lora_rank: Optional[int] = arg(
         None,
-        "train low-rank matrices of this rank beside frozen layers; save_path gets the adapter",
+        "train an adapter of low-rank matrices of this rank on frozen layers; save_path gets the adapter",
         type="PositiveInt",
     )
     lora_alpha: Optional[int] = arg(
-        None, "their output is scaled by this over --lora_rank (default: twice the rank)", type="PositiveInt"
+        None, "scale the adapter's output by this / --lora_rank (default: twice the rank)", type="PositiveInt"
     )
     lora_dropout: float = arg(
-        0.0, "dropout before them; above 0, layouts differ by its random numbers", type="ClosedUnitInterval"
+        0.0, "dropout before the adapter; above 0, layouts draw different random numbers", type="ClosedUnitInterval"
     )
     target_modules: Optional[str] = arg(
-        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all linear ones but the head)"
+        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all linear layers except the head)"
     )
     load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")
 
@@ -64,35 +66,35 @@ class LoraArguments:
 class DataArguments:
     """Data"""
 
-    dataset: Optional[str] = arg(None, "training data, or prompts: comma-separated files, folders or hub names")
+    dataset: Optional[str] = arg(None, "training data or prompts: comma-separated files, folders or hub names")
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
-        None, "mixing probabilities, one per set of --dataset; the mixture ends when one set is used up"
+        None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
     )
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it greedily")
     eval_split: str = arg("train", "split of --eval_dataset")
-    max_samples: Optional[int] = arg(None, "at most this many rows of each set", type="PositiveInt")
-    dataset_num_proc: int = arg(1, "processes that tokenize, at the first sight of a set", type="PositiveInt")
-    input_template: Optional[str] = arg(None, "text around the prompt, with one {} for it")
+    max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
+    dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
+    input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
-    tokenizer_chat_template: Optional[str] = arg(None, "chat template to use instead: Jinja text or a file")
+    tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: Jinja text or a file")
 
 
 @dataclass
 class LengthArguments:
     """Length"""
 
-    max_len: int = arg(2048, "samples are cut to this many tokens (from the right)", type="PositiveInt")
+    max_len: int = arg(2048, "longer samples are cut at their end to this many tokens", type="PositiveInt")
 
 
 @dataclass
 class SFTDataArguments:
     """What to learn"""
 
-    input_key: Optional[str] = arg(None, "column of the prompt, of the messages or (--pretrain_mode) of the text")
+    input_key: Optional[str] = arg(None, "column of the prompt, the messages or (--pretrain_mode) the text")
     output_key: Optional[str] = arg(None, "column of the answer")
-    multiturn: bool = arg(False, "loss on every assistant turn, not only on the last")
-    pretrain_mode: bool = arg(False, "plain text, loss on every token")
+    multiturn: bool = arg(False, "loss on every assistant turn, not only on the last one")
+    pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
 
 
 @dataclass
@@ -102,13 +104,13 @@ class BatchArguments:
     train_batch_size: int = arg(128, "samples per optimizer step, over all ranks", type="PositiveInt")
     micro_train_batch_size: int = arg(8, "samples per forward pass on one rank", type="PositiveInt")
     max_tokens_per_micro_batch: Optional[int] = arg(
-        None, "cut micro-batches by tokens (padding included) instead of by samples", type="PositiveInt"
+        None, "limit micro-batches by tokens (with padding) instead of by samples", type="PositiveInt"
     )
     packing_samples: bool = arg(
-        False, "no padding: best-fit packing, up to micro_train_batch_size * max_len tokens a micro-batch"
+        False, "best-fit packing without padding, up to micro_train_batch_size * max_len tokens per micro-batch"
     )
     max_epochs: int = arg(1, "passes over the data; train_ppo: over each rollout", type="PositiveInt")
-    max_steps: Optional[int] = arg(None, "exactly this many optimizer steps, whatever --max_epochs", type="PositiveInt")
+    max_steps: Optional[int] = arg(None, "number of optimizer steps (default: from --max_epochs)", type="PositiveInt")
     seed: int = arg(42, "seed of the sample order and of every random generator", type="NonNegativeInt")
     no_shuffle: bool = arg(False, "keep the order of the data")
 
@@ -118,48 +120,48 @@ class OptimizerArguments:
     """Optimization"""
 
     learning_rate: float = arg(5e-6, "peak learning rate", type="NonNegativeFloat")
-    lr_scheduler: str = arg("cosine_with_min_lr", "a scheduler name of transformers.get_scheduler")
-    lr_warmup_ratio: float = arg(0.03, "share of all steps that warms up", type="ClosedUnitInterval")
+    lr_scheduler: str = arg("cosine_with_min_lr", "name of a scheduler of transformers.get_scheduler")
+    lr_warmup_ratio: float = arg(0.03, "warm-up steps, as a share of all steps", type="ClosedUnitInterval")
     min_lr_ratio: float = arg(
-        0.1, "lowest rate of *_with_min_lr schedulers, relative to the peak", type="ClosedUnitInterval"
+        0.1, "lowest learning rate of *_with_min_lr schedulers, as a share of the peak", type="ClosedUnitInterval"
     )
-    optim: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = arg("adamw", "the others: fsdp2, or ZeRO 0 without tp")
+    optim: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = arg("adamw", "others need fsdp2, or ZeRO 0 without tp")
     adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
     weight_decay: float = arg(0.0, "decoupled weight decay (not on norms and biases)", type="NonNegativeFloat")
     max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")
-    max_skipped_steps: int = arg(10, "end after this many non-finite steps in a row", type="PositiveInt")
+    max_skipped_steps: int = arg(10, "end the run after this many non-finite steps in a row", type="PositiveInt")
 
 
 @dataclass
 class LayoutArguments:
     """Backend and layout"""
 
-    backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "which strategy runs the distributed training")
+    backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "strategy that runs the distributed training")
     zero_stage: Optional[int] = arg(
         None, "deepspeed: 0-3, default 2; fsdp2: 3 (default) or 2 (weights stay gathered)", type="NonNegativeInt"
     )
-    adam_offload: bool = arg(False, "keep masters and optimizer states in host memory")
+    adam_offload: bool = arg(False, "keep master weights and optimizer states in host memory")
     tensor_parallel_size: int = arg(
         1, "ranks that split each layer", "fsdp_tensor_parallel_size", "ds_tensor_parallel_size", type="PositiveInt"
     )
-    use_hf_tp_plan: bool = arg(False, "tensor-parallel plan of the model class instead of ours")
-    print_tp_plan: bool = arg(False, "print the tensor-parallel plan, completed, before it is applied")
+    use_hf_tp_plan: bool = arg(False, "use the tensor-parallel plan of the model class, not the trainer's")
+    print_tp_plan: bool = arg(False, "print the complete tensor-parallel plan before it is applied")
     sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
     ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
     sp_mode: Literal["ring", "ulysses"] = arg(
-        "ring", "how those ranks attend: keys and values travel, or heads are exchanged for tokens"
+        "ring", "attention over those ranks; ring: keys and values travel; ulysses: ranks exchange heads for tokens"
     )
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
     reduce_once: bool = arg(
-        False, "reduce gradients after the last micro-batch of a step alone; until then each rank holds them whole"
+        False, "reduce gradients only after the last micro-batch of a step; until then each rank holds full gradients"
     )
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
     cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
-        "auto", "fp32 products on CPU; auto: oneDNN on AMD's processors with AVX-512, which MKL does not use"
+        "auto", "fp32 matrix products on CPU; auto: oneDNN on AMD with AVX-512 (MKL does not use it there), else MKL"
     )
     check_replicas_every: Optional[int] = arg(
-        None, "every N steps, compare bit by bit what ranks should hold alike", type="PositiveInt"
+        None, "every N steps, check that replicas on different ranks are bitwise equal", type="PositiveInt"
     )
     deterministic: bool = arg(True, "deterministic CUDA kernels (false may be faster)")
 
@@ -169,14 +171,14 @@ class OutputArguments:
     """Output"""
 
     output_dir: Optional[str] = arg(None, "run folder (default: runs/<command>-<time>)")
-    overwrite: bool = arg(False, "write into an --output_dir that holds another run, replacing it")
-    save_path: Optional[str] = arg(None, "where the final Hugging Face model goes (default: <output_dir>/model)")
+    overwrite: bool = arg(False, "replace the run that --output_dir already holds")
+    save_path: Optional[str] = arg(None, "folder of the final Hugging Face model (default: <output_dir>/model)")
     no_save: bool = arg(False, "do not write the final model")
-    eval_steps: Optional[int] = arg(None, "evaluate every N steps as well as at the end", type="PositiveInt")
+    eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
-    use_wandb: bool = arg(False, "mirror the metrics to Weights & Biases (WANDB_MODE=offline works)")
+    use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
     wandb_project: str = arg("trainer", "wandb project")
-    use_tensorboard: bool = arg(False, "mirror the metrics to TensorBoard, under <output_dir>/tensorboard")
+    use_tensorboard: bool = arg(False, "also write the metrics for TensorBoard, to <output_dir>/tensorboard")
     parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
 
 
@@ -185,24 +187,24 @@ class CheckpointArguments:
     """Checkpoints"""
 
     save_steps: Optional[int] = arg(None, "checkpoint every N steps", type="PositiveInt")
-    save_interval_minutes: Optional[float] = arg(None, "checkpoint every N minutes as well", type="PositiveFloat")
+    save_interval_minutes: Optional[float] = arg(None, "also checkpoint every N minutes", type="PositiveFloat")
     max_ckpt_num: Optional[int] = arg(None, "keep at most N checkpoints (and the best)", type="PositiveInt")
     max_ckpt_mem: Optional[float] = arg(None, "keep at most N GB of checkpoints", type="PositiveFloat")
     load_checkpoint: Optional[str] = arg(
-        None, "go on from a checkpoint: a path, or without a value the latest in --output_dir, if there is one yet",
+        None, "resume from this checkpoint; without a value: from the latest one in --output_dir, if there is one",
         nargs="?", const="latest",
     )  # fmt: skip
     ckpt_format: Literal["native", "portable"] = arg(
         "native", "native: each rank writes its parts; portable: whole tensors. Every layout and backend reads both"
     )
-    async_save: bool = arg(False, "go on training while a checkpoint is written (takes host memory for a copy)")
-    save_hf_ckpt: bool = arg(False, "put the Hugging Face model into each checkpoint, under hf/")
+    async_save: bool = arg(False, "keep training while a checkpoint is written (needs host memory for a copy)")
+    save_hf_ckpt: bool = arg(False, "also save the Hugging Face model in each checkpoint, under hf/")
     best_metric_key: Optional[str] = arg(
         None, "keep the checkpoint with the best value of this evaluation metric as checkpoints/best"
     )
     verify_resume: Optional[int] = arg(
         None,
-        "train N steps, checkpoint, train N more, reload, repeat them, compare bitwise and end",
+        "test a resume: train N steps, checkpoint, train N more, reload, repeat them, compare bitwise, end",
         type="PositiveInt",
     )
 
@@ -219,7 +221,7 @@ class SFTArguments(
     DataArguments,
     LoraArguments,
     ModelArguments,
-):  # a dataclass takes its bases' fields from the last base to the first, which is the order of --help
+):  # a dataclass takes its fields from the last base to the first; --help has the same order
     """Supervised fine-tuning of a causal language model."""
 
 
@@ -239,12 +241,12 @@ def _add_field(group, field: dataclasses.Field, hint) -> None:
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
     if hint is bool:
-        # jsonargparse's ActionYesNo would take --no_save for "save: no" and leave it False
+        # jsonargparse's ActionYesNo would read --no_save as "save: no" and leave it False
         group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
         return
     kind = field.metadata["type"] or hint
     if kind == Optional[str]:
-        kind = str  # else jsonargparse reads the text as YAML, and a template "### Question: {}" is but a comment
+        kind = str  # else jsonargparse reads the text as YAML; a template "### Question: {}" is a comment there
     if isinstance(kind, str):
         kind = getattr(restricted, kind)
         kind = Optional[kind] if default is None else kind
@@ -252,7 +254,7 @@ def _add_field(group, field: dataclasses.Field, hint) -> None:
 
 
 def build_parser(arguments_class: type, command: str):
-    """The parser of a command: one help group per base dataclass of `arguments_class`, flags without nesting."""
+    """Build the parser of a command: one help group per base dataclass of `arguments_class`, and flat flags."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -263,7 +265,7 @@ def build_parser(arguments_class: type, command: str):
         allow_abbrev=False,
         default_env=False,
     )
-    parser.add_argument("--config", action="config", help="YAML file of flags; flags after it override it")
+    parser.add_argument("--config", action="config", help="YAML file with flags; flags after it override the file")
     for base in reversed(arguments_class.__mro__[:-1]):
         own = vars(base).get("__annotations__", {})
         group = parser.add_argument_group(base.__doc__.splitlines()[0]) if own else None
@@ -276,20 +278,20 @@ def build_parser(arguments_class: type, command: str):
 def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
     """Parse `argv` into an `arguments_class` instance. `defaults` replaces field defaults.
 
-    Raises UserError for anything that cannot be taken, in one line, with the nearest flag where one is misspelt.
+    Raises: UserError for anything that is not accepted, in one line. For a misspelt flag it names the nearest flag.
     """
     parser = build_parser(arguments_class, command)
     parser.set_defaults(defaults or {})
     fields = {field.name: field for field in dataclasses.fields(arguments_class)}
     try:
         namespace = parser.parse_args(argv)
-    except Exception as error:  # jsonargparse raises several types; all of them are about the user's input
+    except Exception as error:  # jsonargparse raises several types, all for wrong user input
         raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
     return arguments_class(**{name: _plain(getattr(namespace, name)) for name in fields})
 
 
 def _plain(value):
-    """Numbers of jsonargparse's restricted types as the plain numbers that YAML and JSON know."""
+    """Turn a number of one of jsonargparse's restricted types into a plain number, as YAML and JSON need it."""
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -297,7 +299,7 @@ def _plain(value):
 
 
 def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
-    """jsonargparse's message as one line that names the flag, what was found and what is allowed."""
+    """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
     unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
     if unknown:
         name = (unknown.group(1) or unknown.group(2)).lstrip("-")

@@ -1,14 +1,14 @@
-"""The one error type that people see: one line that says where, what was found and what is allowed."""
+"""UserError, the error that users see: one line that says where, what was found and what is allowed."""
 
 
 class UserError(Exception):
-    """Something wrong with the arguments, the data, the layout or a checkpoint.
+    """Something is wrong with the arguments, the data, the layout or a checkpoint.
 
-    `where` names the flag or file (and line), `found` what was found there, `allowed` what would be accepted.
+    `where` is the flag or the file (and line). `found` is what was found there. `allowed` is what would be accepted.
     """
 
     def __init__(self, where: str, found: str, allowed: str = ""):
-        super().__init__(where, found, allowed)  # all three in args: the error must survive pickling
+        super().__init__(where, found, allowed)  # all three go into args, so that the error survives pickling
         self.where, self.found, self.allowed = where, found, allowed
 
     def __str__(self) -> str:
@@ -16,4 +16,4 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """The run was asked by a signal to stop; the message says whether it could save a checkpoint first."""
+    """A signal asked the run to stop. The message says whether the run could save a checkpoint first."""

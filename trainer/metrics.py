@@ -1,4 +1,4 @@
-"""metrics.jsonl, the one record of a run; wandb and TensorBoard mirror it, and one readable line goes to the terminal."""
+"""Write metrics.jsonl, the record of a run, and copy it to wandb and TensorBoard. Also format the line of a step."""
 
 import json
 import math
@@ -13,7 +13,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `<output_dir>/metrics.jsonl`; made on rank 0 only."""
+    """Appends rows to `<output_dir>/metrics.jsonl`. Only rank 0 makes one."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class MetricsLog:
         wandb_run_id: Optional[str] = None,
     ):
         _remove_torn_line(os.path.join(output_dir, METRICS_FILE))
-        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (open as long as the log)
+        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (stays open as long as the log)
         self._tensorboard = self._wandb = None
         if use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -44,11 +44,11 @@ class MetricsLog:
         self.wandb_run_id: Optional[str] = self._wandb.id if self._wandb else None
 
     def event(self, name: str, **fields) -> None:
-        """A row that is no step: start, resume, end."""
+        """Write a row that is not a step: start, resume or end."""
         self._append({"event": name, **fields})
 
     def row(self, step: int, **values) -> None:
-        """A step's or an evaluation's row."""
+        """Write the row of a step or of an evaluation."""
         self._append({"step": step, **values})
         numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         if self._tensorboard:
@@ -58,7 +58,7 @@ class MetricsLog:
             self._wandb.log({"step": step, **numbers}, step=step)
 
     def table(self, name: str, step: int, rows: list[dict]) -> None:
-        """Rows of texts and numbers, to look at in the mirrors; metrics.jsonl holds no texts."""
+        """Show rows of texts and numbers in wandb and TensorBoard. metrics.jsonl gets no texts."""
         if self._tensorboard:
             self._tensorboard.add_text(name, _markdown_table(rows), step)
         if self._wandb:
@@ -87,10 +87,10 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class MetricSum:
-    """A metric of a loss function: a sum, and what its mean over the global batch divides by.
+    """A metric of a loss function: a sum, and the count that divides it for the mean over the global batch.
 
-    `total` sums the values. `count` is their number where that is not the count of the loss. With `squares`, the sum of
-    the squared values, the standard deviation is reported too. All are tensors of one element, or floats.
+    `total` is the sum of the values. `count` is their number; None means the count of the loss. `squares` is the sum of
+    the squared values; with it, the standard deviation is also reported. All are tensors of one element, or floats.
     """
 
     total: Any
@@ -102,7 +102,7 @@ class MetricSum:
         return [value for value in (self.total, self.count, self.squares) if value is not None]
 
     def with_parts(self, numbers: list) -> "MetricSum":
-        """The same kind of metric with other numbers, in the order of `parts`."""
+        """Return the same kind of metric with other numbers, in the order of `parts`."""
         given = iter(numbers)
         return MetricSum(*(None if v is None else next(given) for v in (self.total, self.count, self.squares)))
 
@@ -110,7 +110,7 @@ class MetricSum:
         return self.with_parts([a + b for a, b in zip(self.parts(), other.parts())])
 
     def means(self, name: str, default_count: float) -> dict[str, float]:
-        """{name: mean}, and {name_std: standard deviation}; nothing where the count is 0."""
+        """Return {name: mean}, and with `squares` also {name_std: standard deviation}. Empty if the count is 0."""
         count = default_count if self.count is None else self.count
         if not count:
             return {}
@@ -121,7 +121,7 @@ class MetricSum:
 
 
 class Rows:
-    """The rows of steps in memory, instead of a log."""
+    """Keeps the rows of steps in memory, instead of a log."""
 
     def __init__(self):
         self.found: list[dict] = []
@@ -137,14 +137,14 @@ def _markdown_table(rows: list[dict]) -> str:
 
 
 def _remove_torn_line(path: str) -> None:
-    """Cut off a last line without its end: what a run that was killed while it wrote leaves behind."""
+    """Remove a last line without a line end. A run that was killed while it wrote leaves such a line."""
     if os.path.exists(path):
         with open(path, "rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def host_peak_memory_bytes() -> int:
-    """The largest resident size that this process has had."""
+    """Largest resident size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -157,19 +157,20 @@ def step_line(row: dict, total_steps: int) -> str:
     )
 
 
-# dense bf16 peak FLOP/s by a part of the device's name, from the makers' data sheets
+# dense bf16 peak FLOP/s from the manufacturers' data sheets; the key is a part of the device's name
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 def peak_flops(device_name: str) -> Optional[float]:
-    """Dense bf16 FLOP/s of a GPU; None where it is not known."""
+    """Dense bf16 peak FLOP/s of a GPU; None if it is not known."""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
 
 
 def flops_per_token(config, num_params: float, mean_length: float) -> float:
     """Training FLOPs per token of a transformers `config`: 6 N + 6 L d s for causal attention.
 
-    The formula is that of PaLM (Chowdhery et al. 2022, appendix B); causal attention needs half of its second term.
+    N: parameters, L: layers, d: heads x head_dim, s: mean length in tokens. The formula is from PaLM (Chowdhery et al.
+    2022, appendix B). Causal attention needs half of its second term.
     """
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

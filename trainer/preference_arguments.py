@@ -1,4 +1,4 @@
-"""Flags of `train_rm` and `train_dpo` beside those that all training commands share (trainer.arguments)."""
+"""Flags that only `train_rm` and `train_dpo` have. The flags of all training commands are in trainer.arguments."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -23,8 +23,8 @@ class PreferenceDataArguments:
 
     prompt_key: Optional[str] = arg(
         None,
-        "column of the prompt, a text or messages; if not given, `prompt` where there is one, else whole conversations "
-        "(or texts, but not for means over the answer's tokens: simpo, orpo, --nll_loss_coef)",
+        "column of the prompt, a text or messages (default: `prompt` if it exists, else the answers are whole "
+        "conversations or texts). simpo, orpo and --nll_loss_coef refuse whole texts: they need means over the answer",
     )
     chosen_key: str = arg("chosen", "column of the better answer, a text or messages")
     rejected_key: str = arg("rejected", "column of the worse answer")
@@ -37,9 +37,9 @@ class RewardArguments:
     loss: str = arg(
         "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
-    compute_fp32_loss: bool = arg(False, "reward head in fp32 whatever --param_dtype (the loss always is)")
-    value_head_prefix: str = arg("score", "name of a reward head that --pretrain has; saved as `score`")
-    margin_key: Optional[str] = arg(None, "column of how much better the chosen answer should score (--loss sigmoid)")
+    compute_fp32_loss: bool = arg(False, "fp32 reward head with any --param_dtype (the loss is always fp32)")
+    value_head_prefix: str = arg("score", "name of the reward head in --pretrain, if there is one; saved as `score`")
+    margin_key: Optional[str] = arg(None, "column with the score margin of the chosen answer (--loss sigmoid)")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class PreferenceArguments:
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
     desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
     undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")
-    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs are taken apart")
+    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs become single answers")
     label_key: str = arg("label", "kto: column that says whether the answer is desirable")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
     aux_loss_coef: float = arg(
@@ -63,7 +63,7 @@ class PreferenceArguments:
         False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
     )
     precompute_ref_logps: bool = arg(
-        False, "compute the reference's log-probs once, keep them on disk, and train without it (not with kto)"
+        False, "compute the reference's log-probs once, keep them on disk, and train without a reference (not with kto)"
     )
 
 
@@ -98,4 +98,4 @@ class DPOArguments(
     LoraArguments,
     ModelArguments,
 ):
-    """Preference optimization of a causal language model: DPO and its relatives."""
+    """Preference optimization of a causal language model with DPO or a related loss."""

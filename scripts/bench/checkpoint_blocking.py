@@ -1,7 +1,10 @@
-"""How long training stands still for a checkpoint, sync against --async_save: `torchrun ... scripts/bench/checkpoint_blocking.py`.
+"""Measure how long training waits for a checkpoint, with and without --async_save.
 
-A random Qwen3 of --hidden_size and --layers is saved --count times each way between training steps. Prints the seconds
-that save_ckpt blocked, the seconds until the checkpoint was complete, and the step time alone and while one is written.
+    torchrun --nproc_per_node 2 scripts/bench/checkpoint_blocking.py
+
+A random Qwen3 of --hidden_size and --layers is saved --count times in each way, between training steps. The table has
+the seconds that save_ckpt blocked and the seconds until the checkpoint was complete. It also has the step time, with
+and without a save in the background.
 """
 
 import argparse
@@ -63,7 +66,7 @@ def main() -> None:
 
     alone = statistics.median(step() for _ in range(5))
     print_row = strategy.print
-    print_row("| save | blocked (s) | complete after (s) | step meanwhile (s) |")
+    print_row("| save | blocked (s) | complete after (s) | step during the save (s) |")
     print_row("|---|---|---|---|")
     print_row(f"| none | | | {alone:.3f} |")
     for name, background in (("sync", False), ("async", True)):

@@ -1,10 +1,10 @@
-"""DPO speed: train_dpo on both backends against TRL's DPOTrainer, on one process.
+"""Measure DPO speed: train_dpo on both backends against TRL's DPOTrainer, in one process.
 
     python scripts/bench/dpo_speed.py --data ../shared/data [--rounds 5] [--update docs/benchmarks.md]
 
-A random Qwen3 of 5 million parameters, fp32, and a frozen copy of it, on pairs of GSM8K answers: 16 pairs a step, 8 in one
-forward pass, no gradient checkpointing. A figure is (pairs of the long run - pairs of the short run) / (seconds of the long
-run - those of the short run), whole processes.
+The model is a random Qwen3 of 5 million parameters in fp32, with a frozen copy as the reference. The data are pairs of
+GSM8K answers: 16 pairs per step, 8 in one forward pass, no gradient checkpointing. Each speed compares a long and a
+short run: (difference in pairs) / (difference in seconds). The seconds count whole processes.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""SFT speed on one GPU: train_sft on both backends and TRL's SFTTrainer, against the device's own bf16 matrix products.
+"""Measure SFT speed on one GPU: train_sft on both backends and TRL's SFTTrainer, against plain bf16 matrix products.
 
     python scripts/bench/gpu_speed.py --data ../shared/data [--rounds 5] [--update docs/benchmarks.md]
 
-A random model of Qwen3 1.7B's shape, bf16 with fp32 master weights, 4096 tokens a sample, no gradient checkpointing; of the
-training FLOPs of `trainer.models.model_loading.flops_per_token`, the share of what products of 8192 x 8192 matrices reach in the same
-round. `--tiny` tries the bench itself on a CPU with a shape of seconds; its figures mean nothing.
+The model is random and has the shape of Qwen3 1.7B, in bf16 with fp32 master weights. A sample has 4096 tokens, and
+gradient checkpointing is off. The training FLOP/s (see `trainer.metrics.flops_per_token`) are divided by the FLOP/s of
+products of 8192 x 8192 matrices in the same round. `--tiny` only tests the script, in seconds on a CPU. Its figures
+have no meaning.
 """
 
 import argparse
@@ -27,7 +28,7 @@ TRL = "TRL SFTTrainer"
 
 
 def make_model(folder: Path, tokenizer_folder: Path, shape: dict, length: int) -> float:
-    """Save a random model in bf16; returns its training FLOPs per token in rows of `length` tokens."""
+    """Save a random model in bf16. Returns its training FLOPs per token in rows of `length` tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
     from trainer.metrics import flops_per_token
@@ -72,19 +73,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/ and models/stories260K-hf/")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--micro", type=int, default=2, help="samples in one forward pass, of 8 a step")
-    parser.add_argument("--tiny", action="store_true", help="try the bench on a CPU")
+    parser.add_argument("--micro", type=int, default=2, help="samples in one forward pass; a step has 8")
+    parser.add_argument("--tiny", action="store_true", help="test this script on a CPU")
     parser.add_argument(
         "--matmul", action="store_true", help=argparse.SUPPRESS
-    )  # a process of its own: no memory stays
+    )  # in its own process, so that no memory stays
     parser.add_argument("--update", type=Path, help="Markdown file to write the table into")
     args = parser.parse_args()
     if args.matmul:
         print(matmul_rate("cpu", 512) if args.tiny else matmul_rate("cuda", 8192))
         return
     if not args.tiny and not torch.cuda.is_available():
-        sys.exit("error: no CUDA device here (allowed: --tiny, to try the bench itself)")
-    name = "a CPU, to try the bench" if args.tiny else torch.cuda.get_device_name()
+        sys.exit("error: no CUDA device here (allowed: --tiny, to test this script)")
+    name = "a CPU, to test the script" if args.tiny else torch.cuda.get_device_name()
     shape, length = (TINY, 256) if args.tiny else (QWEN3_1_7B, 4096)
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as folder_name:
@@ -110,7 +111,8 @@ def main() -> None:
         share = statistics.median(flops * f["tokens_per_second"] / rate for f, rate in zip(figures, rates))
         others = " | ".join(f"{ratio(found, contender, other):.2f}" for other in (TRL, f"{TRL}, compiled"))
         lines.append(
-            f"| {contender} | {speed:.0f} | {flops * speed / 1e12:.1f} | {share:.2f} | {others} | {spread:.2f} | {peak:.0f} |"
+            f"| {contender} | {speed:.0f} | {flops * speed / 1e12:.1f} | {share:.2f} | {others} | "
+            f"{spread:.2f} | {peak:.0f} |"
         )
     print("\n".join(lines))
     if args.update:

@@ -1,9 +1,10 @@
-"""GRPO end to end on the embedded demo, with generation by transformers: train_ppo against TRL's GRPOTrainer, on one process.
+"""Measure GRPO end to end on the embedded demo: train_ppo against TRL's GRPOTrainer, in one process.
 
     python scripts/bench/grpo_speed.py [--rounds 5] [--update docs/benchmarks.md]
 
-Both answer the same prompts with 8 samples each, 128 samples a step, by exact match, from the same model. A figure is
-(samples of the long run - samples of the short run) / (seconds of the long run - those of the short run), whole processes.
+Both start from the same model and give 8 answers to each of the same prompts, 128 samples per step. transformers
+generates, and the reward is exact match. Each speed compares a long and a short run: (difference in samples) /
+(difference in seconds). The seconds count whole processes.
 """
 
 import argparse
@@ -18,13 +19,13 @@ from pathlib import Path
 from sft_speed import ROOT, command_line, machine, timed, update
 
 SAMPLES, GROUP, MAX_NEW = 128, 8, 32
-SHORT, LONG = 8, 68  # steps; what --compile compiles, it has compiled in the first of them
+SHORT, LONG = 8, 68  # steps; --compile has compiled everything after the first of them
 
 
 def train_with_trl(demo: Path, steps: int, folder: Path) -> None:
-    """GRPOTrainer with its faster choices: one generation batch a step, no gradient checkpointing, no reference model.
+    """Train with GRPOTrainer's faster options: one generation per step, no gradient checkpointing, no reference model.
 
-    Not torch_compile: it compiled for steps on end, and 30 later ones took 1.65 s each where they take 1.1 s without it.
+    torch_compile is off: it compiled for many steps, and 30 later steps took 1.65 s each. They take 1.1 s without it.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,9 +80,9 @@ def bench_parser(description: str) -> argparse.ArgumentParser:
 
 
 def measure(names: list[str], command, rounds: int, steps: tuple[int, int], per_step: int, unit: str) -> dict:
-    """`unit`s per second of every round by name: those of the steps between a short and a long run, whole processes.
+    """Return the `unit`s per second of every round by name, from the differences of a long and a short run.
 
-    `command(name, steps)` is what to run. A short run of each comes first and is not counted: caches are empty then.
+    `command(name, steps)` gives the command. A short run of each comes first and does not count: it fills the caches.
     """
     short, long = steps
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -96,7 +97,7 @@ def measure(names: list[str], command, rounds: int, steps: tuple[int, int], per_
 
 
 def report(title: str, found: dict[str, list[float]], unit: str, other: str, target: Path | None) -> None:
-    """Print the table of `measure` with ratios to `other`, medians of those within a round; into `target` as well."""
+    """Print the table of `measure`, and write it into `target` if given. Ratios to `other` are medians over rounds."""
     script = Path(sys.argv[0]).name
     rounds = len(found[other])
     lines = [f"## {title}", "", f"`{command_line()}`, {rounds} rounds: {machine()}.", ""]

@@ -1,7 +1,7 @@
-"""Peak memory of the loss beside hidden states and head: python scripts/bench/loss_memory.py [--tokens 8192] [--vocab 150000]
+"""Measure the peak memory of the loss: python scripts/bench/loss_memory.py [--tokens 8192] [--vocab 150000]
 
-One forward and backward pass of `trainer.models.linear_loss` on the CPU, in fp32; prints what the process grew by, less the
-gradients of hidden states and head, beside what the fp32 logits of all tokens would take.
+It runs one forward and backward pass of `trainer.models.linear_loss` on the CPU in fp32. It prints the growth of the
+process and the size of the fp32 logits of all tokens. Hidden states, head and their gradients do not count.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from trainer.models.cpu_matmul import choose_cpu_matmul
 
 
 def reset_peak() -> None:
-    """Make the present resident size the largest so far (Linux)."""
+    """Reset the peak resident size to the present size (Linux)."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
@@ -39,14 +39,16 @@ def main() -> None:
     targets = torch.randint(0, args.vocab, (args.tokens,))
     few = max(1, chunk_rows // 8)
     hidden.requires_grad_(), weight.requires_grad_()
-    linear_loss.linear_nll(hidden[:few], weight, None, targets[:few], few).sum().backward()  # buffers of the library
-    reset_peak()  # the gradients of hidden states and head are there already
+    # this first pass fills the library's buffers
+    linear_loss.linear_nll(hidden[:few], weight, None, targets[:few], few).sum().backward()
+    reset_peak()  # the gradients of hidden states and head already exist
     before = peak_bytes()
     linear_loss.linear_nll(hidden, weight, None, targets, chunk_rows).sum().backward()
     grown = (peak_bytes() - before) / 2**20
     logits = args.tokens * args.vocab * 4 / 2**20
     print(
-        f"{args.tokens} tokens x {args.vocab} words: {grown:.0f} MiB, 1/{logits / max(grown, 1):.1f} of {logits:.0f} MiB of logits"
+        f"{args.tokens} tokens x {args.vocab} words: {grown:.0f} MiB, "
+        f"1/{logits / max(grown, 1):.1f} of {logits:.0f} MiB of logits"
     )
 
 

@@ -1,9 +1,9 @@
-"""The loop that a person writes by hand, for speed: transformers, torch AdamW, padded batches, one process, no wrapper.
+"""A training loop written by hand, to compare speed: transformers, torch AdamW, padded batches, one process.
 
     python scripts/bench/plain_loop.py STEPS MICRO_BATCH_SIZE <the flags of train_sft>
 
-It reads the data as train_sft does and writes one row per step to <output_dir>/metrics.jsonl: step_time and tokens, which
-counts the tokens of samples and no padding.
+It reads the data like train_sft. It writes one row per step to <output_dir>/metrics.jsonl, with step_time and tokens.
+tokens counts the tokens of samples, without padding.
 """
 
 import json
@@ -23,7 +23,7 @@ from trainer.metrics import host_peak_memory_bytes
 
 
 def collate(samples: list[dict], pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(input_ids, attention_mask, labels), each (rows, longest), padded on the right."""
+    """Return (input_ids, attention_mask, labels), each (rows, longest), padded on the right."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     rows = [[], [], []]
     for sample in samples:

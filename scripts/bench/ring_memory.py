@@ -1,12 +1,12 @@
-"""Activation memory per rank, and time, of a row of fixed length over 1, 2 and 4 sequence-parallel ranks: a table and JSON.
+"""Measure memory per rank and time of one row on 1, 2 and 4 sequence-parallel ranks: a table and JSON.
 
     python scripts/bench/ring_memory.py [--num_tokens 4096] [--per_rank] [--sp_mode ring]
 
-With --per_rank the row is num_tokens long on one rank and grows with the ranks: the memory of a rank should stay the same.
+The row has a fixed length. With --per_rank it has num_tokens for each rank, so the memory of a rank should not change.
 
-saved MiB: storages that autograd keeps between forward and backward, weights not counted, of the rank with the most.
-peak MiB: growth of the process's peak resident memory over one forward and backward, gradients included.
-seconds: of one more forward and backward, the median of 5, of the slowest rank; the ranks share the cores of the machine.
+saved MiB: what autograd keeps between forward and backward, without weights, on the rank with the most.
+peak MiB: growth of the process's peak resident memory over one forward and backward, with gradients.
+seconds: the median of 5 more forward and backward passes, on the slowest rank. The ranks share the machine's cores.
 """
 
 import argparse
@@ -37,14 +37,16 @@ MIB = 2**20
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num_tokens", type=int, default=4096, help="tokens of the row, over all ranks")
-    parser.add_argument("--per_rank", action="store_true", help="--num_tokens are those of each rank, not of all")
+    parser.add_argument("--num_tokens", type=int, default=4096, help="tokens of the row over all ranks")
+    parser.add_argument(
+        "--per_rank", action="store_true", help="--num_tokens counts the tokens of each rank, not of all ranks"
+    )
     parser.add_argument("--sp_mode", choices=["ring", "ulysses"], default="ring", help="how attention crosses ranks")
     return parser.parse_args()
 
 
 def measure(num_tokens: int, sp_mode: str) -> dict[str, float]:
-    """Forward and backward of a small Llama on two documents, this rank's shard of them."""
+    """Run forward and backward of a small Llama on this rank's shard of two documents."""
     torch.manual_seed(0)
     name = register_ring_attention(dist.group.WORLD, sp_mode)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), attn_implementation=name)

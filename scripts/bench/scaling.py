@@ -1,9 +1,11 @@
-"""Does a run's cost grow with the data set or with the steps behind it? train_sft on growing sets, and one long run.
+"""Check if the cost of a step grows with the data set or with the number of steps: growing sets, and one long run.
 
-    python scripts/bench/scaling.py [--rows 1000 10000 100000] [--steps 1000] [--long 2000] [--update docs/benchmarks.md]
+    python scripts/bench/scaling.py [--rows 1000 10000 100000] [--steps 1000] [--long 2000]
+        [--update docs/benchmarks.md]
 
-A tiny random Qwen3 on random words, so that reading, batching and logging weigh as much as they can. Prints the median
-step and the seconds per row before the first step; of the long run, steps and memory by tenths.
+train_sft trains a tiny random Qwen3 on random words, so that reading, batching and logging have a large share. The
+first table has the median step and the seconds before the first step. The second has steps and memory of the long run,
+by tenths.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from sft_speed import ROOT, machine, timed, update
 
 
 def make_data(folder: Path, num_rows: int) -> Path:
-    """Question and answer rows of 5 to 40 words of the demo's vocabulary."""
+    """Write rows with a question and an answer of 5 to 40 words each, from the demo's vocabulary."""
     generator, path = random.Random(0), folder / f"rows_{num_rows}.jsonl"
     words = ["sort", "these", "digits", "and", "letters", "now", *list("0123456789")]
     with open(path, "w") as file:
@@ -30,7 +32,7 @@ def make_data(folder: Path, num_rows: int) -> Path:
 
 
 def run(folder: Path, backend: str, data: Path, steps: int) -> tuple[float, list[dict]]:
-    """(seconds outside the steps, rows of the steps) of one run; its data cache begins empty."""
+    """Return (seconds outside the steps, rows of the steps) of one run. Its data cache is empty at the start."""
     command = [sys.executable, "-m", "trainer.cli.train_sft", "--backend", backend, "--dataset", str(data)]
     command += ["--pretrain", str(folder / "demo/model"), "--input_key", "question", "--output_key", "answer"]
     command += ["--train_batch_size", "4", "--micro_train_batch_size", "4", "--max_steps", str(steps), "--no_save"]
@@ -58,12 +60,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp2", choices=["fsdp2", "deepspeed"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 10000, 100000])
-    parser.add_argument("--steps", type=int, default=1000, help="of the run on the smallest set; the others take 200")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps of the run on the smallest set; the others take 200"
+    )
     parser.add_argument("--long", type=int, default=2000)
     parser.add_argument("--update", type=Path, help="Markdown file to write the tables into")
     args = parser.parse_args()
     lines = ["## Scaling", "", f"`python scripts/bench/scaling.py --backend {args.backend}`: {machine()}.", ""]
-    lines += ["| rows | microseconds per token (median step) | before the first step s |", "|---:|---:|---:|"]
+    lines += ["| rows | microseconds per token (median step) | before the first step, s |", "|---:|---:|---:|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(

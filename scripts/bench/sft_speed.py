@@ -1,9 +1,10 @@
-"""SFT speed in one run on one machine: train_sft on both backends against the loop written by hand and TRL's SFTTrainer.
+"""Measure SFT speed on one machine: train_sft on both backends against a loop written by hand and TRL's SFTTrainer.
 
-    python scripts/bench/sft_speed.py --data ../shared/data [--jobs fixed lengths] [--rounds 5] [--update docs/benchmarks.md]
+    python scripts/bench/sft_speed.py --data ../shared/data [--jobs fixed lengths] [--rounds 5]
+        [--update docs/benchmarks.md]
 
-Every round runs every contender once, in a process of its own, one after the other; a figure is the median over the rounds of
-the median step. The tokens of tokens/s are those of samples, without padding. Ratios are taken within a round.
+Every round runs every contender once, in its own process, one after the other. A figure is the median over the rounds
+of the median step. tokens/s counts the tokens of samples, without padding. Ratios compare runs of the same round.
 """
 
 import argparse
@@ -26,14 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 BACKENDS = {"FSDP2": ["--backend", "fsdp2"], "DeepSpeed": ["--backend", "deepspeed", "--zero_stage", "1"]}
 TITLES = {
-    "fixed": "256 tokens a sample, batches of 8 in one forward pass",
-    "lengths": "GSM8K, real lengths, batches of 64; padded: 16 samples a forward pass, packed: as many tokens",
+    "fixed": "256 tokens per sample, batches of 8 in one forward pass",
+    "lengths": "GSM8K, real lengths, batches of 64; padded: 16 samples per forward pass, packed: as many tokens",
 }
-WARM_UP = 3  # steps that no figure counts
+WARM_UP = 3  # first steps, which no figure counts
 
 
 def make_model(folder: Path, tokenizer_folder: Path) -> None:
-    """A random Qwen3 of 5 million parameters."""
+    """Save a random Qwen3 of 5 million parameters."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -46,7 +47,7 @@ def make_model(folder: Path, tokenizer_folder: Path) -> None:
 
 
 def make_long_rows(source: Path, target: Path, per_row: int = 4) -> None:
-    """Texts of several GSM8K rows each, so that every one fills 256 tokens."""
+    """Join several GSM8K rows into each text, so that every text fills 256 tokens."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     texts = [f"{row['question']}\n{row['answer']}\n\n" for row in rows]
     joined = ["".join(texts[first : first + per_row]) for first in range(0, len(texts) - per_row, per_row)]
@@ -73,22 +74,22 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
     others = {"plain loop": "plain_loop.py"}
-    if job == "fixed":  # at real lengths TRL pads like the plain loop, for want of flash-attn
+    if job == "fixed":  # at real lengths TRL pads like the plain loop, because flash-attn is missing
         others["TRL SFTTrainer"] = "trl_loop.py"
     by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
-    if job == "fixed":  # one shape, compiled in the first step, which no figure counts
+    if job == "fixed":  # there is one shape, which is compiled in the first step; no figure counts it
         for commands, names in ((own, list(own)), (by_hand, ["TRL SFTTrainer"])):
             commands |= {f"{name}, compiled": [*commands[name], "--compile"] for name in names}
     return {**own, **by_hand, **(two if max_ranks > 1 else {})}
 
 
 def environment(threads: int, **env: str) -> dict[str, str]:
-    """That of a measured process with so many threads."""
+    """The environment of a measured process with this number of threads."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
 
 
 def timed(command: list[str], threads: int, **env: str) -> float:
-    """Seconds of a whole process with so many threads; ends the bench with its output where it fails."""
+    """Seconds of a whole process with this number of threads. If it fails, the script ends with its output."""
     started = time.perf_counter()
     done = subprocess.run(command, env=environment(threads, **env), capture_output=True, text=True)
     if done.returncode:
@@ -97,13 +98,13 @@ def timed(command: list[str], threads: int, **env: str) -> float:
 
 
 def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
-    """Figures of one process: its median step in tokens/s, that step's spread, seconds around the steps, peak memory."""
+    """Figures of one process: median tokens/s of a step, spread of the step time, seconds outside the steps, memory."""
     shutil.rmtree(folder, ignore_errors=True)
     threads = max(1, (os.cpu_count() or 1) // (2 if two_ranks else 1))
     wall = timed([*command, "--output_dir", str(folder)], threads)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_time" in row]
-    # train_sft writes the speed itself; its "tokens" are those with a loss
+    # train_sft writes the speed itself; its "tokens" counts only tokens with a loss
     speeds = [row.get("tokens_per_second") or row["tokens"] / row["step_time"] for row in rows[WARM_UP:]]
     tenths = statistics.quantiles([row["step_time"] for row in rows[WARM_UP:]], n=10, method="inclusive")
     return {
@@ -138,7 +139,8 @@ def ratio(found: dict[str, list[dict]], name: str, other: str) -> float:
 
 def table(found: dict[str, list[dict]]) -> list[str]:
     lines = [
-        "| | tokens/s (median, min to max) | / plain loop | / TRL | / TRL compiled | step time p90/p10 | around the steps s | peak MiB |"
+        "| | tokens/s (median, min to max) | / plain loop | / TRL | / TRL compiled | step time p90/p10 | "
+        "outside the steps, s | peak MiB |"
     ]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, figures in found.items():
@@ -152,8 +154,8 @@ def table(found: dict[str, list[dict]]) -> list[str]:
             for key in ("step_time_p90_over_p10", "seconds_around_steps", "peak_memory_mib")
         ]
         lines.append(
-            f"| {name} | {statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f}) | {' | '.join(others)} | "
-            f"{rest[0]:.2f} | {rest[1]:.1f} | {rest[2]:.0f} |"
+            f"| {name} | {statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f}) | "
+            f"{' | '.join(others)} | {rest[0]:.2f} | {rest[1]:.1f} | {rest[2]:.0f} |"
         )
     return lines
 
@@ -162,11 +164,14 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed", "trl"))
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
+    return (
+        f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; "
+        f"Python {platform.python_version()}, {versions}"
+    )
 
 
 def command_line() -> str:
-    """How this bench was called, but for where its results go."""
+    """The command line of this script, without the flags for its results."""
     words = [f"scripts/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     for flag in {"--update", "--json"} & set(words):
         del words[words.index(flag) : words.index(flag) + 2]
@@ -185,7 +190,7 @@ def plot(results: dict[str, dict[str, list[dict]]], path: Path) -> None:
 
 
 def update(path: Path, name: str, text: str) -> None:
-    """Put `text` between the two comments of this name, or at the end of the file with them."""
+    """Put `text` between the two comments with this name. Without them, both go to the end of the file."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     content = path.read_text()
     if begin not in content:
@@ -202,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--max_ranks", type=int, choices=[1, 2], default=2)
     parser.add_argument("--json", type=Path, default=Path("sft_speed.json"))
-    parser.add_argument("--update", type=Path, help="Markdown file to write the tables into, and a picture beside it")
+    parser.add_argument("--update", type=Path, help="Markdown file to write the tables into, with a picture next to it")
     args = parser.parse_args()
     results = {job: measure(job, args.rounds, args.steps, args.data.resolve(), args.max_ranks) for job in args.jobs}
     args.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
@@ -211,7 +216,7 @@ def main() -> None:
         "",
         f"`{command_line()}`, {args.rounds} rounds: {machine()}. A random Qwen3 of",
     ]
-    lines += ["5 million parameters, fp32; ratios are medians of those within a round.", ""]
+    lines += ["5 million parameters, fp32. A ratio compares runs of the same round; the table shows medians.", ""]
     for job, found in results.items():
         lines += [f"**{TITLES[job]}**", "", *table(found), ""]
     print("\n".join(lines))

@@ -1,9 +1,10 @@
-"""Time to the first step on the demo, from the call of torchrun, against the bare import of what the run needs.
+"""Measure the time from the start of torchrun to the first step on the demo, against the bare import of libraries.
 
     python scripts/bench/startup.py [--rounds 5] [--update docs/benchmarks.md]
 
-The bare import is a process that imports torch and transformers with the classes of a model and a tokenizer, and deepspeed
-for its backend, and ends. Rounds alternate; a ratio is taken within a round.
+The bare import is a process that only imports libraries: torch, and transformers with the classes of a model and a
+tokenizer. For the deepspeed backend it also imports deepspeed. Both measurements take turns. A ratio compares runs of
+the same round.
 """
 
 import argparse
@@ -22,7 +23,7 @@ IMPORTS = {"fsdp2": BARE, "deepspeed": f"{BARE}; import deepspeed"}
 
 
 def seconds_to_first_step(backend: str, demo: Path, folder: Path) -> float:
-    """Until the first step's row stands in metrics.jsonl."""
+    """Seconds until metrics.jsonl has the row of the first step."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     command += ["-m", "trainer.cli.train_sft", "--backend", backend, "--pretrain", str(demo / "model")]
     command += ["--dataset", str(demo / "sft.jsonl"), "--apply_chat_template", "--max_len", "128"]

@@ -1,7 +1,10 @@
-"""TRL's SFTTrainer on the samples that train_sft reads: python scripts/bench/trl_loop.py STEPS MICRO_BATCH_SIZE <flags of train_sft>
+"""Run TRL's SFTTrainer on the samples that train_sft reads.
 
-Its defaults where they are the faster choice (fused AdamW), with --compile its torch_compile; no gradient checkpointing, which its defaults have on. Packing
-needs flash-attn there, so on a CPU it pads. Writes rows like plain_loop.py.
+    python scripts/bench/trl_loop.py STEPS MICRO_BATCH_SIZE <flags of train_sft>
+
+It keeps TRL's defaults if they are fast (fused AdamW). Gradient checkpointing is off; TRL's default is on. --compile
+switches TRL's torch_compile on. TRL needs flash-attn for packing, so on a CPU it pads. It writes the same rows as
+plain_loop.py.
 """
 
 import json
@@ -20,7 +23,7 @@ from trainer.cli.train_sft import load_data, parse
 from trainer.datasets.global_batches import epoch_order
 from trainer.metrics import host_peak_memory_bytes
 
-# of every trainer of TRL here: fp32, and nothing but the training itself
+# options of all TRL trainers here: fp32, and nothing except the training itself
 FASTEST_ON_CPU = {
     "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
     "logging_strategy": "no", "disable_tqdm": True,
@@ -28,12 +31,12 @@ FASTEST_ON_CPU = {
 
 
 def peak_memory() -> int:
-    """Bytes: the device's on CUDA, else the process's."""
+    """Peak bytes: of the device on CUDA, else of the process."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else host_peak_memory_bytes()
 
 
 class StepTimes(TrainerCallback):
-    """A row for each optimizer step; the time runs from one step's end to the next one's, data included."""
+    """Makes a row for each optimizer step. The time is from the end of one step to the end of the next, with data."""
 
     def __init__(self, tokens: list[int]):
         self.tokens, self.rows, self.last = tokens, [], None
@@ -62,7 +65,7 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
     lengths = [len(row["input_ids"]) for row in rows]
     times = StepTimes([sum(lengths[first : first + size]) for first in range(0, len(rows), size)])
     on_cuda = args.device != "cpu" and torch.cuda.is_available()
-    hardware = {"bf16": args.param_dtype == "bf16", "use_cpu": not on_cuda}  # bf16: by autocast, weights stay fp32
+    hardware = {"bf16": args.param_dtype == "bf16", "use_cpu": not on_cuda}  # bf16 is by autocast; weights stay fp32
     hardware["use_liger_kernel"] = on_cuda and find_spec("liger_kernel") is not None
     config = SFTConfig(
         output_dir=args.output_dir,

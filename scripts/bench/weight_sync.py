@@ -1,7 +1,9 @@
-"""How fast training weights reach the embedded rollout engine: `torchrun ... scripts/bench/weight_sync.py --backend fsdp2`.
+"""Measure how fast training weights reach the rollout engine of each rank.
 
-A random Qwen3 of --hidden_size and --layers, fp32, gathered tensor by tensor into the replica of every rank and verified by
-checksum, --count times. Prints the median seconds, and bytes of one replica per second.
+    torchrun --nproc_per_node 2 scripts/bench/weight_sync.py --backend fsdp2
+
+A random fp32 Qwen3 of --hidden_size and --layers is gathered tensor by tensor into the replica of every rank, --count
+times. Checksums verify it. Prints the median seconds, and the MiB of one replica per second.
 """
 
 import argparse
@@ -48,12 +50,10 @@ def main() -> None:
         device=strategy.device,
         batch_size=1,
     )
-    facts = [sync_weights(strategy, model, engine) for _ in range(args.count + 1)][1:]  # the first makes caches warm
+    facts = [sync_weights(strategy, model, engine) for _ in range(args.count + 1)][1:]  # the first run fills the caches
     seconds = statistics.median(fact["time_sync"] for fact in facts)
     size = facts[0]["sync_bytes"]
-    strategy.print(
-        f"{size / 2**20:.0f} MiB in {seconds:.3f} s: {size / seconds / 2**20:.0f} MiB/s to each of the ranks"
-    )
+    strategy.print(f"{size / 2**20:.0f} MiB in {seconds:.3f} s: {size / seconds / 2**20:.0f} MiB/s to each rank")
     torch.distributed.destroy_process_group()
 
 

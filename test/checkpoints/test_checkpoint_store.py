@@ -1,4 +1,4 @@
-"""Checkpoint folders without any rank: shards of any layout, damage of any kind, rotation, and a full disk."""
+"""Checkpoint folders without ranks: shards of any layout, damage of any kind, rotation, and a full disk."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read
 
 
 def test_files_that_another_rank_is_still_writing_are_not_read(tmp_path):
-    """What all ranks do at the end of a portable save, each reading shards while others write full tensors."""
+    """At the end of a portable save, each rank reads shards while other ranks write full tensors."""
     tensor, entries = torch.randn(6, 4), {}
     for rank, shard in enumerate(cut("rows", "weight/x", tensor, 3)):
         entries |= write_shards([shard], str(tmp_path), f"pieces-{rank}")
@@ -173,12 +173,12 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"]
     assert os.path.samefile(f"{root}/best", f"{root}/step_1")
     store.rotate(root, max_num=1, max_bytes=1)
-    assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"], "neither the best nor the newest may go"
+    assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"], "the best and the newest must stay"
 
 
 def test_rotation_by_size_and_by_time_written(tmp_path):
     root = str(tmp_path)
-    for step in (30, 40, 20):  # the run went back: 20 is the newest
+    for step in (30, 40, 20):  # the run went back, so 20 is the newest
         write_checkpoint(tmp_path / f"step_{step}")
     assert [os.path.basename(path) for path in store.list_checkpoints(root)] == ["step_30", "step_40", "step_20"]
     size = store.folder_bytes(f"{root}/step_20")
@@ -190,7 +190,7 @@ def test_unfinished_folders_are_no_checkpoints_and_are_removed(tmp_path):
     root = str(tmp_path)
     write_checkpoint(tmp_path / "step_1")
     write_checkpoint(tmp_path / "step_2")
-    os.replace(f"{root}/step_2", f"{root}/step_2.old.tmp")  # killed while a new step_2 took its place
+    os.replace(f"{root}/step_2", f"{root}/step_2.old.tmp")  # killed while a new step_2 replaced it
     (tmp_path / "step_3.tmp").mkdir()
     (tmp_path / "file.tmp").write_text("x")
     assert len(store.list_checkpoints(root)) == 1
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MB; skips where mounting is not permitted."""
+    """A file system of 1 MB. The test is skipped if mounting is not permitted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode:

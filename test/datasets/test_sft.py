@@ -309,7 +309,7 @@ def test_tools_of_a_row_are_shown_by_the_template(form, marked, tmp_path):
     assert samples[1]["input_ids"] == plain["input_ids"][: len(samples[1]["input_ids"])]
 
 
-@pytest.mark.parametrize("tools, found", [(["f"], "no list of objects"), ("[{", "broken JSON")])
+@pytest.mark.parametrize("tools, found", [(["f"], "not a list of objects"), ("[{", "broken JSON")])
 def test_tools_that_are_none_are_named_by_row(tools, found):
     error = error_of([{"messages": TALK, "tools": tools}], tiny(WITH_TOOLS))
     assert error.where == "--dataset row 1: column tools" and found in error.found

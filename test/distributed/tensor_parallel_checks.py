@@ -1,7 +1,8 @@
-"""Exactness of tensor parallelism on four ranks, run by test_tensor_parallel.py: `torchrun tensor_parallel_checks.py FOLDER`.
+"""Exactness of tensor parallelism on four ranks. test_tensor_parallel.py runs it by torchrun with FOLDER and RUNS.
 
-FOLDER holds a tiny random model per architecture (tiny_models.py) and the demo. Each is trained a few steps by a plain
-loop, one sample per forward pass, and by the strategy; prints "ok RUN" with the worst relative differences.
+FOLDER contains a tiny random model per architecture (tiny_models.py) and the demo. A plain loop trains each model for
+a few steps, one sample per forward pass. The strategy trains it too. Each check prints "ok RUN" with the worst
+relative differences.
 """
 
 import contextlib
@@ -49,14 +50,14 @@ LAYOUTS = {
 
 
 class Samples(list):
-    """Rows that give a column for a name, like a datasets.Dataset."""
+    """Rows that return a column for a name, like a datasets.Dataset."""
 
     def __getitem__(self, key):
         return [row[key] for row in self] if isinstance(key, str) else list.__getitem__(self, key)
 
 
 def make_samples(vocab_size: int, num_samples: int = 7) -> Samples:
-    """Samples of very different lengths; the first ids are common, so that padding's id 0 is trained as well."""
+    """Make samples of very different lengths. The first ids are common, so the id of padding, 0, is trained as well."""
     generator = torch.Generator().manual_seed(0)
     samples = Samples()
     for number in range(num_samples):
@@ -68,7 +69,7 @@ def make_samples(vocab_size: int, num_samples: int = 7) -> Samples:
 
 
 def plain_run(folder: str, samples: Samples) -> dict:
-    """Losses, gradient norms, gradients of step 1 and final weights of the plain loop."""
+    """Return losses, gradient norms, gradients of step 1 and final weights of the plain loop."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     num_targets = sum(sum(sample["loss_mask"][1:]) for sample in samples)
@@ -96,7 +97,7 @@ def full(tensors) -> dict[str, torch.Tensor]:
 
 
 def make(folder: str, samples: Samples, packed: bool, dtype: str = "fp32", recompute: bool = False, **options):
-    """(strategy, model, optimizer, scheduler, loader) on a layout."""
+    """Return (strategy, model, optimizer, scheduler, loader) on a layout."""
     strategy_class = DeepspeedStrategy if "zero_stage" in options else FSDP2Strategy
     strategy = strategy_class(StrategyOptions(param_dtype=dtype, **options))
     strategy.setup_distributed()
@@ -137,7 +138,7 @@ def strategy_run(folder: str, samples: Samples, packed: bool, **options) -> dict
 
 
 def worst_difference(run: dict, expected: dict, key: str) -> float:
-    """The largest relative difference of numbers, or of tensors in units of their own norm."""
+    """Return the largest relative difference of numbers, or of tensors in units of their own norm."""
     if isinstance(run[key], list):
         return torch.tensor([abs(a - b) / abs(b) for a, b in zip(run[key], expected[key])]).max().item()
     assert run[key].keys() == expected[key].keys(), run[key].keys() ^ expected[key].keys()
@@ -159,7 +160,7 @@ def check(folder: str, architecture: str, layout: str, packed: bool, samples: Sa
 
 
 def check_vocab_parallel_loss(folder: str) -> None:
-    """9 words on 4 ranks are parts of 3, 3, 3 and 0; logits in the thousands overflow without the global maximum."""
+    """9 words on 4 ranks are parts of 3, 3, 3 and 0. Logits in the thousands overflow without the global maximum."""
     generator = torch.Generator().manual_seed(0)
     logits = 1000 * torch.randn(2, 6, 9, generator=generator)
     labels = torch.tensor([[IGNORE, 0, 3, 8, 5, IGNORE], [2, 2, IGNORE, 7, 6, 1]])
@@ -178,7 +179,7 @@ def check_vocab_parallel_loss(folder: str) -> None:
 
 
 def check_sentinel(folder: str) -> None:
-    """A replica that one rank changes by one bit is found, by every rank, with its name and axis."""
+    """If one rank changes one bit of a replica, every rank reports its name and axis."""
     cases = [("model.norm.weight", "tp", LAYOUTS["dp2-tp2"]), ("lm_head.weight", "dp_replicate", LAYOUTS["hsdp2-tp2"])]
     for name, axis, layout in cases:
         strategy, model, *_ = make(f"{folder}/qwen3", make_samples(97), packed=False, **layout)
@@ -191,13 +192,13 @@ def check_sentinel(folder: str) -> None:
         except UserError as error:
             assert f"{name} differs between ranks of the mesh axis {axis}" in str(error), error
         else:
-            raise AssertionError(f"{name} differs over {axis} and nothing was said")
+            raise AssertionError(f"{name} differs over {axis} without an error")
 
 
 def check_unreached_parameters(folder: str) -> None:
-    """A layer that the model skips is named after the first backward; nothing else is."""
+    """After the first backward pass, exactly the layer that the model skips is named."""
     samples = make_samples(97)
-    strategy, model, optimizer, _, loader = make(f"{folder}/qwen3", samples, packed=False, **LAYOUTS["dp2-tp2"])
+    strategy, model, _, _, loader = make(f"{folder}/qwen3", samples, packed=False, **LAYOUTS["dp2-tp2"])
     model.config.num_hidden_layers = 2  # transformers runs layers[:num_hidden_layers]; the model has 3
     forward_backward(strategy, model, next(iter(loader)), sft_loss, train=True)
     expected = [name for name, _ in model.named_parameters() if name.startswith("model.layers.2.")]
@@ -228,11 +229,11 @@ def check_save(folder: str) -> None:
 
 
 def check_gradient_checkpointing_and_bf16(folder: str) -> None:
-    """Recomputation changes no number under tp; bf16 stays near fp32, with fp32 masters and gradients."""
+    """Recomputation changes no number under tp. bf16 stays near fp32, with fp32 masters and gradients."""
     samples = make_samples(97)
     losses = {}
     for dtype, recompute in (("fp32", False), ("fp32", True), ("bf16", True)):
-        strategy, model, optimizer, _, loader = make(
+        strategy, model, _, _, loader = make(
             f"{folder}/qwen3", samples, packed=True, dtype=dtype, recompute=recompute, **LAYOUTS["dp2-tp2-sequence"]
         )
         sums, _ = forward_backward(strategy, model, next(iter(loader)), sft_loss, train=True)
@@ -244,7 +245,7 @@ def check_gradient_checkpointing_and_bf16(folder: str) -> None:
 
 
 def check_chunked_loss(folder: str) -> None:
-    """Losses from hidden states and a sharded head, five rows at a time, are those of the plain loop; tied weights too."""
+    """Losses from hidden states and a sharded head, by five rows, equal the plain loop. This includes tied weights."""
     samples, chunk_bytes, linear_nll = make_samples(97), token_losses.CHUNK_BYTES, linear_loss.linear_nll
     rows = []
 
@@ -273,7 +274,7 @@ CHECKS = [
 
 
 def main(folder: str, runs: list[str]) -> None:
-    """Runs are named ARCHITECTURE:LAYOUT:packed or :padded."""
+    """Run the exactness checks of `runs`, then all others. A run is ARCHITECTURE:LAYOUT:packed or :padded."""
     for architecture, names in itertools.groupby(runs, lambda name: name.split(":")[0]):
         samples = make_samples(AutoConfig.from_pretrained(f"{folder}/{architecture}").vocab_size)
         expected = plain_run(f"{folder}/{architecture}", samples)

@@ -1,4 +1,4 @@
-"""Frozen weights that wait in host memory, storages emptied and filled again, and micro-batches within micro-batches."""
+"""Frozen weights that wait in host memory, storages that are emptied and filled again, and nested micro-batches."""
 
 import torch
 
@@ -7,7 +7,7 @@ from trainer.distributed.host_offload import bring_back, keep_on_host, take_to_h
 
 
 def test_frozen_weights_are_on_the_device_only_during_a_forward_pass():
-    """The meta device stands for an accelerator: what runs on it shows where the weights were."""
+    """The meta device takes the role of an accelerator: operations on it show where the weights were."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)).requires_grad_(False)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     keep_on_host(model, torch.device("meta"))
@@ -31,7 +31,7 @@ def test_a_failed_forward_pass_leaves_the_weights_on_the_host():
 
 
 def test_views_outlive_the_time_that_their_storage_is_away():
-    """As ZeRO's masters do, of which parameters are views: one copy, no memory meanwhile, the same values afterwards."""
+    """ZeRO's parameters are such views of its masters: one copy, no memory in between, the same values afterwards."""
     flat = torch.arange(6.0)
     view, other = flat[2:5], torch.full((3,), 7.0)
     copies = take_to_host([view, flat, other, torch.empty(0)])

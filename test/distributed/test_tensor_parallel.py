@@ -1,4 +1,4 @@
-"""Tensor-parallel plans, and their exactness on every architecture; the runs are in tensor_parallel_checks.py."""
+"""Tensor-parallel plans, and their exactness on every architecture. The runs are in tensor_parallel_checks.py."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def meta_model(config):
 
 
 def unheard_of(model):
-    """The same modules under a name that nobody has a plan for."""
+    """Give the same modules a name that no plan knows."""
     model.config.model_type = "unheard_of"
     model.tp_plan = {}
     return model
@@ -100,7 +100,7 @@ def test_the_llama_layout_is_refused_where_the_modules_do_not_fit():
     gpt2 = meta_model(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=97))
     with pytest.raises(UserError, match="no tensor-parallel plan for GPT2LMHeadModel"):
         resolve_tp_plan(gpt2)
-    # OLMo2 norms all heads together: the LLaMA layout would norm each rank's heads by themselves
+    # OLMo2 norms all heads together: the LLaMA layout would norm the heads of each rank separately
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97}
     olmo2 = unheard_of(meta_model(Olmo2Config(num_attention_heads=4, num_key_value_heads=4, **small)))
     with pytest.raises(UserError, match=r"does not cover the parameter model.layers.0.self_attn.q_norm.weight"):
@@ -118,9 +118,10 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do():
     )
     with pytest.raises(UserError, match=r"3 does not divide .*allowed: 1, 2, 4\)"):
         tensor_parallel.validate_tp_sizes(CONFIGS["gemma3"](), 3, 1)
-    # an uneven vocabulary needs a hidden size that the sharding ranks divide; both are cut once
+    # with an uneven vocabulary, the sharding ranks must divide the hidden size: each of the two is cut once
     with pytest.raises(
-        UserError, match=r"2 does not divide vocab_size 97, nor 3 sharding ranks hidden_size 32 .*: 1\)"
+        UserError,
+        match=r"2 does not divide vocab_size 97; 3 sharding ranks do not divide hidden_size 32 .*: 1\)",
     ):
         tensor_parallel.validate_tp_sizes(CONFIGS["llama"](), 2, 3)
 
@@ -135,12 +136,12 @@ def test_flags_of_tensor_parallelism_need_tensor_parallelism(flag):
 DEEPSPEED_RUNS = [
     f"{architecture}:{run}" for architecture in EVEN_CONFIGS for run in ("z1-dp2-tp2:padded", "z3-tp4:packed")
 ] + ["qwen3_even:z3-dp2-tp2-hf:packed", "gemma3_even:z0-dp2-tp2:padded"]
-# three layouts of each architecture; `torchrun tensor_parallel_checks.py` takes any other
+# three layouts of each architecture; `torchrun tensor_parallel_checks.py` also takes any other layout
 EXACT_RUNS = [
     f"{architecture}:{run}"
     for number, architecture in enumerate(CONFIGS)
     for run in (("dp2-tp2:padded", "tp4:packed")[number % 2], "dp2-tp2-sequence:packed", "dp2-tp2-hf:padded")
-    if not (architecture == "olmo2" and "hf" in run)  # has the model's own plan either way
+    if not (architecture == "olmo2" and "hf" in run)  # OLMo2 uses the model's own plan in both cases
 ] + ["llama_bias:tp4-sequence:padded", "gemma3:hsdp2-tp2:packed", "qwen3:hsdp2-tp2:padded", "qwen2:hsdp2-dp2:padded"]
 
 
@@ -150,6 +151,6 @@ def test_every_architecture_is_exact_and_the_sentinel_works(tmp_path):
     script = str(ROOT / "test/distributed/tensor_parallel_checks.py")
     code, output = torchrun(4, script, str(tmp_path), ",".join(EXACT_RUNS + DEEPSPEED_RUNS), timeout=900)
     assert code == 0, output[-6000:]
-    for run in EXACT_RUNS + DEEPSPEED_RUNS:  # looked for anywhere: a progress bar may stand before it on its line
+    for run in EXACT_RUNS + DEEPSPEED_RUNS:  # anywhere in a line: a progress bar may come before it
         assert f"ok {run.replace(':', ' ')} losses" in output, run
     assert output.count("ok check_") == 6

@@ -1,4 +1,4 @@
-"""Run by torchrun on 2 ranks: log-probs at a temperature and entropies of logits split over the vocabulary, with gradients."""
+"""Run by torchrun on 2 ranks: log-probs at a temperature, entropies and gradients of logits with a split vocabulary."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +9,7 @@ from trainer.distributed.sharded_tensors import whole as whole_tensor
 from trainer.models import token_losses
 from trainer.models.token_losses import token_entropies, token_log_probs
 
-# default chunks of 6 tokens of 13 words: by the 7 and 6 words of the ranks, they would be of 11 and 13
+# default chunks of 6 tokens, from 13 words: from the 7 and 6 words of the ranks, chunks would be 11 and 13 tokens
 token_losses.CHUNK_BYTES = 4 * 13 * 6
 mesh = init_device_mesh("cpu", (2,))
 for vocab in (12, 13):  # 13 words: 7 and 6 on the two ranks

@@ -1,4 +1,4 @@
-"""Recomputing, keeping the dear results and offloading: the same gradients, and only what they say is computed again."""
+"""Recomputing, keeping costly results and offloading: gradients stay the same, and only the named parts run again."""
 
 import contextlib
 import copy
@@ -58,7 +58,7 @@ def test_gradients_are_bitwise_the_same_and_only_cheap_results_are_computed_agai
 
 
 def test_what_is_kept_goes_to_the_host(monkeypatch):
-    """On a GPU it is pinned host memory; here, that every layer's input passes through the offloading hooks is seen."""
+    """Every layer's input passes through the offloading hooks. On a GPU, it would go to pinned host memory."""
     model = make_model("qwen3")
     recompute_layers(model)
     offload_layer_inputs(model)
@@ -77,7 +77,7 @@ def test_what_is_kept_goes_to_the_host(monkeypatch):
 
 @pytest.fixture(params=[1, 2])
 def mesh(request):
-    """Of one rank, or of two of which this is the first and the other does not exist."""
+    """Make a mesh of one rank, or of two ranks. Of the two, this is the first, and the other does not exist."""
     backend, store = ("gloo", dist.HashStore()) if request.param == 1 else ("fake", FakeStore())
     dist.init_process_group(backend, rank=0, world_size=request.param, store=store)
     yield init_device_mesh("cpu", (request.param,))
@@ -86,7 +86,7 @@ def mesh(request):
 
 @pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()])
 def test_a_distributed_tensor_comes_back_as_it_was(mesh, placement):
-    """With tensor parallelism, what layers keep is spread over the ranks; 7 columns, so that the ranks' parts differ."""
+    """With tensor parallelism, layers keep tensors that are spread over the ranks. 7 columns give unequal parts."""
     local = torch.randn(3, 7 if mesh.size() == 1 or placement != Shard(1) else 4)
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
     device, host, layout = activations._to_host(tensor)

@@ -1,4 +1,4 @@
-"""--compile touches the decoder layers and no name of a weight. That it changes no loss is among the runs of test_parity.py."""
+"""--compile touches the decoder layers and no name of a weight. Runs of test_parity.py show that it changes no loss."""
 
 import copy
 

@@ -1,6 +1,6 @@
-"""oneDNN's products in the place of MKL's: against fp64, at every layout that a matrix can have, never by oneDNN's slow code.
+"""oneDNN's products instead of MKL's: against fp64, for every layout of a matrix, never by oneDNN's slow code.
 
-That a training run with them equals the plain loop, which calls MKL, is among the runs of test_parity.py.
+Runs of test_parity.py compare a training run with oneDNN to the plain loop, which calls MKL.
 """
 
 import sys
@@ -36,15 +36,16 @@ def onednn():
 
 
 def calls_of_onednn(capfd, function) -> list[str]:
-    """What oneDNN tells of its work, a line for each product."""
+    """Return oneDNN's log lines, one for each product."""
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         function()
     return [line for line in capfd.readouterr().out.splitlines() if ",exec," in line and "inner_product" in line]
 
 
 def assert_within_rounding(found: torch.Tensor, a, b, bias) -> None:
-    """Higham, Accuracy and Stability of Numerical Algorithms, 3.5: whatever the order, a sum of n products is at most
-    n u (|a| |b|) away, u being half an ulp of 1."""
+    """In any order, a sum of n products is at most n u (|a| |b|) away. u is half an ulp of 1.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, 3.5."""
     exact = a.double() @ b.double() + bias.double()
     bound = (INNER + 1) * 2**-24 * (a.double().abs() @ b.double().abs() + bias.double().abs())
     assert found.dtype == torch.float32 and found.is_contiguous()
@@ -53,7 +54,7 @@ def assert_within_rounding(found: torch.Tensor, a, b, bias) -> None:
 
 @pytest.mark.parametrize("layout_b", LAYOUTS)
 @pytest.mark.parametrize("layout_a", LAYOUTS)
-@pytest.mark.parametrize("columns", [COLUMNS, 25])  # fewer columns: transposed factors go another way
+@pytest.mark.parametrize("columns", [COLUMNS, 25])  # with fewer columns, transposed factors take another path
 def test_products_of_every_layout(layout_a, layout_b, columns, capfd):
     rows = ROWS if columns == COLUMNS else 1000
     a, b = LAYOUTS[layout_a](rows, INNER), LAYOUTS[layout_b](INNER, columns)
@@ -168,10 +169,10 @@ print("grown", resident() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells memory on Linux alone")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read on Linux only")
 @pytest.mark.parametrize("choice, dtype", [("onednn", "float32"), ("mkl", "bfloat16")])
 def test_lengths_that_never_repeat_do_not_fill_memory(choice, dtype):
-    """By itself, oneDNN keeps the code of 1024 products."""
+    """By default, oneDNN keeps the code of 1024 products."""
     code, output = run_process([sys.executable, "-c", MEMORY, choice, dtype])
     assert code == 0, output[-2000:]
     assert int(output.split("grown")[-1]) < 250

@@ -1,4 +1,4 @@
-"""A model's own dropout, under whatever name its layers keep the rate, is off; that of an adapter and the config stay."""
+"""A model's own dropout is off, for every name of the rate. The dropout of an adapter and the config do not change."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from trainer.models.model_loading import disable_dropout
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
 RATES = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "layerdrop": 0.5}
-MODELS = {  # a name for each way to keep a rate: modules, floats, the config read in the forward pass
+MODELS = {  # each way to keep a rate: modules, floats, the config read in the forward pass
     "GPT2": {"n_layer": 2, "n_head": 4, "n_embd": 32},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "GPTNeoX": {},

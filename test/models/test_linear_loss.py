@@ -1,4 +1,4 @@
-"""The chunked loss of hidden states and head against logits and cross-entropy, in values, gradients and memory."""
+"""The chunked loss of hidden states and head against logits and cross-entropy: values, gradients and memory."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def test_values_and_gradients_are_those_of_cross_entropy(chunk_rows, with_bias):
     generator = torch.Generator().manual_seed(chunk_rows)
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((40, 16), (97, 16), (97,)))
     targets = torch.randint(0, 97, (40,), generator=generator)
-    upstream = torch.rand(40, generator=generator)  # a weight per token, as advantages would be
+    upstream = torch.rand(40, generator=generator)  # a weight per token, like advantages
 
     def run(function, dtype):
         leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight, bias)[: 2 + with_bias]]
@@ -53,7 +53,7 @@ def test_bf16_weight_gradients_do_not_lose_digits_over_chunks():
 
 
 class NoteShapes(TorchDispatchMode):
-    """Shapes of all that any operation gives back."""
+    """Note the shapes of all tensors that operations return."""
 
     def __init__(self):
         super().__init__()
@@ -81,12 +81,12 @@ def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(dtype):
     assert (97, 16) in shapes[0] and not {(97, 16), (97,)} & shapes[1]
     assert torch.equal(grads[0][0], grads[1][0]) and grads[1][1:] == [None, None]
     head = weight.clone().requires_grad_()
-    linear_nll(hidden, head, bias, targets, 7).sum().backward()  # hidden states that need none
+    linear_nll(hidden, head, bias, targets, 7).sum().backward()  # hidden states that need no gradient
     assert torch.equal(head.grad, grads[0][1])
 
 
 def loss_of(model, labels, monkeypatch):
-    """The loss, and whether `linear_loss` computed it from hidden states and head."""
+    """Return the loss, and whether `linear_loss` computed it from hidden states and head."""
     asked = []
 
     def noted(*args):
@@ -107,7 +107,7 @@ def test_a_model_gives_the_same_loss_and_gradients_by_chunks(tied, monkeypatch):
     labels = torch.randint(0, 97, (2, 20))
     labels[0, :7] = IGNORE
     plain, are_losses = loss_of(model, labels, monkeypatch)
-    assert not are_losses  # so few logits are made as ever
+    assert not are_losses  # so few logits take the plain path
     plain.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -129,9 +129,9 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_path(monkeypatch):
 
 
 def test_peak_memory_is_an_eighth_of_the_logits():
-    """8192 tokens x 20k words: 625 MiB of fp32 logits; in a process of its own, whose peak nothing else has raised."""
+    """8192 tokens x 20k words: 625 MiB of fp32 logits. In its own process, nothing else has raised the peak."""
     script = [sys.executable, str(ROOT / "scripts/bench/loss_memory.py"), "--vocab", "20000", "--chunk_bytes"]
-    # freed blocks leave the process at once: else the C library keeps some, more or fewer from run to run
+    # freed blocks leave the process at once: otherwise the C library keeps some, and their number varies
     code, output = run_process([*script, str(2**24)], MALLOC_MMAP_THRESHOLD_="1000000")
     assert code == 0, output[-2000:]
     grown, logits = (float(re.search(f"{before}([0-9]+) MiB", output)[1]) for before in ("words: ", "of "))

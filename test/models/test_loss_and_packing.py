@@ -1,4 +1,4 @@
-"""The loss and the packed forward pass against formulas written out here."""
+"""The loss and the packed forward pass, compared with formulas that are written out here."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Policy and value losses against their papers' formulas, one token at a time in plain Python."""
+"""Policy and value losses, compared with the formulas of the papers, one token at a time in plain Python."""
 
 import math
 
@@ -85,7 +85,7 @@ def test_the_value_loss_is_the_worse_of_free_and_clipped(rows, clip):
 
 @pytest.mark.parametrize("loss_agg", ["token", "sequence", "fixed_length"])
 def test_the_three_means(loss_agg):
-    """Token losses of three samples, averaged as each paper writes it."""
+    """Average the token losses of three samples as each paper does."""
     samples = [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]]
     lengths, max_len = [len(sample) for sample in samples], 8
     weights = losses.token_weights(lengths, loss_agg, max_len)

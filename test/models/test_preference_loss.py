@@ -1,4 +1,4 @@
-"""Losses of pairs, alone: the formulas of the papers in plain Python, gradients by finite differences, and log-probs."""
+"""Losses of pairs: the formulas of the papers in plain Python, gradients by finite differences, and log-probs."""
 
 import math
 
@@ -28,7 +28,7 @@ def sigmoid(x: float) -> float:
 
 
 def paper(loss: str, w: float, r: float, beta: float, smooth: float, gamma: float) -> float:
-    """One pair, as the papers write it (see trainer/models/preference_loss.py for which)."""
+    """Return the loss of one pair as the papers write it. trainer/models/preference_loss.py names the papers."""
     ratio = (w - REF_W) - (r - REF_L)
     if loss in ("dpo", "cdpo"):
         return -(1 - smooth) * math.log(sigmoid(beta * ratio)) - smooth * math.log(1 - sigmoid(beta * ratio))
@@ -122,7 +122,7 @@ def test_sequence_sums_without_a_group():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_rank_without_a_pair_goes_through_the_same_forward_pass(packed):
-    """A short last batch leaves a rank with an empty micro-batch: sums over no pairs, gradients of zero."""
+    """A short last batch gives a rank an empty micro-batch: sums over no pairs, gradients of zero."""
     model = make_model("llama")
     model.set_attn_implementation(resolve_attention("sdpa", packed))
     log_probs = answer_log_probs(model, collate_pairs([], 0, packed), None)

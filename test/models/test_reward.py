@@ -1,4 +1,4 @@
-"""The reward head: where it comes from, in which precision it scores, and the picture of its scores."""
+"""The reward head: its source, the precision of its scores, and the picture of its scores."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_scores_are_drawn_even_where_they_are_all_alike(tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pad_token_id", [0, 2])
 def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token_id, packed):
-    """Also where the pad token is the eos token, 2, which ends the sequences: then it is no last token for transformers."""
+    """The pad token may also be eos, 2, which ends the sequences. transformers then scores the token before it."""
     source = save_with_head(tmp_path / "source", "score.weight", torch.randn(1, 32))
     make_initial_reward_model(source, str(tmp_path / "initial"), seed=1)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "initial", dtype=torch.float32)
@@ -99,12 +99,12 @@ def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token
         scores = token_scores(classifier, batch) * batch["is_last"]
         found = sum_by_sequence(scores, batch["sequence_ids"], 2, None)
         torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=1e-6)
-    assert batches[1]["loss_weights"].sum() == 4  # the eos is a response token as before, at which the reward is given
+    assert batches[1]["loss_weights"].sum() == 4  # eos is a response token as before, and gets the reward
 
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>", None])
 def test_a_saved_classifier_and_its_server_score_where_training_did(tmp_path, pad):
-    """Whatever the config of the model that training began with calls the pad token: the tokenizer's, and eos without one."""
+    """The pad token is the tokenizer's, or eos if there is none. The config of the first model does not matter."""
     make_demo(str(tmp_path))
     source, folder = tmp_path / "model", tmp_path / "initial"
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -121,7 +121,7 @@ def test_a_saved_classifier_and_its_server_score_where_training_did(tmp_path, pa
 
 
 def test_a_model_without_a_tokenizer_keeps_its_pad_token(tmp_path):
-    """A critic's; transformers makes up a tokenizer for some kinds of model, whose pad token is another."""
+    """A critic has no tokenizer. For some kinds of model, transformers invents one, with another pad token."""
     model = make_model("qwen2")
     model.config.pad_token_id = 5
     model.save_pretrained(tmp_path / "source")

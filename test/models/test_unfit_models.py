@@ -1,4 +1,4 @@
-"""What packing would compute wrongly is refused, in one line; models whose windows reach the attention are not."""
+"""Packing refuses, in one line, models that it would compute wrongly. Models that pass their windows are accepted."""
 
 import pytest
 import torch
@@ -49,10 +49,10 @@ def test_models_that_hand_over_their_windows_give_packed_documents_the_logits_th
 @pytest.mark.parametrize(
     ("name", "options", "found"),
     [
-        ("StableLm", {}, "stablelm does not hand cu_seqlens to its attention"),
-        ("Nemotron", {}, "nemotron does not hand cu_seqlens to its attention"),
-        ("Phimoe", {**EXPERTS, "sliding_window": 4}, "phimoe does not hand its sliding window to its attention"),
-        ("Doge", {"sliding_window": 4}, "doge does not hand its sliding window to its attention"),
+        ("StableLm", {}, "stablelm does not pass cu_seqlens to its attention"),
+        ("Nemotron", {}, "nemotron does not pass cu_seqlens to its attention"),
+        ("Phimoe", {**EXPERTS, "sliding_window": 4}, "phimoe does not pass its sliding window to its attention"),
+        ("Doge", {"sliding_window": 4}, "doge does not pass its sliding window to its attention"),
         ("Doge", {}, "doge has attention with attention_mask"),
     ],
 )
@@ -70,9 +70,9 @@ def test_what_a_model_keeps_from_its_attention_is_missed(name, options, found, c
         ("RecurrentGemma", "recurrent_gemma has layers of recurrent"),
         ("Jamba", "jamba has layers of "),
         ("Gemma2", "gemma2 with attn_logit_softcapping"),
-        ("GptOss", "gpt_oss has attention of its own kind"),
-        ("Bloom", "bloom has attention of its own kind"),
-        ("Falcon", "falcon has attention of its own kind"),
+        ("GptOss", "gpt_oss has its own kind of attention"),
+        ("Bloom", "bloom has its own kind of attention"),
+        ("Falcon", "falcon has its own kind of attention"),
     ],
 )
 def test_a_config_says_what_packing_cannot_do(name, found, tmp_path):

@@ -1,7 +1,7 @@
-"""Run by torchrun on 4 ranks: 8-bit AdamW of weights cut in every way takes the steps of the whole ones.
+"""Run by torchrun on 4 ranks: 8-bit AdamW takes the same steps on weights cut in every way as on whole weights.
 
-Not bit by bit: the last elements of a part go through other instructions of torch's AdamW than those in the middle, and a
-last digit can fall on the other side of a code.
+The steps are not equal bit by bit. torch's AdamW uses other instructions for the last elements of a part than for the
+middle. A different last digit can give a different code.
 """
 
 import torch
@@ -16,7 +16,7 @@ from trainer.optimizers.adamw_8bit import MOMENTS, AdamW8bit
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
 CUTS = [
-    ((16, 1400), line, [Shard(1)]),  # 350 columns a rank: blocks of 256 lie on two of them
+    ((16, 1400), line, [Shard(1)]),  # 350 columns per rank: blocks of 256 lie on two ranks
     ((5, 1400), line, [Shard(0)]),  # a rank without a row
     ((5, 300), line, [Shard(1)]),
     ((3, 8, 700), line, [Shard(0)]),  # a rank without an expert

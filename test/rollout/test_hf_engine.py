@@ -1,4 +1,4 @@
-"""The embedded engine against transformers' own generation and against plain forward passes without a cache."""
+"""Compare the embedded engine with transformers' own generation, and with plain forward passes without a cache."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def make_engine(architecture: str, tokenizer, tmp_path, batch_size: int = 8) -> 
 
 
 def plain_log_probs(model, prompt, response, temperature: float) -> torch.Tensor:
-    """Of the response's tokens, by one forward pass over the whole sequence, alone in its batch and without a cache."""
+    """Log-probs of the response's tokens, by one forward pass over only this sequence, without a cache."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture, tokenizer, tmp_pa
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_log_probs_are_those_of_a_plain_forward_pass(architecture, tokenizer, tmp_path):
     model, engine = make_engine(architecture, tokenizer, tmp_path)
-    prompts = [PROMPTS[0], *PROMPTS, PROMPTS[-1]]  # those that are alike are read once
+    prompts = [PROMPTS[0], *PROMPTS, PROMPTS[-1]]  # equal prompts are read once
     completions = engine.generate(prompts, Sampling(0.8, 16, (1, 2, 3)), [11, *SEEDS, 12])
     assert len({tuple(completion.token_ids) for completion in completions}) == len(prompts)
     for completion, prompt in zip(completions, prompts):
@@ -72,7 +72,9 @@ def test_log_probs_are_those_of_a_plain_forward_pass(architecture, tokenizer, tm
 def test_attention_of_one_token_is_its_formula(num_heads, num_kv_heads, num_keys, scaling):
     generator = torch.Generator().manual_seed(num_keys)
     query = torch.randn(3, num_heads, 1, 16, generator=generator)
-    room = torch.randn(2, 3, num_kv_heads, num_keys + 5, 16, generator=generator)  # keys lie in a longer room
+    room = torch.randn(
+        2, 3, num_kv_heads, num_keys + 5, 16, generator=generator
+    )  # the keys are part of a longer buffer
     key, value = room[..., :num_keys, :]
     mask = torch.ones(3, 1, 1, num_keys, dtype=torch.bool)
     mask[1, ..., : num_keys // 2] = False  # padding on the left
@@ -158,5 +160,5 @@ def test_weights_that_do_not_arrive_are_noticed(tokenizer, tmp_path):
     model, engine = make_engine("llama", tokenizer, tmp_path)
     tensors = dict(model.state_dict())
     tensors.popitem()
-    with pytest.raises(RuntimeError, match="not those that were sent"):
+    with pytest.raises(RuntimeError, match="not the weights that were sent"):
         engine.update_weights(tensors.items())

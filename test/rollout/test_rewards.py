@@ -1,4 +1,4 @@
-"""Rewards: answers compared by value, and every way in which a reward function or server can fail told in one line."""
+"""Rewards: answers are compared by value, and each failure of a reward function or server is reported in one line."""
 
 import contextlib
 import http.server
@@ -60,8 +60,8 @@ FORMULAS = {
     ("x=7", "7"): 1.0,
     ("x + 2", "x + 1"): 0.0,
     ("[0, 1)", "[0, 1]"): 0.0,
-    ("10^{10^{10^{10}}}", "x"): 0.0,  # on which sympy hangs
-    ("1 + x", "x + 1"): 1.0,  # judged by the process after the one that hung
+    ("10^{10^{10^{10}}}", "x"): 0.0,  # sympy hangs on it
+    ("1 + x", "x + 1"): 1.0,  # judged by the new process, after one hung
 }
 
 
@@ -73,7 +73,7 @@ def test_formulas_are_compared_by_math_verify_where_it_is_installed():
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_without_math_verify_and_for_gsm8k_nothing_but_numbers_and_texts_count(installed, monkeypatch):
-    """A label of GSM8K never starts another process, whatever the answer; without the package, none does."""
+    """A label of GSM8K never starts another process, for any answer. Without the package, no label does."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found(name) if installed else None)
     label = "#### 7" if installed else "7"
@@ -96,7 +96,7 @@ def test_what_would_be_too_large_or_is_no_number_is_a_text(text):
 
 
 def test_a_monstrous_exponent_is_told_at_once():
-    """In a process of its own, since Fraction would hang on it, and let no other thread run."""
+    """In its own process, because Fraction would hang on it and let no other thread run."""
     code = "from trainer.rollout.math_reward import math_reward as f; print(f([''], ['#### 1e999999999'], ['#### 7']))"
     assert run_process([sys.executable, "-c", code], timeout=60) == (0, "[0.0]\n")
 
@@ -193,8 +193,7 @@ def test_a_file_without_the_function_or_with_an_error(tmp_path):
 
 @contextlib.contextmanager
 def server(answers: list):
-    """A server that gives one of `answers` to each request, in turn: (status, body), bytes as they are, or seconds to be
-    silent."""
+    """A server that gives the `answers` to requests in turn: (status, body), raw bytes, or seconds of silence."""
     requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -204,7 +203,7 @@ def server(answers: list):
             if isinstance(answer, float):
                 time.sleep(answer)
                 answer = (200, "{}")
-            with contextlib.suppress(OSError):  # the client may have gone
+            with contextlib.suppress(OSError):  # the client may have closed the connection
                 if isinstance(answer, bytes):
                     self.wfile.write(answer)
                     return
@@ -265,7 +264,7 @@ def test_a_server_that_is_down():
 
 
 def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_path):
-    """Models whose turns end with another token than eos name it in their generation config."""
+    """A model may end its turns with another token than eos. Its generation config then names that token."""
     make_demo(str(tmp_path))
     tokenizer, told = load_tokenizer(str(tmp_path / "model")), []
 

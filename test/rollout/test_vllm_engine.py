@@ -1,6 +1,6 @@
-"""The vLLM engine against the embedded one and against plain forward passes; then train_ppo with it on every kind of layout.
+"""Compare the vLLM engine with the embedded one and with plain forward passes. Run train_ppo on every kind of layout.
 
-Runs where vLLM is installed: test/run_vllm_tests.sh makes an environment for it.
+The tests run if vLLM is installed. test/run_vllm_tests.sh makes an environment for it.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ MAX_LEN = 256  # two blocks of the cache, so that there are prefixes to share
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    """What the command sets up, see trainer/cli/ppo_roles.py."""
+    """Set up what the command sets up, see trainer/cli/ppo_roles.py."""
     from trainer.distributed.mesh import start_process_group
 
     os.environ.update(
@@ -40,7 +40,7 @@ def process_group():
     start_process_group(CPU, "gloo")
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
     yield
-    del os.environ["RANK"]  # the launches below are not its ranks
+    del os.environ["RANK"]  # the runs that start below are not ranks of this group
     del os.environ["LOCAL_RANK"]
 
 
@@ -52,7 +52,7 @@ def demo(tmp_path_factory):
 
 
 def shaken(model, seed: int):
-    """Larger weights, norms and biases too: no token follows from ties or from a factor of one."""
+    """Make weights, norms and biases larger, so that no token follows from ties or from a factor of one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,7 +65,7 @@ def stored(model) -> dict[str, torch.Tensor]:
 
 
 def make_engines(folder, model, tokenizer, batch_size: int = 8) -> tuple[VLLMEngine, HFEngine]:
-    """Both with the weights of `model`."""
+    """Both engines, with the weights of `model`."""
     options = {"dtype": torch.float32, "device": CPU, "batch_size": batch_size}
     engine = VLLMEngine(str(folder), **options, max_len=MAX_LEN)
     embedded = HFEngine(str(folder), tokenizer, **options)
@@ -82,7 +82,7 @@ def engines(demo):
 
 
 def assert_same(found, expected) -> None:
-    """The same tokens and ends; log-probs within 1e-4."""
+    """Check that tokens and ends are the same, and log-probs are within 1e-4."""
     for completion, other in zip(found, expected, strict=True):
         assert completion.token_ids == other.token_ids and completion.finished == other.finished
         difference = torch.tensor(completion.log_probs) - torch.tensor(other.log_probs)
@@ -95,13 +95,15 @@ def assert_same(found, expected) -> None:
 def test_greedy_tokens_are_those_of_the_embedded_engine(engines):
     engine, embedded, _, _ = engines
     found = engine.generate(PROMPTS, Sampling(0.0, 24, (1,)))
-    assert len({token for completion in found for token in completion.token_ids}) > 8  # no model that says one thing
+    assert (
+        len({token for completion in found for token in completion.token_ids}) > 8
+    )  # the model does not repeat one token
     assert_same(found, embedded.generate(PROMPTS, Sampling(0.0, 24, (1,))))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_bias", "qwen2", "mistral"])
 def test_greedy_tokens_on_other_architectures(architecture, engines, tmp_path):
-    """97 words, which vLLM pads; tied and untied; with biases; heads of 32."""
+    """The vocabulary has 97 words, which vLLM pads. Models are tied and untied, with biases, with heads of 32."""
     config = CONFIGS[architecture]()
     config.head_dim, config.hidden_size, config.max_position_embeddings = 32, 256, 512
     model = shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed=2)
@@ -126,7 +128,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(engines):
     engine, sampling = engines[0], Sampling(1.0, 16, (1,))
     before = torch.random.get_rng_state()
     together = engine.generate(PROMPTS, sampling, SEEDS)
-    assert engine.generate(PROMPTS, sampling, SEEDS) == together  # to the bit
+    assert engine.generate(PROMPTS, sampling, SEEDS) == together  # bitwise
     tokens = [completion.token_ids for completion in together]
     assert [c.token_ids for c in engine.generate(PROMPTS[::-1], sampling, SEEDS[::-1])][::-1] == tokens
     assert engine.generate(PROMPTS[2:3], sampling, SEEDS[2:3])[0].token_ids == tokens[2]
@@ -175,7 +177,7 @@ def test_nothing_to_generate(engines):
 
 
 def test_an_update_leaves_nothing_of_the_older_weights(engines, demo):
-    """Neither in the cache of prefixes (the prompt fills a block of it) nor in a packed copy."""
+    """Nothing is left in the cache of prefixes (the prompt fills a block of it) or in a packed copy."""
     engine, embedded, model, _ = engines
     prompts = [[token % 300 for token in range(start, start + 200)] for start in (1, 2)]
     other = shaken(AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32), seed=3)
@@ -221,7 +223,7 @@ def test_weights_that_do_not_arrive_are_noticed(engines):
     tensors = dict(stored(model))
     missing = dict(tensors)
     missing.pop("model.layers.0.self_attn.k_proj.weight")
-    with pytest.raises(RuntimeError, match="not those that were sent"):
+    with pytest.raises(RuntimeError, match="not the weights that were sent"):
         engine.update_weights(missing.items())
 
     def one_bit_off():
@@ -233,7 +235,7 @@ def test_weights_that_do_not_arrive_are_noticed(engines):
 
         engine._llm.apply_model(flip)
 
-    with pytest.raises(RuntimeError, match="not those that were sent"):
+    with pytest.raises(RuntimeError, match="not the weights that were sent"):
         engine.update_weights(one_bit_off())
     with pytest.raises(UserError, match=r"--rollout_engine: vllm, which keeps model\.experts"):
         engine.update_weights({"model.experts.weight": torch.zeros(2)}.items())
@@ -250,7 +252,7 @@ def reward_func(prompts, responses, labels):
 
 @pytest.fixture(scope="module")
 def run(demo, process_group):
-    """`run(name, num_ranks, *flags)`: the steps of a run of train_ppo; 0 ranks: without torchrun."""
+    """`run(name, num_ranks, *flags)` gives the steps of a run of train_ppo. 0 ranks: without torchrun."""
     (demo / "dense.py").write_text(DENSE)
     line = ["-m", "trainer.cli.train_ppo", "--pretrain", f"{demo}/model", "--dataset", f"{demo}/prompts.jsonl"]
     line += ["--eval_dataset", f"{demo}/prompts_eval.jsonl", "--max_samples", "16", "--reward_func", f"{demo}/dense.py"]
@@ -321,7 +323,9 @@ def test_two_ranks_are_one(layout, alone, run):
     assert rows[0]["weights_checksum"] == alone[0]["weights_checksum"]
     for row, expected in zip(rows, alone, strict=True):
         assert row["rollout_logprob_diff_max"] < 1e-4
-        assert row["batch_hash"] == expected["batch_hash"], "the same samples, whichever engine generates them"
+        assert row["batch_hash"] == expected["batch_hash"], (
+            "the samples must not depend on the engine that generates them"
+        )
         assert row["reward"] == expected["reward"]
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
 

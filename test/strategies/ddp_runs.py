@@ -1,4 +1,4 @@
-"""`torchrun ddp_runs.py FILE`: trainer.compare.many_runs with the strategy of ddp_strategy.py in place of every backend."""
+"""`torchrun ddp_runs.py FILE`: trainer.compare.many_runs with ddp_strategy.py instead of every backend."""
 
 import dataclasses
 import sys

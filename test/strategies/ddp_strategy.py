@@ -1,4 +1,4 @@
-"""A complete third strategy: torch's DistributedDataParallel. Every rank holds the whole model; gradients are averaged.
+"""A complete third strategy: torch's DistributedDataParallel. Every rank holds the whole model. Gradients are averaged.
 
 docs/new_strategy.md explains this file. Nothing above `trainer/strategies/` knows of it.
 """
@@ -136,7 +136,7 @@ class DDPStrategy:
         return (shard for shard in self._shards(model, optimizer) if shard.key.startswith("weight/"))
 
     def _shards(self, model, optimizer):
-        """Every rank holds the whole of every tensor; rank 0 writes them."""
+        """Every rank holds all of every tensor. Rank 0 writes them."""
         for name, tensor in model_folder.stored_tensors(model.module).items():
             yield whole_shard(f"weight/{name}", tensor, is_written=self.is_rank_0())
         for name, parameter in model.module.named_parameters():

@@ -1,6 +1,6 @@
-"""Checks of a strategy standing alone, run by test_strategies.py: `torchrun strategy_checks.py BACKEND`.
+"""Checks of a strategy without the trainer. test_strategies.py runs `torchrun strategy_checks.py BACKEND`.
 
-No command, no training loop: a strategy, a model, a batch and a loss given by the caller. Prints "ok NAME" per check.
+There is no command and no training loop, only a strategy, a model, a batch and a loss. Prints "ok NAME" per check.
 """
 
 import functools
@@ -26,7 +26,7 @@ STAGES = {"deepspeed": [0, 1, 2, 3], "fsdp2": [2, 3], "ddp": [None]}[BACKEND]
 
 
 class Samples(list):
-    """Rows that give a column for a name, like a datasets.Dataset."""
+    """Rows that return a column for a name, like a datasets.Dataset."""
 
     def __getitem__(self, key):
         return [row[key] for row in self] if isinstance(key, str) else list.__getitem__(self, key)
@@ -81,8 +81,9 @@ def full(tensors) -> dict[str, torch.Tensor]:
 
 
 def check_masters_and_buffers(stage: int) -> None:
-    """bf16: the masters are the checkpoint's fp32 values, not rounded ones; RoPE tables stay fp32, and a frozen model of the
-    same folder gives the same logits."""
+    """bf16: the masters are the checkpoint's fp32 values, without rounding. RoPE tables stay fp32.
+
+    A frozen model of the same folder gives the same logits."""
     strategy, model, *_ = make(stage, "bf16")
     weights = SafetensorsFolder(f"{DEMO}/model")
     for name, tensor in full(strategy.iter_full_params(model)).items():
@@ -100,7 +101,7 @@ def check_masters_and_buffers(stage: int) -> None:
 
 
 def check_small_bf16_updates(stage: int) -> None:
-    """bf16 with a rate far under bf16's resolution: without fp32 masters, weights would stand still."""
+    """bf16 with a rate far below bf16's resolution: without fp32 masters, weights would not move."""
     strategy, model, optimizer, scheduler, loader = make(stage, "bf16")
     for group in optimizer.param_groups:
         group["lr"] = 1e-6
@@ -117,7 +118,7 @@ def check_small_bf16_updates(stage: int) -> None:
 
 
 def check_not_finite(stage: int) -> None:
-    """A step with a non-finite gradient on one rank alone changes nothing anywhere; the next one trains on."""
+    """A step with a non-finite gradient on only one rank changes nothing on any rank. The next step trains."""
     strategy, model, optimizer, scheduler, loader = make(stage)
 
     def poisoned_loss(model, micro_batch):
@@ -181,7 +182,7 @@ def check_offload_and_gradient_checkpointing(stage: int) -> None:
     unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
     other = forward_backward(strategy, model, first_batch(loader), sft_loss, train=True)[0]["loss"]
     assert other == loss
-    if not (BACKEND == "deepspeed" and stage):  # its offloaded gradients live in the optimizer's own buffers
+    if not (BACKEND == "deepspeed" and stage):  # its offloaded gradients are in the optimizer's own buffers
         for name, grad in full(strategy.iter_full_grads(model)).items():
             assert torch.allclose(grad, expected[name], rtol=1e-6, atol=1e-9), name
     plain[0].optimizer_step(*plain[2:0:-1], plain[3])
@@ -192,7 +193,7 @@ def check_offload_and_gradient_checkpointing(stage: int) -> None:
 
 
 def check_offload(stage: int) -> None:
-    """What is moved out frees its memory, comes back to the bit, and training goes on as if nothing had been."""
+    """Offloaded tensors free their memory and come back bitwise the same. Training continues with no change."""
     runs, sizes = [], []
     for moves in (False, True):
         strategy, model, optimizer, scheduler, loader = make(stage)
@@ -210,7 +211,7 @@ def check_offload(stage: int) -> None:
     whole, ranks = sum(tensor.nbytes for tensor in runs[0].values()), dist.get_world_size()
     if BACKEND == "ddp" or (
         BACKEND == "deepspeed" and stage == 0
-    ):  # every rank holds all; the weights are those of the mapped file
+    ):  # every rank holds all weights, and they are in the mapped file
         assert min(states for states, _ in sizes) >= 2 * whole
         return
     parts = 1 if BACKEND == "deepspeed" and stage < 3 else ranks
@@ -219,7 +220,7 @@ def check_offload(stage: int) -> None:
 
 
 def squared_surprise(model, micro_batch: dict) -> tuple:
-    """A loss that no command has: the squared log-prob of each loss token, with a metric beside it."""
+    """A loss that no command has: the squared log-prob of each loss token, and a metric."""
     labels = micro_batch["labels"]
     keep = labels != -100
     logits = model(input_ids=micro_batch["input_ids"], attention_mask=micro_batch["attention_mask"]).logits
@@ -232,7 +233,7 @@ def squared_surprise(model, micro_batch: dict) -> tuple:
 
 
 def check_a_loss_of_the_caller(stage: int) -> None:
-    """Forward alone, forward and backward over micro-batches, update: the numbers of one plain model on all samples."""
+    """Forward only, forward and backward over micro-batches, and update give the numbers of one plain model."""
     strategy, model, optimizer, scheduler, loader = make(stage)
     plain = AutoModelForCausalLM.from_pretrained(f"{DEMO}/model", dtype=torch.float32)
     samples, total, surprise, count = make_samples(), 0.0, 0.0, 0

@@ -1,6 +1,6 @@
-"""A strategy that the trainer does not know goes through its commands: parity, resume, save, on a real model.
+"""The commands work with a strategy that the trainer does not know: parity, resume and save, on a real model.
 
-The promise is that of SPEC section 4, as for the two backends: see test_parity.py.
+It keeps the same promise as the two backends, see test_parity.py.
 """
 
 import json
@@ -31,7 +31,7 @@ def command_line(name: str, folder: Path, data: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_data):
-    """The runs by form, one that was resumed, one that FSDP2 resumed, and the plain loop."""
+    """The runs by form, a resumed run, a run that FSDP2 resumed, and the plain loop."""
     folder = tmp_path_factory.mktemp("ddp")
     for name, flags in (("reference", []), ("reference-lora", FORMS["lora"])):
         line = [*command_line(name, folder, shared_data), *flags, "--no_save"]

@@ -1,4 +1,4 @@
-"""Each strategy standing alone on two ranks; the checks themselves are in strategy_checks.py."""
+"""Each strategy on two ranks, without the trainer. The checks themselves are in strategy_checks.py."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ print("more threads:", found - threads, len(os.listdir("/proc/self/task")) - fou
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_a_rank_alone_starts_no_threads_to_communicate():
-    """Gloo's would bring OpenMP threads of their own, and those slow every small operation of the process."""
+    """Gloo would start its own OpenMP threads, and those slow every small operation of the process."""
     code, output = run_process([sys.executable, "-c", ALONE], timeout=120)
     assert code == 0, output[-3000:]
     assert "more threads: 0 " in output and "more threads: 0 0" not in output, output

@@ -1,4 +1,4 @@
-"""Advantages against their papers' formulas, written here sample by sample and token by token."""
+"""Compare advantages with the formulas of their papers, written here sample by sample and token by token."""
 
 import math
 import statistics

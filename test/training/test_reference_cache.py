@@ -1,4 +1,4 @@
-"""The key of cached reference log-probs: whatever changes them changes it."""
+"""The key of cached reference log-probs: anything that changes them also changes the key."""
 
 import torch
 from safetensors.torch import save_file

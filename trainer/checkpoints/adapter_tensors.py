@@ -1,5 +1,5 @@
-"""The tensors of a model with an adapter (peft's LoRA layers): the adapter's own, their first values, and their names in
-the base model's folder and in peft's files."""
+"""The tensors of a model with an adapter (peft's LoRA layers): the adapter's own tensors, and their first values.
+Also their names in the base model's folder and in peft's files."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ NAME = "default"  # peft's name for the only adapter of a model
 
 
 def adapter_config(model: torch.nn.Module):
-    """peft's configuration of the adapter on `model`; None where there is none."""
+    """peft's configuration of the adapter on `model`; None if there is none."""
     return getattr(model, "peft_config", {}).get(NAME)
 
 
@@ -23,20 +23,20 @@ def is_of_adapter(name: str, config) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name in a folder of the base model: ...q_proj.base_layer.weight is there ...q_proj.weight."""
+    """The name in a folder of the base model. ...q_proj.base_layer.weight becomes ...q_proj.weight."""
     return name.replace(".base_layer.", ".")
 
 
 def peft_name(name: str) -> str:
-    """The name in an adapter file: ...q_proj.lora_A.default.weight is there base_model.model....q_proj.lora_A.weight."""
+    """The name in an adapter file. ...q_proj.lora_A.default.weight becomes base_model.model....q_proj.lora_A.weight."""
     return f"base_model.model.{name}".replace(f".{NAME}.", ".")
 
 
 def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """{name: fp32 tensor} of a new adapter; empty for a model without one.
 
-    A is uniform in +-1 / sqrt(inputs), as peft draws it, from the seed only. B is zero. The shapes of `model` have to be
-    those of whole tensors.
+    A is uniform in +-1 / sqrt(inputs), as in peft, and depends only on the seed. B is zero. `model` must have the
+    shapes of whole tensors.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -50,15 +50,18 @@ def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor
 
 
 def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
-    """Write peft's adapter_config.json, for use and not for training, as peft writes it; the same file on every run."""
+    """Write peft's adapter_config.json as peft writes it, for inference. Every run writes the same file."""
     config = copy.copy(adapter_config(model))
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)
     config.save_pretrained(folder)
 
 
 def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterator[tuple[str, torch.Tensor]]:
-    """All full tensors of a model with an adapter as those of a plain one: W + alpha / rank B A, in fp32 (Hu et al. 2021,
-    section 4.1). Of a model without an adapter, what comes. Holds back the weight of one layer at a time."""
+    """Merge an adapter into its base: W + alpha / rank B A, in fp32 (Hu et al. 2021, section 4.1).
+
+    Yields all full tensors of the plain model, and holds back the weight of one layer at a time. Without an adapter,
+    the tensors pass unchanged.
+    """
     config, held = adapter_config(model), {}  # held: weight, A and B of layers that are not complete, in this order
     for name, tensor in tensors:
         layer, _, _ = name.removesuffix(".base_layer.weight").partition(".lora_")
@@ -72,7 +75,7 @@ def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterato
 
 
 class WeightsWithAdapter:
-    """The weights of a base model's folder, and new tensors of an adapter, under the names of the model that has both."""
+    """The weights of a base model's folder and the new tensors of an adapter, under the names of the combined model."""
 
     def __init__(self, base, new_tensors: dict[str, torch.Tensor]):
         self._base, self._new = base, new_tensors

@@ -1,7 +1,8 @@
-"""Checkpoint folders on disk: complete or absent, every file hashed, old ones rotated. Files alone, no tensors.
+"""Checkpoint folders on disk. A folder is complete or absent, every file has a hash, and old folders are rotated.
 
-A checkpoint is written to `step_N.tmp`, flushed, checked and renamed, so a folder named `step_N` was complete once.
-Its `manifest.json` holds the size and hash of every file, so whatever happens to it later is noticed.
+This file handles only files, not tensors. A checkpoint is written to `step_N.tmp`, flushed, checked and renamed. So a
+folder named `step_N` was complete once. Its `manifest.json` holds the size and hash of every file, so later damage is
+noticed.
 """
 
 import errno
@@ -30,7 +31,7 @@ def hash_file(path: str) -> dict:
 
 
 def write_file(path: str, data: bytes) -> dict:
-    """Write, flush to the disk and read back a file; returns its {"size", "blake2b"}. Raises OSError."""
+    """Write a file, flush it to the disk and read it back. Returns its {"size", "blake2b"}. Raises OSError."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -46,7 +47,7 @@ def write_json(path: str, value) -> dict:
 
 
 def flush_folder(folder: str) -> None:
-    """Flush a folder's names to the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -61,7 +62,7 @@ def files_below(folder: str) -> list[str]:
 
 
 def _manifest_bytes(files: dict[str, dict], written_at: float) -> bytes:
-    """The one way to write a manifest, its own hash in it: a file with any other byte is damaged."""
+    """The only form of a manifest, with its own hash in it. A file with any other byte is damaged."""
     content = {"files": files, "written_at": written_at}
     own = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
     return (json.dumps({**content, "blake2b": own}, sort_keys=True) + "\n").encode()
@@ -70,7 +71,7 @@ def _manifest_bytes(files: dict[str, dict], written_at: float) -> bytes:
 def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     """Write the manifest of a finished `temporary` folder and give it its final name.
 
-    `known` holds the entries of files that were flushed and hashed as they were written; others are done here.
+    `known` holds the entries of files that were flushed and hashed when written. The rest is flushed and hashed here.
     """
     files = dict(known)
     for name in files_below(temporary):
@@ -81,7 +82,7 @@ def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(files, time.time()))
     for parent, _, _ in os.walk(temporary):
         flush_folder(parent)
-    if os.path.exists(folder):  # left by a run that went on from an earlier checkpoint, or damaged
+    if os.path.exists(folder):  # damaged, or left by a run that resumed from an earlier checkpoint
         os.replace(folder, folder + ".old.tmp")
     os.replace(temporary, folder)
     flush_folder(os.path.dirname(folder))
@@ -89,7 +90,7 @@ def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
 
 
 def find_damage(folder: str, part: int = 0, num_parts: int = 1) -> Optional[str]:
-    """What is wrong with a checkpoint, in a few words, or None. Rank `part` of `num_parts` hashes its share of files."""
+    """What is wrong with a checkpoint, in a few words, or None. Rank `part` of `num_parts` hashes its share."""
     try:
         with open(os.path.join(folder, MANIFEST), "rb") as file:
             written = file.read()
@@ -114,7 +115,7 @@ def find_damage(folder: str, part: int = 0, num_parts: int = 1) -> Optional[str]
 
 
 def list_checkpoints(root: str) -> list[str]:
-    """The checkpoints in `root`, the last written last (a run may have gone back to an earlier step); no unfinished ones."""
+    """The finished checkpoints in `root`, in order of writing. A run may have gone back to an earlier step."""
     names = os.listdir(root) if os.path.isdir(root) else []
     return sorted((os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)), key=_written_at)
 
@@ -129,7 +130,7 @@ def _written_at(folder: str) -> tuple[float, int]:
 
 
 def remove_temporaries(root: str) -> None:
-    """Remove what a killed run left unfinished in `root`; a step_N set aside by `commit` gets its name back."""
+    """Remove unfinished files of a killed run from `root`. A step_N that `commit` set aside gets its name back."""
     for name in os.listdir(root) if os.path.isdir(root) else []:
         path = os.path.join(root, name)
         if name.endswith(".old.tmp") and not os.path.exists(path.removesuffix(".old.tmp")):
@@ -139,7 +140,7 @@ def remove_temporaries(root: str) -> None:
 
 
 def set_best(root: str, folder: str) -> None:
-    """Let `root/best` point to a checkpoint, in one step."""
+    """Make `root/best` point to a checkpoint, in one step."""
     link = os.path.join(root, BEST)
     if os.path.lexists(link + ".tmp"):
         os.remove(link + ".tmp")
@@ -152,9 +153,9 @@ def folder_bytes(folder: str) -> int:
 
 
 def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float]) -> list[str]:
-    """Remove the oldest checkpoints beyond a number or a size; call it when a new one is complete.
+    """Remove the oldest checkpoints beyond a number or a size. Call it when a new one is complete.
 
-    The newest and the best are never removed. Returns what was.
+    The newest and the best are never removed. Returns the removed folders.
     """
     best = os.path.realpath(os.path.join(root, BEST))
     kept = list_checkpoints(root)

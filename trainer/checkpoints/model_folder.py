@@ -1,4 +1,4 @@
-"""Reading Hugging Face model folders: any slice of any weight, straight from the files. Nothing is unpickled."""
+"""Read Hugging Face model folders: any slice of any weight, directly from the files. Nothing is unpickled."""
 
 import json
 import os
@@ -15,7 +15,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class SafetensorsFolder:
-    """The weights of a model folder by name, each read from disk only where it is sliced."""
+    """The weights of a model folder by name. Only the requested slices are read from disk."""
 
     def __init__(self, folder: str):
         index = os.path.join(folder, INDEX)
@@ -37,14 +37,14 @@ class SafetensorsFolder:
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
-        """The tensor, or the part of it that `region` (a slice per dimension) names."""
+        """The tensor, or the part of it that `region` (one slice per dimension) selects."""
         if region is None or not self.shape(name):
             return self._where[name].get_tensor(name)
         return self._where[name].get_slice(name)[region]
 
 
 class LoadedWeights:
-    """Weights that transformers has loaded and converted, behind the same calls as a SafetensorsFolder."""
+    """Weights that transformers has loaded and converted, with the same methods as a SafetensorsFolder."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._tensors = tensors
@@ -61,16 +61,16 @@ class LoadedWeights:
 
 def unwrapped(model) -> torch.nn.Module:
     """The Hugging Face model itself, without the engine that a strategy may have put around it."""
-    return getattr(model, "module", model)  # DeepSpeed and DistributedDataParallel name it so
+    return getattr(model, "module", model)  # the name in DeepSpeed and DistributedDataParallel
 
 
 def all_tensors(model) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that a model is made of: the state dict without aliases of tied weights."""
+    """The parameters and buffers of a model: its state dict without aliases of tied weights."""
     return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
 
 def stored_tensors(model) -> dict[str, torch.Tensor]:
-    """The part of `all_tensors` that a model folder or a checkpoint holds: with an adapter, only what is trained with it."""
+    """The part of `all_tensors` in a model folder or a checkpoint. With an adapter, only what is trained with it."""
     tensors = all_tensors(model)
     if not has_adapter(model):
         return tensors
@@ -86,7 +86,7 @@ def has_adapter(model: torch.nn.Module) -> bool:
 
 
 def new_tensors(model, seed: int) -> dict[str, torch.Tensor]:
-    """What no folder holds yet: the first values of an adapter, from the seed. `model` must have its full shapes."""
+    """The first values of an adapter, from the seed; no folder holds them yet. `model` must have its full shapes."""
     if not has_adapter(model):
         return {}
     from trainer.checkpoints.adapter_tensors import initial_tensors
@@ -95,7 +95,7 @@ def new_tensors(model, seed: int) -> dict[str, torch.Tensor]:
 
 
 def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tensor]):
-    """The weights of `folder`, and `new` tensors besides, under the model's own names.
+    """The weights of `folder` and the `new` tensors, under the model's own names.
 
     Returns an object with `read(name, region)` and `dtype(name)`.
 
@@ -111,10 +111,9 @@ def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tens
 
 
 def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | LoadedWeights:
-    """Safetensors with the model's own names are read slice by slice.
+    """Open the weights of a folder. Safetensors with the model's own names are read slice by slice.
 
-    Where transformers has to convert (other names, fused experts, .bin files), it first loads the whole model into host
-    memory.
+    If transformers must convert (other names, fused experts, .bin files), it first loads all weights to host memory.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -122,8 +121,7 @@ def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | Lo
         weights = SafetensorsFolder(folder)
         if all(name in weights for name in names):
             return weights
-    model_class = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-    loaded, info = model_class.from_pretrained(
+    loaded, info = _own_class(model).from_pretrained(
         folder, config=model.config, dtype=torch.float32, weights_only=True, output_loading_info=True
     )
     missing = [name for name in names if name in info["missing_keys"]]
@@ -132,38 +130,68 @@ def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | Lo
     return LoadedWeights(loaded.state_dict())
 
 
+def _own_class(model) -> type:
+    """The class of the model; fully_shard has put one of its own in front, FSDP<class>."""
+    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def restore_computed_buffers(model, device: torch.device) -> None:
     """Compute again, in fp32 on `device`, the buffers that no model folder holds (RoPE tables, embedding scales).
 
-    For a model built on the meta device, or under a context that rounded them to the compute dtype.
+    This is for a model built on the meta device, or in a context that rounded them to the compute dtype.
+
+    Raises:
+        UserError: transformers leaves one of them without a value.
     """
+    computed = []
     stored = set(model.state_dict())
     for name, buffer in list(model.named_buffers()):
         path, _, leaf = name.rpartition(".")
         if name in stored:
-            buffer = model.get_submodule(path)._buffers[leaf] = buffer.to(device)  # where masters stay on the host
+            buffer = model.get_submodule(path)._buffers[leaf] = buffer.to(device)  # needed if masters stay on the host
             buffer._is_hf_initialized = True
             continue
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        model.get_submodule(path)._buffers[leaf] = torch.empty(buffer.shape, dtype=dtype, device=device)
+        model.get_submodule(path)._buffers[leaf] = torch.full(buffer.shape, _unset(dtype), dtype=dtype, device=device)
+        computed.append(name)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers initialises just what does not carry this mark
-    model.initialize_weights()
+        parameter._is_hf_initialized = True  # transformers initialises only what does not have this mark
+    sharded_class = type(model)
+    model.__class__ = _own_class(model)  # transformers takes FSDP's class for remote code, and skips modules then
+    try:
+        model.initialize_weights()
+    finally:
+        model.__class__ = sharded_class
+    for name in computed:
+        buffer = model.get_buffer(name)
+        if buffer.isnan().any() or (buffer.dtype != torch.bool and (buffer == _unset(buffer.dtype)).any()):
+            raise UserError(
+                type(model).__name__, f"transformers computes no value for the buffer {name}", "another model"
+            )
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """A value that no computed buffer has; there is none for booleans."""
+    return float("nan") if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def read_generation_config(model, folder: str) -> None:
-    """Give a model that was built from its config alone the generation config of its folder, as from_pretrained does."""
+    """Give a model built only from its config the generation config of its folder, as from_pretrained does."""
     from transformers import GenerationConfig
 
     if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
-def find_weights(folder: str) -> str:
-    """'safetensors' or 'bin', whichever weights the model folder holds; raises UserError for neither."""
+def find_weights(folder: str, flag: str = "") -> str:
+    """The kind of weights in the model folder: 'safetensors' or 'bin'.
+
+    Raises:
+        UserError: there are none; `flag` is the flag that asked for the model.
+    """
     names = os.listdir(folder)
     if INDEX in names or SINGLE in names:
         return "safetensors"
     if any(name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")) for name in names):
         return "bin"
-    raise UserError(folder, "holds no weights", f"a folder with {SINGLE} or {INDEX}")
+    raise UserError(flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}")

@@ -1,4 +1,4 @@
-"""Writing Hugging Face model folders: weights in bounded shards, under the names that published models have."""
+"""Write Hugging Face model folders: weights in shards of limited size, under the names of published models."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from trainer.errors import UserError
 def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
     """Write (name, CPU tensor) pairs as safetensors files of at most `max_shard_bytes` (or one tensor) each.
 
-    Only one shard is in memory at a time. The files get their final names, with the count in them, at the end.
+    Only one shard is in memory at a time. The final names contain the count, so the files get them at the end.
     """
     shards: list[list[str]] = []
     total = 0
@@ -39,8 +39,11 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
 
 
 def in_hub_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, CPU tensor) pairs as published models of this kind have them: the experts that transformers holds in one
-    tensor are apart there. One at a time, except where the published tensor is made of several."""
+    """Convert (name, CPU tensor) pairs to the form of published models of this kind.
+
+    Published models hold experts separately, and transformers holds them in one tensor. Pairs come one at a time,
+    except if a published tensor is made of several.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -55,7 +58,7 @@ def in_hub_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterato
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
-    """Write (name, CPU tensor) pairs of an adapter in one file, under peft's names."""
+    """Write the (name, CPU tensor) pairs of an adapter to one file, under peft's names."""
     own = {adapter_tensors.peft_name(name): tensor.contiguous() for name, tensor in tensors}
     save_file(own, os.path.join(folder, adapter_tensors.ADAPTER_WEIGHTS), metadata={"format": "pt"})
 
@@ -73,7 +76,7 @@ def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> I
 
 
 def fresh_folder(folder: str) -> str:
-    """An empty folder beside `folder` to write into; `os.replace` it over the final name once complete."""
+    """Make an empty folder next to `folder` to write into. Once it is complete, `os.replace` it over the final name."""
     temporary = folder.rstrip("/") + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
@@ -81,7 +84,7 @@ def fresh_folder(folder: str) -> str:
 
 
 def commit_folder(temporary: str, folder: str) -> None:
-    """Give a complete folder its final name, replacing an older one of that name."""
+    """Give a complete folder its final name. It replaces an older folder of that name."""
     if os.path.exists(folder):
         shutil.rmtree(folder)
     os.replace(temporary, folder)
@@ -96,14 +99,14 @@ def save_pretrained(
     writes: bool,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
-    """Write a Hugging Face folder: config, generation config, tokenizer with chat template, weights in `dtype`; with an
-    adapter, a folder of peft, its weights in fp32.
+    """Write a Hugging Face folder: config, generation config, tokenizer with chat template, and weights in `dtype`.
 
-    Every rank iterates `tensors`, whose gathering is collective; the rank that `writes` holds one shard at a time.
-    Without `tensors`, all but the weights. Raises UserError on the rank that writes if it cannot.
+    With an adapter, write a peft folder with weights in fp32. Every rank iterates `tensors`, because gathering them is
+    collective. The rank that `writes` holds one shard at a time. Without `tensors`, write everything but the weights.
+    Raises UserError on the rank that writes if it cannot.
     """
 
-    folder = os.path.realpath(folder)  # the name of a link stays: what it names is replaced
+    folder = os.path.realpath(folder)  # a link stays, and the folder that it points to is replaced
     with_adapter = adapter_tensors.adapter_config(model) is not None
     dtype = torch.float32 if with_adapter else dtype
 
@@ -120,7 +123,7 @@ def save_pretrained(
         temporary = fresh_folder(folder)
         _save_configs(model, dtype, temporary)
         tokenizer.save_pretrained(temporary)
-        if tensors is not None and with_adapter:  # in one file, as peft wants it
+        if tensors is not None and with_adapter:  # one file, as peft expects
             save_adapter(converted(), temporary)
         elif tensors is not None:
             save_safetensors_shards(in_hub_format(model, converted()), temporary, max_shard_bytes)
@@ -138,5 +141,5 @@ def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
     config.save_pretrained(folder)
     if adapter_tensors.adapter_config(model) is not None:
         adapter_tensors.save_adapter_config(model, folder)
-    elif model.can_generate():  # its save_pretrained refuses what older models have: a temperature without do_sample
+    elif model.can_generate():  # its save_pretrained refuses older configs with a temperature without do_sample
         model.generation_config.to_json_file(os.path.join(folder, GENERATION_CONFIG), use_diff=True)

@@ -1,7 +1,8 @@
 """Save and load a whole run: the shards of its tensors, the random states of every rank, and the rest as JSON.
 
-Nothing is ever unpickled: tensors are safetensors, everything else is JSON. torch.distributed.checkpoint's own metadata
-and DeepSpeed's engine.load_checkpoint both unpickle (`weights_only=False`), so neither is used for files.
+Nothing is ever unpickled: tensors are safetensors, and everything else is JSON. The metadata of
+torch.distributed.checkpoint and DeepSpeed's engine.load_checkpoint both unpickle (`weights_only=False`). So neither is
+used for files.
 """
 
 import base64
@@ -26,17 +27,17 @@ from trainer.errors import UserError
 
 STATE = "state.json"
 FORMAT = 1
-HF_FOLDER = "hf"  # config and tokenizer; the model's weights too with --save_hf_ckpt
+HF_FOLDER = "hf"  # config and tokenizer; with --save_hf_ckpt also the model's weights
 NO_LOSS_SCALE = {"scale": 1.0, "good_steps": 0}  # the state of the loss scale without fp16
-MAIN = "main"  # the role of a run's first model, whose keys and states have no prefix
+MAIN = "main"  # the role of a run's first model; its keys and states have no prefix
 
 
 @dataclass(frozen=True)
 class CheckpointForm:
     """How a checkpoint is written.
 
-    `portable`: whole tensors instead of each rank's parts. `background`: training goes on meanwhile. `hf_weights`: the
-    Hugging Face model is added.
+    `portable`: whole tensors instead of each rank's parts. `background`: training continues meanwhile. `hf_weights`:
+    the Hugging Face model is added.
     """
 
     portable: bool = False
@@ -45,7 +46,7 @@ class CheckpointForm:
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not those that were written."""
+    """The files of this checkpoint are not the files that were written."""
 
 
 # --- random states
@@ -84,7 +85,7 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def set_scheduler_step(scheduler, step: int) -> None:
-    """Put a LambdaLR (all that transformers.get_scheduler makes of the arguments are) at `step`, exactly."""
+    """Put a LambdaLR at `step`, exactly. With our arguments, transformers.get_scheduler makes only LambdaLRs."""
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate
@@ -92,7 +93,7 @@ def set_scheduler_step(scheduler, step: int) -> None:
 
 
 def of_role(role: str, shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
-    """The shards of a further model of a run, such as a critic, under keys of their own: `critic:weight/...`."""
+    """The shards of a further model of a run, such as a critic, with the role in their keys: `critic:weight/...`."""
     for shard in shards:
         yield dataclasses.replace(shard, key=f"{role}:{shard.key}")
 
@@ -102,7 +103,7 @@ def shards_of_roles(
 ) -> Iterator[TensorShard]:
     """The shards of all (model, optimizer, scheduler) triples by role, then `further` ones.
 
-    `shards_of(model, optimizer)` gives the shards of one model. Those of the role MAIN have no prefix.
+    `shards_of(model, optimizer)` returns the shards of one model. The keys of the role MAIN have no prefix.
     """
     for role, (model, optimizer, _) in roles.items():
         shards = shards_of(model, optimizer)
@@ -114,7 +115,7 @@ def shards_of_roles(
 
 
 def together(action: Callable, allowed: str = "") -> list:
-    """The results of `action()` on every rank (one all-gather over all ranks), or one UserError on every rank alike."""
+    """The results of `action()` on all ranks (one all-gather over all ranks), or the same UserError on every rank."""
     try:
         result, problem = action(), None
     except OSError as error:
@@ -127,7 +128,7 @@ def together(action: Callable, allowed: str = "") -> list:
 
 
 class PendingSave:
-    """A checkpoint being written. `done` is this rank's view; `finish` is collective and makes the folder appear."""
+    """A checkpoint being written. `done` is this rank's view. `finish` is collective and makes the folder appear."""
 
     def __init__(self, folder: str, write: Callable[[], dict], form: CheckpointForm):
         self.folder, self._write, self._portable = folder, write, form.portable
@@ -142,19 +143,19 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._entries = self._write()
-        except Exception as error:  # of any type: `finish` raises it, so that no incomplete folder gets its name
+        except Exception as error:  # of any type: `finish` raises it, so no incomplete folder gets its final name
             self._error = error
 
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> str:
-        """Wait for every rank (all ranks), then check, rename and return the folder; a UserError leaves no trace of it."""
+        """Wait for all ranks, then check, rename and return the folder. After a UserError, nothing of it is left."""
         if self._thread:
             self._thread.join()
         temporary = self.folder + ".tmp"
         try:
-            entries = _merge(together(self._result, allowed="free the disk; older checkpoints are intact"))
+            entries = _merge(together(self._result, allowed="free disk space; older checkpoints are intact"))
             if self._portable:
                 entries = _make_portable(temporary, entries)
             together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None)
@@ -175,16 +176,14 @@ def _merge(entries_of_ranks: list[dict]) -> dict[str, dict]:
 
 
 def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
-    """Put the shards of all ranks together to full tensors (all ranks share the work) and remove the shards."""
+    """Join the shards of all ranks into full tensors, and remove the shards. All ranks share the work."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def write() -> dict:
-        reader = ShardReader(
-            temporary, entries
-        )  # by name: other ranks may already write their full tensors beside them
+        reader = ShardReader(temporary, entries)  # by name: other ranks may already write full tensors to this folder
         return write_shards(full_shards(reader, rank, world_size), temporary, f"full-{rank:05d}")
 
-    full = _merge(together(write, allowed="free the disk; older checkpoints are intact"))
+    full = _merge(together(write, allowed="free disk space; older checkpoints are intact"))
     rest = {name: entry for name, entry in entries.items() if not name.endswith(".safetensors")}
     if rank == 0:
         for name in entries.keys() - rest.keys():
@@ -203,8 +202,8 @@ def save(
 ) -> PendingSave:
     """Start to write a checkpoint (all ranks). `finish()` of the result makes the folder appear.
 
-    `state` and `role_states` (by role) are JSON. `export(folder)` adds the Hugging Face part at once. In the background,
-    shards are first copied to host memory, so that training can change them meanwhile.
+    `state` and `role_states` (by role) are JSON. `export(folder)` adds the Hugging Face part at once. For a background
+    save, shards are first copied to host memory, so that training can change them meanwhile.
     """
     temporary, rank = folder + ".tmp", dist.get_rank()
 
@@ -240,7 +239,7 @@ def _copied(shard: TensorShard) -> TensorShard:
 
 
 def check(folder: str) -> None:
-    """Hash every file of a checkpoint, a share on each rank (all ranks). Raises DamagedCheckpoint on every rank alike."""
+    """Hash every file of a checkpoint, a share on each rank. If one is damaged, all ranks raise DamagedCheckpoint."""
     found = together(lambda: store.find_damage(folder, dist.get_rank(), dist.get_world_size()))
     for problem in found:
         if problem:
@@ -248,7 +247,7 @@ def check(folder: str) -> None:
 
 
 def read_state(folder: str) -> dict:
-    """The JSON state of a checkpoint. Raises UserError for one that this version cannot read."""
+    """The JSON state of a checkpoint. Raises UserError if this version cannot read it."""
     with open(os.path.join(folder, STATE)) as file:
         state = json.load(file)
     if state["format"] != FORMAT:
@@ -257,12 +256,12 @@ def read_state(folder: str) -> dict:
 
 
 def role_state(state: dict, role: str) -> dict:
-    """The states of one role in what `load` returned."""
+    """The states of one role, from the result of `load`."""
     return state if role == MAIN else state["others"][role]
 
 
 def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
-    """What else an optimizer remembered of the parameter of `key`."""
+    """The key of another optimizer state that was saved for the parameter of `key`, or None."""
     role, colon, kind_and_name = key.rpartition(":")
     name = kind_and_name.partition("/")[2]
     own = (other for other in stored if other.startswith(role + colon) and other.partition("/")[2] == name)
@@ -273,12 +272,12 @@ def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
 def load(folder: str, shards: Iterable[TensorShard], device: torch.device, optim: str) -> dict:
     """Check a checkpoint, read this rank's shards into their live storage and restore its random states (collective).
 
-    Random states are those of a rank, so they come back only with as many ranks as there were. Returns the JSON state.
-    Raises UserError if it is damaged, or if its optimizer was another than `optim`.
+    Random states belong to one rank, so they are restored only with the same number of ranks. Returns the JSON state.
+    Raises UserError if the checkpoint is damaged, or if its optimizer was not `optim`.
     """
     check(folder)
     state, reader = read_state(folder), ShardReader(folder)
-    written = state.get("optim", "adamw")  # the only one that older checkpoints could have
+    written = state.get("optim", "adamw")  # older checkpoints do not name it, and have only adamw
     if written != optim:
         raise UserError("--optim", f"{optim}, but {folder} was written with {written}", f"--optim {written}")
     for shard in shards:

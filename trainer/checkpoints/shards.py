@@ -1,8 +1,9 @@
-"""Tensors of a checkpoint: every rank writes the shards it holds, any other layout reads whatever it needs of them.
+"""Tensors of a checkpoint. Every rank writes the shards that it holds. Any layout can read the parts that it needs.
 
-A tensor has one key on every backend and layout: `weight/`, or what the optimizer calls it, such as `exp_avg/`, and the
-Hugging Face name of the parameter. A shard is a box of the full tensor, or a stretch of a flattened box (ZeRO's partitions). The files
-are safetensors; where all shards are boxes, torch.distributed.checkpoint's HuggingFaceStorageReader reads them as well.
+A tensor has the same key on every backend and layout. The key is `weight/`, or the optimizer's name such as `exp_avg/`,
+and then the Hugging Face name of the parameter. A shard is a box of the full tensor, or a stretch of a flattened box
+(ZeRO's partitions). The files are safetensors. If all shards are boxes, the HuggingFaceStorageReader of
+torch.distributed.checkpoint can also read them.
 """
 
 import json
@@ -19,16 +20,17 @@ from safetensors import safe_open
 from trainer.checkpoints import checkpoint_store as store
 from trainer.errors import UserError
 
-MAX_FILE_BYTES = 256 << 20  # what a rank holds in host memory, besides its state, while it saves
+MAX_FILE_BYTES = 256 << 20  # a rank needs so much host memory to save, in addition to its state
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What this rank holds of the full tensor `key`; `tensor` is its live storage, to save from and to load into.
+    """This rank's part of the full tensor `key`. `tensor` is its live storage, to save from and to load into.
 
-    It is the box of size `box` at `offset`, or, with `start`, the elements from `start` on of that box flattened: of a
-    (4, 3) tensor, rank 1 of 2 holds under FSDP2 offset (2, 0), box (2, 3); under ZeRO offset (0, 0), box (4, 3), start 6.
+    It is the box of size `box` at `offset`. With `start`, it is the elements from `start` on of that box, flattened.
+    Example: rank 1 of 2 and a (4, 3) tensor. Under FSDP2: offset (2, 0), box (2, 3). Under ZeRO: offset (0, 0),
+    box (4, 3), start 6.
     """
 
     key: str
@@ -37,7 +39,7 @@ class TensorShard:
     box: tuple[int, ...]
     start: Optional[int]
     tensor: torch.Tensor
-    is_written: bool = True  # False where another rank writes the same shard
+    is_written: bool = True  # False if another rank writes the same shard
 
     def boxes(self) -> list[Box]:
         """The shard as boxes of the full tensor, in the order of its elements."""
@@ -46,21 +48,23 @@ class TensorShard:
 
 
 def whole_shard(key: str, tensor: torch.Tensor, is_written: bool) -> TensorShard:
-    """All of a tensor."""
+    """A shard that is the whole tensor."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape) or (1,)
     return TensorShard(key, shape, (0,) * len(shape), shape, None, tensor.view(shape), is_written)
 
 
 def flat_shard(key: str, full_shape: tuple[int, ...], start: int, tensor: torch.Tensor, is_written=True) -> TensorShard:
-    """Elements [start, start + numel) of the flattened full tensor."""
+    """A shard with elements [start, start + numel) of the flattened full tensor."""
     shape = tuple(full_shape) or (1,)
     return TensorShard(key, shape, (0,) * len(shape), shape, start, tensor.detach().flatten(), is_written)
 
 
 def boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor as boxes, in order: 5 to 12 of a (4, 3) tensor are (1, 2) with size
-    (1, 1) and (2, 0) with size (2, 3)."""
+    """Elements [start, stop) of a flattened tensor as boxes, in order.
+
+    Elements [5, 12) of a (4, 3) tensor are the boxes (1, 2) with size (1, 1) and (2, 0) with size (2, 3).
+    """
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -92,7 +96,7 @@ def _boxes(offset, box, start: Optional[int], stop: Optional[int]) -> list[Box]:
 
 
 def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> dict[str, dict]:
-    """Write shards to safetensors files `<prefix>-<number>`; returns the manifest entries of the files. Raises OSError."""
+    """Write shards to safetensors files `<prefix>-<number>`. Returns their manifest entries. Raises OSError."""
     entries = {}
     for number, group in enumerate(_in_files(shards)):
         name = f"{prefix}-{number:05d}.safetensors"
@@ -119,15 +123,15 @@ def _in_files(shards: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:
 
 def _file_metadata(group: list[TensorShard]) -> dict[str, str]:
     own = {p.key: {"shape": p.full_shape, "offset": p.offset, "box": p.box, "start": p.start} for p in group}
-    # the second entry is what torch.distributed.checkpoint's safetensors reader goes by
+    # the safetensors reader of torch.distributed.checkpoint uses the last entry
     offsets = {shard.key: {"saved_offsets": shard.offset} for shard in group}
     return {"format": "pt", "pieces": json.dumps(own), "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
 class ShardReader:
-    """The full tensors of a checkpoint by key, any part of which can be read, whatever shards they were written in.
+    """The full tensors of a checkpoint by key. Any part can be read, for any form of the written shards.
 
-    Of a folder that is still written to, `names` are the files to read.
+    If other ranks still write to the folder, `names` are the files to read.
     """
 
     def __init__(self, folder: str, names: Optional[Iterable[str]] = None):
@@ -149,7 +153,7 @@ class ShardReader:
             position += math.prod(size)
 
     def read(self, shard: TensorShard) -> torch.Tensor:
-        """What the checkpoint holds of `shard`, in the shape of its tensor. Raises UserError if it does not hold it all."""
+        """The saved values of `shard`, in the shape of its tensor. Raises UserError if any of them are missing."""
         if self.shapes.get(shard.key) != shard.full_shape:
             found = self.shapes.get(shard.key)
             found = f"{shard.key} of shape {found}" if found else f"no {shard.key}"
@@ -192,6 +196,6 @@ def _read_stored(handle, key: str, position: Optional[int], size: tuple[int, ...
 
 
 def full_shards(reader: ShardReader, part: int = 0, num_parts: int = 1) -> Iterator[TensorShard]:
-    """Every `num_parts`-th full tensor of a checkpoint: together, the portable form."""
+    """Every `num_parts`-th full tensor of a checkpoint, from number `part`. All parts form the portable checkpoint."""
     for key in sorted(reader.shapes)[part::num_parts]:
         yield whole_shard(key, reader.read_full(key), True)

@@ -1,7 +1,8 @@
-"""`convert_ckpt IN OUT`: rewrite a checkpoint in the portable form, whole tensors under Hugging Face names.
+"""`convert_ckpt IN OUT`: rewrite a checkpoint in the portable form, with whole tensors under Hugging Face names.
 
-Every backend and layout resumes from both forms; the portable one is for other programs: plain safetensors, which
-torch.distributed.checkpoint reads too (HuggingFaceStorageReader). One process, one file's tensors in memory at a time.
+Every backend and layout resumes from both forms. The portable form is for other programs. It is plain safetensors,
+which torch.distributed.checkpoint can also read (HuggingFaceStorageReader). The command is one process and holds the
+tensors of one file in memory at a time.
 """
 
 import os
@@ -14,7 +15,7 @@ USAGE = "python -m trainer.cli.convert_ckpt IN OUT"
 
 
 def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
-    """(intact checkpoint, folder that does not exist yet) of a command's two arguments; UserError if they are not."""
+    """Return a command's two arguments: (complete checkpoint, folder that does not exist yet). Raises UserError."""
     from trainer.checkpoints.checkpoint_store import find_damage
 
     if len(argv) != 2:
@@ -24,7 +25,7 @@ def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
     if damage:
         raise UserError("IN", f"{source}: {damage}", "a complete checkpoint, such as <output_dir>/checkpoints/step_100")
     if os.path.exists(target):
-        raise UserError("OUT", f"{target} exists", "a folder that does not")
+        raise UserError("OUT", f"{target} exists already", "a new folder")
     return source, target
 
 
@@ -42,7 +43,7 @@ def run(argv: list[str]) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError("OUT", f"{target}: {error.strerror or error}") from None
-    print(f"{source} as whole tensors: {target}")
+    print(f"{source} written as whole tensors to {target}")
 
 
 def main() -> None:

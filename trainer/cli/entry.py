@@ -1,4 +1,4 @@
-"""How every command starts and ends: one line for an error, exit code 2, and no rank left behind."""
+"""Start and end of every command: an error gives one line and exit code 2, and no rank stays behind."""
 
 import atexit
 import os
@@ -10,18 +10,23 @@ from collections.abc import Callable
 from trainer.errors import Interrupted, UserError
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint goes on
-# how long other ranks let rank 0 speak first; torchrun ends them as soon as rank 0 has left
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint resumes
+# other ranks wait this long, so that rank 0 reports first; torchrun ends them when rank 0 exits
 OTHER_RANKS_WAIT_SECONDS = 10
-# and how long a rank that only lost its connection lets the others, one of which knows the cause
+# a rank that only lost its connection waits this long, so that the rank that knows the cause reports first
 LOST_PEER_WAIT_SECONDS = 20
-MEMORY_FLAGS = "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, more ranks"
+MEMORY_FLAGS = (
+    "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, "
+    "more ranks"
+)
 
 
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Run `main(argv)` and end the process. What ends it early is told once, in one line where the cause is known, with the
-    exit code for it."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where torchrun did not start the process
+    """Run `main(argv)` and end the process with the exit code that fits.
+
+    An error is reported once, and in one line if its cause is known.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
     try:
         main(sys.argv[1:] if argv is None else argv)
     except Interrupted as reason:
@@ -47,10 +52,10 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
 
 
 def end_well() -> None:
-    """End a process in which all went well, with exit code 0; it does not return.
+    """End the process with exit code 0 after a successful run. Does not return.
 
-    This too leaves without interpreter shutdown, in which a gloo thread that still holds a tensor can abort the process
-    (SIGABRT, rare): torchrun would take the finished run for a failed one.
+    This also skips interpreter shutdown, where a gloo thread that still holds a tensor can abort the process (SIGABRT,
+    rare). torchrun would then count the finished run as failed.
     """
     if "torch" in sys.modules:
         import torch.distributed as dist
@@ -73,7 +78,7 @@ def _tell(what) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit without interpreter shutdown, which could wait for a collective that the other ranks never enter."""
+    """Exit without interpreter shutdown. Shutdown could wait for a collective that the other ranks never enter."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -88,7 +93,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone, by gloo's and NCCL's words for it."""
+    """Whether a collective failed because another process is gone. The words are from gloo and NCCL."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
@@ -102,9 +107,9 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank about the missing GPU
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    # gathering a weight sharded over tp and fsdp takes two all-gathers; torch says so in a paragraph
+    # a weight sharded over tp and fsdp needs two all-gathers; torch prints a long warning about it
     python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()

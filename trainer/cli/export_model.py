@@ -1,6 +1,6 @@
-"""`export_model CKPT OUT`: the Hugging Face model folder of a checkpoint, or the adapter's folder of a run with LoRA.
+"""`export_model CKPT OUT`: write the Hugging Face model folder of a checkpoint, or the adapter folder of a LoRA run.
 
-One process; a model is built without its weights alone.
+The command is one process. It builds the model only on the meta device, without weights.
 """
 
 import json
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> None:
 
 
 def without_weights(folder: str):
-    """The model of a config.json on the meta device; None for one that is not of transformers, but of code of its own."""
+    """Build the model of a config.json on the meta device. None if its class is not in transformers (custom code)."""
     import torch
     import transformers
 

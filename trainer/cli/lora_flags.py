@@ -1,4 +1,4 @@
-"""The flags under "LoRA": what can be wrong with them, and the adapter that they ask for."""
+"""The flags under "LoRA": checks of the flags, and the adapter that they request."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ from trainer.errors import UserError
 
 
 def validate_adapter_flags(args) -> None:
-    """Raises UserError for flags that need --lora_rank, contradict the layout, or ask for what is not installed."""
+    """Raise UserError for flags that need --lora_rank, do not fit the layout, or need a missing package."""
     if args.lora_rank is None:
         given = {"--lora_alpha": args.lora_alpha, "--lora_dropout": args.lora_dropout}
         given |= {"--target_modules": args.target_modules, "--load_in_4bit": args.load_in_4bit}
@@ -20,14 +20,14 @@ def validate_adapter_flags(args) -> None:
     if args.lora_dropout == 1:
         raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
     for flag, size in (("tensor_parallel_size", args.tensor_parallel_size), ("ring_attn_size", args.ring_attn_size)):
-        if args.lora_dropout and size > 1:  # its ranks would drop the same places of different parts
+        if args.lora_dropout and size > 1:  # the ranks would drop the same positions of different parts
             raise UserError("--lora_dropout", f"{args.lora_dropout} with --{flag} {size}", "0")
     if args.target_modules is not None and not _names(args.target_modules):
         raise UserError("--target_modules", repr(args.target_modules), "comma-separated names of layers")
 
 
 def add_adapter_of_flags(args, strategy, model) -> None:
-    """Put the adapter that the flags ask for on a model that is not wrapped yet; print how much of it is trained."""
+    """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters."""
     from trainer.models.lora import LoraOptions, add_adapter
 
     targets = _names(args.target_modules) if args.target_modules else None

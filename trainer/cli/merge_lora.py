@@ -1,6 +1,6 @@
-"""`merge_lora BASE ADAPTER OUT`: a model folder with an adapter's update added to the base model's weights.
+"""`merge_lora BASE ADAPTER OUT`: write a model folder with an adapter's update added to the base model's weights.
 
-One process. The sum is made in fp32 and written in the dtype of BASE; host memory holds the model in fp32.
+The command is one process. It adds in fp32 and writes in the dtype of BASE. Host memory holds the model in fp32.
 """
 
 import os
@@ -12,7 +12,7 @@ USAGE = "python -m trainer.cli.merge_lora BASE ADAPTER OUT"
 
 
 def check_arguments(argv: list[str]) -> tuple[str, str, str]:
-    """(base folder or hub name, adapter folder, folder that does not exist yet); UserError if they are not."""
+    """Return (base folder or hub name, adapter folder, folder that does not exist yet). Raises UserError."""
     if len(argv) != 3:
         raise UserError("arguments", " ".join(argv) or "none", USAGE)
     base, source, target = argv[0], os.path.abspath(argv[1]), os.path.abspath(argv[2])
@@ -20,29 +20,29 @@ def check_arguments(argv: list[str]) -> tuple[str, str, str]:
         if not os.path.exists(os.path.join(source, name)):
             raise UserError("ADAPTER", f"{source} holds no {name}", "the save_path of a run with --lora_rank")
     if os.path.exists(target):
-        raise UserError("OUT", f"{target} exists", "a folder that does not")
+        raise UserError("OUT", f"{target} exists already", "a new folder")
     return base, source, target
 
 
 def merged_model(base: str, source: str):
-    """The model of `base` with the adapter of `source` added, in the dtype of `base`."""
+    """Load the model of `base`, add the adapter of `source`, and return it in the dtype of `base`."""
     import torch
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     is_classifier = PeftConfig.from_pretrained(source).task_type == "SEQ_CLS"
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    # the configuration beside the adapter knows of the head that a reward model adds to its base
+    # the config.json next to the adapter describes the head that a reward model adds to its base
     has_config = os.path.exists(os.path.join(source, "config.json"))
     config = AutoConfig.from_pretrained(source if has_config else base)
-    if hasattr(config, "quantization_config"):  # of --load_in_4bit; what is merged is the base as it was before
+    if hasattr(config, "quantization_config"):  # from --load_in_4bit; the adapter is merged into the unquantized base
         del config.quantization_config
     try:
         model, info = auto_class.from_pretrained(base, config=config, dtype=torch.float32, output_loading_info=True)
         odd = {name for kind in ("missing_keys", "unexpected_keys") for name in info[kind]}
         odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
         if odd:
-            raise ValueError(f"{len(odd)} weights that one has and the other lacks, such as {min(odd)}")
+            raise ValueError(f"{len(odd)} weights are in only one of the two, such as {min(odd)}")
         model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise UserError("ADAPTER", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None

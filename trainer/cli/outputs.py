@@ -1,4 +1,4 @@
-"""The run folder: its name, whether it may be written, config.yaml and the start of metrics.jsonl."""
+"""The run folder: its name, checks that it may be written, config.yaml and the start of metrics.jsonl."""
 
 import dataclasses
 import importlib.metadata
@@ -17,7 +17,7 @@ from trainer.metrics import METRICS_FILE, MetricsLog
 
 
 def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool, resumes: bool) -> str:
-    """The run folder, made by rank 0; raises UserError if it holds a run that is neither resumed nor overwritten."""
+    """Return the run folder; rank 0 makes it. Raises UserError if it holds a run that is not resumed or overwritten."""
     from trainer.distributed.collectives import broadcast_object
 
     folder = broadcast_object(output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"))
@@ -27,7 +27,7 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
         raise UserError("--output_dir", f"{folder} is a file", "a folder")
     if _holds_run(folder) and not resumes:
         if not overwrite:
-            allowed = "another folder, --load_checkpoint to go on with it, or --overwrite"
+            allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
         for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints", "rollouts.jsonl"):
             path = os.path.join(folder, name)
@@ -37,7 +37,7 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
 
 
 def _holds_run(folder: str) -> bool:
-    """Whether a run has written there; one of --verify_resume leaves checkpoints alone."""
+    """Whether a run has written there. A run with --verify_resume leaves only checkpoints."""
     checkpoints = os.path.join(folder, "checkpoints")
     return os.path.exists(os.path.join(folder, METRICS_FILE)) or (
         os.path.isdir(checkpoints) and any(os.scandir(checkpoints))
@@ -45,7 +45,7 @@ def _holds_run(folder: str) -> bool:
 
 
 def make_writable(flag: str, folder: str) -> None:
-    """Make `folder` and write something into it, for a moment; raises UserError if that cannot be done."""
+    """Make `folder` and write a temporary file in it. Raises UserError if that fails."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -55,7 +55,7 @@ def make_writable(flag: str, folder: str) -> None:
 
 
 def saved_models(args, output_dir: Optional[str]) -> list[str]:
-    """The folders that the trained model goes to: of the flags, or under `output_dir`; with --ema_beta, its average as well."""
+    """The folder of the trained model, from the flags or under `output_dir`. --ema_beta adds one for the average."""
     if args.no_save or not (args.save_path or output_dir):
         return []
     path = (args.save_path or os.path.join(output_dir, "model")).rstrip("/")
@@ -64,7 +64,7 @@ def saved_models(args, output_dir: Optional[str]) -> list[str]:
 
 
 def check_saved_models(args) -> None:
-    """Raises UserError where saving the model would replace anything but a model that may go: it is written as a whole."""
+    """Raise UserError if saving would replace anything but an old model. Saving replaces the whole folder."""
     flag, other = "--save_path", "a new or empty folder, or a model to replace"
     if not args.save_path:
         flag, other = "--output_dir", "another folder, or --save_path"
@@ -82,29 +82,29 @@ def check_saved_models(args) -> None:
         if held and not held & {"config.json", "adapter_config.json"}:
             raise UserError(flag, f"{path} holds no model", other)
         if held and not (args.save_path or args.overwrite or _holds_run(args.output_dir)):
-            raise UserError(flag, f"{path} holds a model of which no run there tells", other)
+            raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
 
 
 def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
-    """Raises UserError naming the pip extra of a mirror that is asked for and not installed."""
+    """Raise UserError, with the pip extra, for a requested metrics package that is not installed."""
     for flag, used, package in (("use_wandb", use_wandb, "wandb"), ("use_tensorboard", use_tensorboard, "tensorboard")):
         if used and importlib.util.find_spec(package) is None:
             raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{package}]'")
 
 
 def check_checkpoint_flags(args, eval_metrics: tuple[str, ...]) -> None:
-    """Raises UserError for checkpoint flags that contradict each other or what the evaluation will give."""
+    """Raise UserError for checkpoint flags that contradict each other, or a metric that no evaluation gives."""
     if args.load_checkpoint and args.overwrite:
         raise UserError("--overwrite", "with --load_checkpoint", "one of them")
     if args.load_checkpoint == "latest" and args.output_dir is None:
-        raise UserError("--load_checkpoint", "without --output_dir there is no run to go on with", "--output_dir")
+        raise UserError("--load_checkpoint", "without --output_dir there is no run to resume", "--output_dir")
     if args.best_metric_key and args.best_metric_key not in eval_metrics:
         allowed = ", ".join(eval_metrics) or "with --eval_dataset"
         raise UserError("--best_metric_key", f"{args.best_metric_key}, which no evaluation gives", allowed)
 
 
 def save_policy(args):
-    """When and how to save, of the flags under "Checkpoints"."""
+    """When and how to save, from the flags under "Checkpoints"."""
     from trainer.training.checkpointing import SavePolicy
 
     return SavePolicy(
@@ -120,7 +120,7 @@ def save_policy(args):
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Quotes texts such as 1e-5, which YAML itself takes for a text and the reader of --config for a number."""
+    """Quotes texts such as 1e-5. YAML itself reads 1e-5 as a text, but the reader of --config reads a number."""
 
     def represent_text(self, text: str):
         try:
@@ -134,7 +134,7 @@ ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 
 
 def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[MetricsLog]:
-    """Write config.yaml and the start row, or the resume row of a run that goes on; rank 0's log, None elsewhere."""
+    """Write config.yaml and the start row, or the row of a resume. Returns the log on rank 0, None elsewhere."""
     if not strategy.is_rank_0():
         return None
     config = dataclasses.asdict(args)
@@ -154,7 +154,7 @@ def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[Me
     if strategy.device.type == "cpu":
         from trainer.models.cpu_matmul import chosen
 
-        facts["cpu_matmul"] = chosen()  # config says auto
+        facts["cpu_matmul"] = chosen()  # the config may only say auto
     if not goes_on:
         metrics.event("start", **facts)
     if progress.step:
@@ -169,8 +169,8 @@ CARD_FLAGS = (
 
 
 def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
-    """README.md of a saved model: what it was made of and how."""
-    flags = dataclasses.asdict(args)  # of which a command may lack some
+    """Write the README.md of a saved model: its base, its data and its flags."""
+    flags = dataclasses.asdict(args)  # a command may lack some of CARD_FLAGS
     facts = {"command": command, **{name: flags[name] for name in CARD_FLAGS.split() if name in flags}}
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())

@@ -1,4 +1,4 @@
-"""The flags of `train_ppo`: what goes together, and the options of the algorithm that they make."""
+"""The flags of `train_ppo`: checks of their combinations, and the options of the algorithm that they give."""
 
 import importlib.util
 
@@ -16,13 +16,13 @@ def demo_defaults() -> dict:
 
 
 def validate(args: PPOArguments) -> None:
-    """Raises UserError for flags that contradict each other or would do nothing."""
+    """Raise UserError for flags that contradict each other or would do nothing."""
     from trainer.models.policy_loss import POLICY_LOSSES
 
     if args.policy_loss not in POLICY_LOSSES:
         raise UserError("--policy_loss", args.policy_loss, ", ".join(POLICY_LOSSES))
     training_command.validate_shared(args, EVAL_METRICS)
-    if args.load_in_4bit:  # the engine would need the weights that they stand for
+    if args.load_in_4bit:  # the engine would need unquantized weights
         raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
     if args.lora_dropout:  # the ratio of policies would not be 1 on the first update
         raise UserError("--lora_dropout", f"{args.lora_dropout:g} with train_ppo", "0")
@@ -45,7 +45,7 @@ def _refuse_idle(args: PPOArguments) -> None:
     estimator = args.advantage_estimator
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
-        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator that divides by a deviation"),
+        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator with a standard deviation"),
         ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, cispo"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
@@ -58,7 +58,7 @@ def _refuse_idle(args: PPOArguments) -> None:
 
 
 def reference_is_base(args: PPOArguments) -> bool:
-    """Whether the reference is no model of its own, but the policy with its adapter off."""
+    """Whether the reference is the policy with its adapter off, instead of a separate model."""
     return bool(args.lora_rank) and not args.ref_model
 
 
@@ -70,13 +70,13 @@ def _validate_offload(args: PPOArguments) -> None:
     for flag, value in while_generating.items():
         if value and args.adam_offload:
             raise UserError(
-                flag, "with --adam_offload, which keeps optimizer states in host memory for good", "one of them"
+                flag, "with --adam_offload, which always keeps optimizer states in host memory", "one of them"
             )
         if value and args.rollouts_from and not args.eval_dataset:
-            raise UserError(flag, "with --rollouts_from, where nothing is generated", "leave it out")
+            raise UserError(flag, "with --rollouts_from, which generates nothing", "leave it out")
     if args.offload_ref and reference_is_base(args):
         raise UserError(
-            "--offload_ref", "with --lora_rank, where the policy without its adapter is the reference", "leave it out"
+            "--offload_ref", "with --lora_rank: the reference is the policy without its adapter", "leave it out"
         )
     if args.offload_reward and not args.reward_pretrain:
         raise UserError("--offload_reward", "without --reward_pretrain", "leave it out")
@@ -92,7 +92,7 @@ def _validate_engine(args: PPOArguments) -> None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
     if share is not None and share >= 1:
         raise UserError(flag, f"{share:g}", "below 1")
-    if args.temperature < 0.01:  # vLLM raises it in silence, and log-probs would be of another temperature
+    if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
         raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
 
 
@@ -118,12 +118,12 @@ def _validate_rewards(args: PPOArguments) -> None:
         if len(args.reward_weights) != count:
             raise UserError("--reward_weights", f"{len(args.reward_weights)} for {count} --reward_pretrain", "one each")
     if args.reward_pretrain and args.sequence_parallel:
-        raise UserError("--sequence_parallel", "with a reward model, whose head scores whole sequences", "leave it out")
+        raise UserError("--sequence_parallel", "with a reward model: its head scores whole sequences", "leave it out")
     if args.reward_clip_range and args.reward_clip_range[0] >= args.reward_clip_range[1]:
         raise UserError("--reward_clip_range", str(args.reward_clip_range), "a lower and a higher bound")
     if args.overlong_buffer_len >= args.generate_max_len:
         found = f"{args.overlong_buffer_len} with --generate_max_len {args.generate_max_len}"
-        raise UserError("--overlong_buffer_len", found, "less than that")
+        raise UserError("--overlong_buffer_len", found, "less than --generate_max_len")
 
 
 def _validate_algorithm(args: PPOArguments) -> None:
@@ -143,21 +143,21 @@ def _validate_algorithm(args: PPOArguments) -> None:
             "--dual_clip", f"{args.dual_clip} with --policy_loss {args.policy_loss}", "above 1, with ppo, gspo"
         )
     if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
-        raise UserError("--eps_clip_high", "with --policy_loss reinforce, which clips nothing", "ppo, gspo, cispo")
+        raise UserError("--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, cispo")
     if not args.init_kl_coef:
         needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
         needing["--offload_ref"] = args.offload_ref
         for flag, value in needing.items():
             if value:
                 raise UserError(flag, "with --init_kl_coef 0, which means no reference", "--init_kl_coef above 0")
-    if args.use_kl_loss and args.kl_estimator == "k1":  # its gradient is 0 in expectation
-        raise UserError("--kl_estimator", "k1 with --use_kl_loss, whose gradient is zero on average", "k2, k3")
+    if args.use_kl_loss and args.kl_estimator == "k1":
+        raise UserError("--kl_estimator", "k1 with --use_kl_loss: its gradient is zero on average", "k2, k3")
 
 
 def _validate_critic(args: PPOArguments) -> None:
     has_critic = args.advantage_estimator == "gae"
     if has_critic and args.sequence_parallel:
-        raise UserError("--sequence_parallel", "with a critic, whose head needs whole sequences", "leave it out")
+        raise UserError("--sequence_parallel", "with a critic: its head needs whole sequences", "leave it out")
     needing = {
         "--critic_pretrain": args.critic_pretrain,
         "--offload_critic": args.offload_critic,
@@ -170,7 +170,7 @@ def _validate_critic(args: PPOArguments) -> None:
 
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
-    """The options of `trainer.training.ppo`."""
+    """The options of `trainer.training.ppo`, from the flags."""
     from trainer.models.policy_loss import PolicyOptions
     from trainer.rollout.sampling import Sampling
     from trainer.training.advantages import AdvantageOptions

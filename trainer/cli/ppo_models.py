@@ -1,4 +1,4 @@
-"""What `train_ppo` builds of its flags: the models of its roles, the reward, the loader of a rollout's samples."""
+"""What `train_ppo` builds from its flags: the models of its roles, the reward and the loader of a rollout's samples."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from trainer.ppo_arguments import PPOArguments
 
 
 def stop_ids(setup: training_command.Setup) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's eos and those of the generation config."""
+    """The tokens that end a response: eos of the tokenizer, and eos of the generation config."""
     from transformers import GenerationConfig
 
     found = {setup.tokenizer.eos_token_id}
@@ -25,12 +25,12 @@ def stop_ids(setup: training_command.Setup) -> tuple[int, ...]:
         found |= set(eos) if isinstance(eos, list) else {eos}
     found.discard(None)
     if not found:
-        raise UserError("--pretrain", "the tokenizer has no eos token, so no response could end")
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no response can end")
     return tuple(sorted(found))
 
 
 def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
-    """Optimizer steps of the whole run: those of every rollout, the last of an episode being perhaps a short one."""
+    """Optimizer steps of the whole run, over all rollouts. The last rollout of an episode may be shorter."""
     size, num = args.rollout_batch_size, len(order.prompts)
     prompts = [min(size, num - start) for start in range(0, num, size)]
     sizes = [count * args.n_samples_per_prompt for count in prompts] * args.num_episodes
@@ -40,7 +40,7 @@ def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
 
 
 def frozen_rollouts(args: PPOArguments) -> Optional[list]:
-    """The rollouts of --rollouts_from. Raises UserError where they cannot be those of this run."""
+    """The rollouts of --rollouts_from, or None. Raises UserError if they do not fit this run."""
     from trainer.rollout.rollouts_file import read_rollouts
 
     if not args.rollouts_from:
@@ -49,12 +49,12 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
-        raise UserError("--n_samples_per_prompt", found, "the number that the rollouts were made with")
+        raise UserError("--n_samples_per_prompt", found, "the value of the run that made the rollouts")
     return frozen
 
 
 def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callable:
-    """`make_batches(samples, episode)`: this rank's global batches of a rollout, and its number of response tokens."""
+    """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and its number of response tokens."""
     from trainer.rollout.experience import SampleSet, collate_samples
 
     max_len = args.prompt_max_len + args.generate_max_len
@@ -82,7 +82,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
 def build_roles(
     args: PPOArguments, setup: training_command.Setup, output_dir: str, total_steps: int, make_batches: Callable
 ):
-    """All models, prepared, each in the order load, shard, load the next: only one is ever whole."""
+    """Load and shard all models one after the other, so that only one model is ever whole."""
     from transformers import AutoModelForCausalLM
 
     from trainer.training.ema import WeightAverage
@@ -136,14 +136,14 @@ def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dic
         found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
         raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
     if share is not None and setup.strategy.device.type != "cuda":
-        found = f"{share:g} on the CPU, where the cache has room for --micro_rollout_batch_size responses"
+        found = f"{share:g} on the CPU: the cache there has room for --micro_rollout_batch_size responses"
         raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # it already speaks while it is imported
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it already logs while it is imported
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    os.environ.setdefault("RANK", "0")  # vLLM asks for it even where torchrun did not start the process
+    os.environ.setdefault("RANK", "0")  # vLLM reads it even if torchrun did not start the process
     from trainer.rollout.vllm import VLLMEngine
 
     if share is not None:
@@ -158,15 +158,16 @@ def _reference(args: PPOArguments, setup: training_command.Setup):
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import resolve_model_folder
 
-    folder = setup.folder
+    folder, flag = setup.folder, "--pretrain"
     if args.ref_model:
-        folder = rank_0_first(lambda: resolve_model_folder(args.ref_model, "--ref_model"))
-    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM)
+        flag = "--ref_model"
+        folder = rank_0_first(lambda: resolve_model_folder(args.ref_model, flag))
+    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
 
 
 def _critic(args: PPOArguments, setup: training_command.Setup, output_dir: str, total_steps: int) -> tuple:
-    """A scorer of tokens that starts from --critic_pretrain: with its head if it has one, else with a new one."""
+    """Build the critic, which scores tokens, from --critic_pretrain: with its head if it has one, else a new head."""
     from transformers import AutoModelForSequenceClassification
 
     from trainer.distributed.collectives import rank_0_alone, rank_0_first
@@ -174,10 +175,11 @@ def _critic(args: PPOArguments, setup: training_command.Setup, output_dir: str, 
     from trainer.models.reward import make_initial_reward_model, return_token_scores
 
     strategy, source, initial = setup.strategy, setup.folder, os.path.join(output_dir, "initial_critic")
+    flag = "--critic_pretrain" if args.critic_pretrain else "--pretrain"
     if args.critic_pretrain:
-        source = rank_0_first(lambda: resolve_model_folder(args.critic_pretrain, "--critic_pretrain"))
-    rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code))
-    model = training_command.load_model(args, setup, initial, AutoModelForSequenceClassification)
+        source = rank_0_first(lambda: resolve_model_folder(args.critic_pretrain, flag))
+    rank_0_alone(lambda: make_initial_reward_model(source, initial, args.seed, args.trust_remote_code, flag=flag))
+    model = training_command.load_model(args, setup, initial, AutoModelForSequenceClassification, flag)
     if args.lora_rank:
         add_adapter_of_flags(args, strategy, model)
     return_token_scores(model)
@@ -189,7 +191,7 @@ def _critic(args: PPOArguments, setup: training_command.Setup, output_dir: str, 
 
 
 def build_reward(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
-    """`score(samples)`, which sets the score of every sample on every rank (collective)."""
+    """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
     from trainer.rollout.experience import score_by_texts
     from trainer.rollout.rewards import function_scorer, remote_scorer
 
@@ -206,7 +208,7 @@ def build_reward(args: PPOArguments, setup: training_command.Setup, make_batches
 
 
 def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
-    """The weighted sum of the scores of frozen reward models, which read the tokens that the policy wrote."""
+    """Return `score(samples)` with the weighted scores of frozen reward models. They read the policy's tokens."""
     from transformers import AutoModelForSequenceClassification
 
     from trainer.datasets.prompts import as_conversation, chat_ends
@@ -221,14 +223,16 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
         folder = rank_0_first(lambda name=name: resolve_model_folder(name.strip(), "--reward_pretrain"))
         tokenizer = load_tokenizer(folder, args.trust_remote_code)
         if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
-            found = f"{name} has another vocabulary than --pretrain, so it cannot read its tokens"
+            found = f"{name} has another vocabulary than --pretrain, so it cannot read the policy's tokens"
             raise UserError(
-                "--reward_pretrain", found, "serve it instead: python -m trainer.cli.serve_rm, --remote_rm_url"
+                "--reward_pretrain", found, "serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url"
             )
-        model = training_command.load_model(args, setup, folder, AutoModelForSequenceClassification)
+        model = training_command.load_model(
+            args, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain"
+        )
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
-        pad = scoring_pad(model, tokenizer)  # which need not be the policy's
+        pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
         return_token_scores(model)
         model = setup.strategy.prepare(model.eval().requires_grad_(False), offload=args.offload_reward)
         models.append((f"--reward_pretrain {name.strip()}", pad, model))
@@ -245,7 +249,7 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
         for where, pad, model in models:
             batches, _ = make_batches(read, 0, pad)
             found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
-            parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same table on every rank
+            parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same scores on every rank
         for number, sample in enumerate(samples):
             sample.score = sum(weight * part[number] for weight, part in zip(weights, parts))
 

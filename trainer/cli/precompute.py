@@ -1,4 +1,4 @@
-"""`--precompute_ref_logps`: pairs that carry the log-probs of the reference, so that training needs no second model."""
+"""`--precompute_ref_logps`: add the reference's log-probs to the pairs, so that training needs no second model."""
 
 import functools
 import gc
@@ -10,9 +10,10 @@ from trainer.cli.preference_data import build_pair_loader
 
 
 def with_reference(args, setup: training_command.Setup, folder: str, load_reference, sets: list) -> list:
-    """The sets of pairs (None stays None) with their reference's log-probs, from disk or by one pass over each.
+    """Return the sets of pairs with the reference's log-probs, from disk or from one pass. None stays None.
 
-    `load_reference()` is called only if a set is not on disk, under a hash of the model in `folder`, the pairs and the dtype.
+    The file name is a hash of the model in `folder`, the pairs and the dtype. `load_reference()` is called only if a
+    set is not on disk.
     """
     from trainer.distributed.collectives import broadcast_object, rank_0_alone
     from trainer.training import reference_cache as cache
@@ -30,12 +31,12 @@ def with_reference(args, setup: training_command.Setup, folder: str, load_refere
             loader = build_pair_loader(args, setup, pairs, shuffle=False)
             log_probs = cache.compute(strategy, reference, loader, pairs, setup.sp_group)
             rank_0_alone(functools.partial(cache.write, path, log_probs))
-            strategy.print(f"reference log-probs of {len(pairs)} pairs computed, kept in {path}")
+            strategy.print(f"reference log-probs of {len(pairs)} pairs computed and saved in {path}")
         else:
             strategy.print(f"reference log-probs of {len(pairs)} pairs read from {path}")
         result.append(cache.with_log_probs(pairs, log_probs))
     del reference
-    gc.collect()  # the reference's weights go before the policy trains
+    gc.collect()  # free the reference's weights before the policy trains
     if strategy.device.type == "cuda":
         torch.cuda.empty_cache()
     return result

@@ -1,4 +1,4 @@
-"""What `train_rm` and `train_dpo` share: pairs from the flags, and loaders that put both sides through one forward pass."""
+"""Data code of `train_rm` and `train_dpo`: pairs from the flags, and loaders with both sides in one forward pass."""
 
 import functools
 
@@ -7,15 +7,15 @@ from trainer.errors import UserError
 
 
 def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
-    """Raises UserError for flags that mean nothing, or not what they say, where a sample is a pair."""
+    """Raise UserError for flags that do not work if a sample is a pair."""
     training_command.validate_shared(args, eval_metrics)
     if args.max_tokens_per_micro_batch and not args.packing_samples:
-        found = "without --packing_samples: padding between the two sides of a pair is not counted"
+        found = "without --packing_samples: the padding between the two sides of a pair is not counted"
         raise UserError("--max_tokens_per_micro_batch", found, "--packing_samples or --micro_train_batch_size")
 
 
 def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=None, mean_flag=None):
-    """(tokenized pairs, ledger) of --dataset or --eval_dataset; see `tokenize_preference`."""
+    """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
     from trainer.datasets.preference import tokenize_preference
 
     return tokenize_preference(
@@ -35,7 +35,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
 
 
 def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
-    """(tokenized answers, ledger) of rows with single answers, or of pairs taken apart."""
+    """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
     from trainer.datasets.unpaired import tokenize_unpaired, unpair
 
     rows = training_command.load_flag_rows(args, names, split, flag)

@@ -1,11 +1,11 @@
-"""A picture of how a reward model scores the evaluation set."""
+"""Plot the scores of a reward model on the evaluation set."""
 
 import torch
 
 
 def plot_scores(chosen: torch.Tensor, rejected: torch.Tensor, path: str) -> None:
-    """Histograms of the scores (n,) of both sides over the same bins, with their means; a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: nothing global, no display
+    """Write a PNG file with histograms of both sides' scores (n,) over the same bins, and with their means."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no global state, no display
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4))

@@ -21,14 +21,14 @@ class ServeArguments:
     host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8000, "port to listen on; 0 takes a free one", type="NonNegativeInt")
     batch_size: int = arg(16, "texts per forward pass", type="PositiveInt")
-    max_len: int = arg(4096, "longer texts lose their beginning", type="PositiveInt")
+    max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
     param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype")
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto takes CUDA where there is one")
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
 class RewardServer:
-    """Scores prompts with responses, batch by batch."""
+    """Scores responses to prompts, batch by batch."""
 
     def __init__(self, args: ServeArguments):
         from transformers import AutoModelForSequenceClassification
@@ -54,8 +54,11 @@ class RewardServer:
         self.ends, self.pad_token_id = chat_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
 
     def input_ids(self, prompt: str, response: str, finished: bool = True) -> list[int]:
-        """The texts as the model was trained on such: with the end token, and in a chat what its template puts behind it;
-        neither where the response did not end by itself."""
+        """Return the tokens of a prompt and a response in the form of the training data.
+
+        A finished response gets the end token and, in a chat, what the template adds after it. An unfinished response
+        gets neither.
+        """
         from trainer.datasets.prompts import as_conversation
 
         prompt_ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -83,8 +86,11 @@ class RewardServer:
         return scores
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """A handler class for http.server: POST with prompts, responses and, if known, finished (one true or false each),
-        answered with rewards, or 400 and the reason."""
+        """Return a handler class for http.server.
+
+        A POST has prompts, responses and, if known, finished (true or false for each). The answer has rewards. A bad
+        request gets 400 with the reason.
+        """
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""`train_dpo`: preference optimization of a causal language model from pairs of answers: DPO and its relatives.
+"""`train_dpo`: preference optimization of a causal language model on pairs of answers, with DPO or a related loss.
 
 torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
 """
@@ -29,7 +29,7 @@ def demo_defaults() -> dict:
 
 
 def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
-    """The arguments, and whether they are those of the embedded demo."""
+    """Return the arguments, and whether they are for the embedded demo."""
     return training_command.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
 
 
@@ -44,7 +44,7 @@ def validate(args: DPOArguments) -> None:
 
     if args.loss not in (*PAIR_LOSSES, "kto"):
         raise UserError("--loss", args.loss, ", ".join((*PAIR_LOSSES, "kto")))
-    validate_pairs(args, EVAL_METRICS[:2] if args.loss == "kto" else EVAL_METRICS)  # no pairs, no margin
+    validate_pairs(args, EVAL_METRICS[:2] if args.loss == "kto" else EVAL_METRICS)  # kto has no pairs, so no margin
     if (args.label_smoothing > 0) != (args.loss == "cdpo") or args.label_smoothing >= 0.5:
         found = f"{args.label_smoothing} with --loss {args.loss}"
         raise UserError("--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo, 0 with any other")
@@ -57,19 +57,17 @@ def validate(args: DPOArguments) -> None:
         if value and not needs_reference(args):
             raise UserError(flag, f"with --loss {args.loss}, which has no reference", "leave it out")
         if value and args.load_in_4bit:
-            raise UserError(
-                flag, "with --load_in_4bit, whose reference is the model without its adapter", "leave it out"
-            )
+            raise UserError(flag, "with --load_in_4bit: the reference is the model without its adapter", "leave it out")
     if args.ref_offload and args.lora_rank and not args.ref_model:
-        raise UserError("--ref_offload", "with --lora_rank, whose reference is the model itself", "leave it out")
+        raise UserError("--ref_offload", "with --lora_rank: the reference is the model itself", "leave it out")
     if args.precompute_ref_logps and args.loss == "kto":
-        found = "with --loss kto, which pairs prompts and answers anew in every epoch"
+        found = "with --loss kto, which pairs prompts and answers again in every epoch"
         raise UserError("--precompute_ref_logps", found, "leave it out, or --ref_offload")
     if args.precompute_ref_logps and args.ref_offload:
         raise UserError("--ref_offload", "with --precompute_ref_logps, which frees the reference", "one of them")
     if args.loss == "kto" and args.train_batch_size == 1:
         raise UserError(
-            "--train_batch_size", "1 with --loss kto, whose KL estimate pairs prompts and answers", "2 or more"
+            "--train_batch_size", "1 with --loss kto: its KL estimate pairs prompts with other answers", "2 or more"
         )
     if args.loss == "kto" and args.nll_loss_coef:
         raise UserError("--nll_loss_coef", "with --loss kto, which has no chosen answers", "leave it out")
@@ -125,8 +123,9 @@ def load_reference(args: DPOArguments, setup: training_command.Setup):
     from transformers import AutoModelForCausalLM
 
     if args.ref_offload and setup.strategy.device.type == "cpu":
-        setup.strategy.print("--ref_offload: the device is the CPU, so the reference is in host memory as it is")
-    reference = training_command.load_model(args, setup, reference_folder(args, setup), AutoModelForCausalLM)
+        setup.strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
+    folder, flag = reference_folder(args, setup), "--ref_model" if args.ref_model else "--pretrain"
+    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)
 
 
@@ -152,7 +151,7 @@ def run(argv: list[str]) -> None:
     eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
     model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    # the base of an adapter is the reference, unless another is named
+    # with an adapter, its base is the reference, unless --ref_model names another model
     has_reference = needs_reference(args) and not args.precompute_ref_logps
     needs_model = has_reference and (args.ref_model or not args.lora_rank)
     reference = load_reference(args, setup) if needs_model else None

@@ -1,4 +1,4 @@
-"""`train_ppo`: reinforcement learning of a causal language model: PPO, GRPO and their relatives.
+"""`train_ppo`: reinforcement learning of a causal language model with PPO, GRPO and related algorithms.
 
 torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain MODEL --dataset prompts.jsonl
     --input_key question --label_key answer --reward_func math --advantage_estimator group_norm --n_samples_per_prompt 8
@@ -16,12 +16,12 @@ COMMAND = "train_ppo"
 
 
 def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
-    """The arguments, and whether they are those of the embedded demo."""
+    """Return the arguments, and whether they are for the embedded demo."""
     return training_command.parse_or_demo(PPOArguments, COMMAND, argv, demo_defaults)
 
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
-    """(prompts, ledger) of --dataset or --eval_dataset."""
+    """Return (prompts, ledger) of --dataset or --eval_dataset."""
     from trainer.datasets.prompts import tokenize_prompts
     from trainer.rollout.rewards import needs_labels
 
@@ -40,13 +40,13 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
 
 
 def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
-    """--verify_resume, of all that a rollout goes through; returns the line that says so."""
+    """Run --verify_resume: replay steps together with their rollouts. Returns the line that reports the result."""
     from trainer.metrics import Rows
     from trainer.training.ppo import train_ppo
     from trainer.training.verify_resume import verify_replay
 
     def some_steps(progress) -> list[dict]:
-        rows, ppo_run.roles.synced_step = Rows(), None  # a replay brings the loaded weights to the engine
+        rows, ppo_run.roles.synced_step = Rows(), None  # the engine must get the loaded weights again
         train_ppo(ppo_run, dataclasses.replace(loop, total_steps=progress.step + num_steps), progress, rows)
         return rows.found
 

@@ -1,4 +1,4 @@
-"""`train_rm`: a reward model from pairs of answers, saved as a sequence classifier with one label.
+"""`train_rm`: train a reward model on pairs of answers, and save it as a sequence classifier with one label.
 
 torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
 """
@@ -22,7 +22,7 @@ def demo_defaults() -> dict:
 
 
 def parse(argv: list[str]) -> tuple[RMArguments, bool]:
-    """The arguments, and whether they are those of the embedded demo."""
+    """Return the arguments, and whether they are for the embedded demo."""
     return training_command.parse_or_demo(RMArguments, COMMAND, argv, demo_defaults)
 
 
@@ -35,7 +35,7 @@ def validate(args: RMArguments) -> None:
     if args.margin_key and args.loss != "sigmoid":
         raise UserError("--margin_key", f"with --loss {args.loss}", "--loss sigmoid")
     if args.sequence_parallel:
-        raise UserError("--sequence_parallel", "with train_rm, whose head scores whole sequences", "leave it out")
+        raise UserError("--sequence_parallel", "with train_rm: its head scores whole sequences", "leave it out")
 
 
 def load_data(args: RMArguments, tokenizer, names: str, split: str, flag: str):
@@ -72,7 +72,7 @@ def run(argv: list[str]) -> None:
     return_token_scores(model, args.compute_fp32_loss)
 
     def at_end(model) -> None:
-        """Statistics of the scores into the config, their picture into the run folder."""
+        """Write statistics of the scores into the config, and a plot of them into the run folder."""
         if not eval_loader:
             return
         scores = evaluation_scores(strategy, model, eval_loader, eval_pairs, setup.sp_group)

@@ -17,12 +17,12 @@ def demo_defaults() -> dict:
 
 
 def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
-    """The arguments, and whether they are those of the embedded demo."""
+    """Return the arguments, and whether they are for the embedded demo."""
     return training_command.parse_or_demo(SFTArguments, COMMAND, argv, demo_defaults)
 
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
-    """(tokenized samples, ledger) of --dataset or --eval_dataset."""
+    """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
     from trainer.datasets.sft_samples import tokenize_sft
 
     return tokenize_sft(

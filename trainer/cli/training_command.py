@@ -1,4 +1,4 @@
-"""What the training commands have in common, in the order in which a command calls it: parse, check, set up, build, run."""
+"""The steps that all training commands share, in the order of the calls: parse, check, set up, build, run."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ DEMO_DIR = "demo"
 
 
 def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: Callable[[], dict]) -> tuple[Any, bool]:
-    """The arguments, and whether they are those of the embedded demo; `demo()` gives its defaults, file names bare."""
+    """Return the arguments, and whether they are for the demo. `demo()` gives its defaults, with bare file names."""
     args = parse_arguments(arguments_class, command, argv)
     if args.pretrain is None and args.dataset is None:
         defaults = demo()
@@ -25,14 +25,14 @@ def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: Ca
         return parse_arguments(arguments_class, command, argv, defaults), True
     for flag, value in (("--pretrain", args.pretrain), ("--dataset", args.dataset)):
         if value is None:
-            raise UserError(flag, "missing", "a path or hub name; with neither --pretrain nor --dataset, the demo")
+            raise UserError(flag, "missing", "a path or hub name; without both --pretrain and --dataset, the demo")
     return args, False
 
 
 def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
-    """What can be wrong with the shared flags alone, before any rank, data or model is touched.
+    """Check the shared flags before any rank, data or model is used. Raises UserError.
 
-    `eval_metrics` are those of an evaluation that may choose the best checkpoint.
+    `eval_metrics` are the evaluation metrics that may choose the best checkpoint.
     """
     from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_saved_models
     from trainer.optimizers.build import check_scheduler_name, has_min_lr
@@ -65,7 +65,7 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
 
 def check_numbers(args) -> None:
-    """Raises UserError for numbers of the right kind that torch could not take."""
+    """Raise UserError for numbers of the right type that torch could not use."""
     for name, value in vars(args).items():
         endless = value == math.inf and name in ("max_norm", "max_ckpt_mem", "save_interval_minutes")
         if isinstance(value, float) and not math.isfinite(value) and not endless:
@@ -77,8 +77,11 @@ def check_numbers(args) -> None:
 
 
 def refuse_idle(args, rules: list[tuple[str, bool, str]], usual: Optional[dict] = None) -> None:
-    """Raises UserError for a flag that is given where it would do nothing. `rules` are (names of flags, whether they do
-    something, what they need for it); values that are the default, or those of `usual`, are never refused."""
+    """Raise UserError for a flag that would do nothing here.
+
+    `rules` are (names of flags, whether they do something, what they need for it). Default values and the values in
+    `usual` are never refused.
+    """
     flags, defaults = vars(args), vars(type(args)())
     for names, at_work, needed in rules:
         for name in [] if at_work else names.split():
@@ -88,17 +91,17 @@ def refuse_idle(args, rules: list[tuple[str, bool, str]], usual: Optional[dict] 
 
 @dataclass
 class Setup:
-    """The process group joined, the tokenizer loaded, the attention function known."""
+    """The state after `set_up`: process group, tokenizer and attention function are ready."""
 
     strategy: Any
     folder: str  # of the model
     tokenizer: Any
     attention: str
-    sp_group: Any  # None where sequences are whole
+    sp_group: Any  # None if sequences are not split
 
 
 def set_up(args, is_demo: bool) -> Setup:
-    """Start the strategy; make the demo if it is asked for; load the tokenizer."""
+    """Start the strategy, make the demo if it is requested, and load the tokenizer."""
     from trainer.distributed.collectives import rank_0_first
     from trainer.distributed.mesh import validate_batch_sizes
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
@@ -108,7 +111,7 @@ def set_up(args, is_demo: bool) -> Setup:
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
     if args.activation_offload and strategy.device.type == "cpu":
-        raise UserError("--activation_offload", "on CPU, where activations are in host memory already", "CUDA")
+        raise UserError("--activation_offload", "on CPU: activations are already in host memory", "CUDA")
     attention = choose_attention(args)
     if args.cpu_matmul != "auto" and strategy.device.type != "cpu":
         raise UserError("--cpu_matmul", f"{args.cpu_matmul} on {strategy.device.type}", "--device cpu")
@@ -140,7 +143,7 @@ def set_up(args, is_demo: bool) -> Setup:
 
 
 def choose_attention(args) -> str:
-    """The name of the attention function; without packing and splitting, transformers' own."""
+    """The name of the attention function. Without packing and splitting, it is a function of transformers."""
     if not (args.packing_samples or args.ring_attn_size > 1 or args.attn_implementation == "flash_attention_2"):
         return args.attn_implementation
     from trainer.models.attention.choice import resolve_attention
@@ -149,7 +152,7 @@ def choose_attention(args) -> str:
 
 
 def use_cores(args, strategy) -> None:
-    """On CPU: choose who multiplies matrices, and say so where cores are left idle."""
+    """On CPU: choose the library for matrix products, and print a hint if cores stay idle."""
     import torch
 
     from trainer.models.cpu_matmul import choose_cpu_matmul
@@ -162,8 +165,10 @@ def use_cores(args, strategy) -> None:
 
 
 def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
-    """A hint where the ranks of a machine leave most of its cores idle, as with torchrun's one thread a rank. A half may be
-    hyperthreads."""
+    """Return a hint if the ranks use a quarter of the cores or less, as with torchrun's one thread per rank.
+
+    A larger share gives no hint, because half of the cores may be hyperthreads.
+    """
     if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
         return None
     used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
@@ -179,7 +184,7 @@ def load_flag_rows(args, names: str, split: str, flag: str):
 
 
 def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tuple[Any, Any, Any]:
-    """(training samples, evaluation samples or None, training ledger), both ledgers and the first sample printed."""
+    """Return (training samples, evaluation samples or None, training ledger). Print ledgers and first sample."""
     from trainer.distributed.collectives import rank_0_first
 
     strategy, tokenizer = setup.strategy, setup.tokenizer
@@ -198,7 +203,7 @@ def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tupl
 def build_loader(
     args, setup: Setup, samples, collate: Callable, *, shuffle: bool, sequences_per_sample: int = 1, **options
 ):
-    """The strategy's loader of the flags under "Batches"; `options` are further ones of `setup_dataloader`."""
+    """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
     return setup.strategy.setup_dataloader(
         samples,
@@ -212,10 +217,12 @@ def build_loader(
     )
 
 
-def load_model(args, setup: Setup, folder: str, auto_class):
-    """The model of `folder`, which may be another than that of `set_up`, without dropout of its own."""
+def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain"):
+    """Load the model of `folder`, which `flag` asked for, and switch its dropout off."""
+    from trainer.checkpoints.model_folder import find_weights
     from trainer.models.model_loading import disable_dropout
 
+    find_weights(folder, flag)
     if args.packing_samples:
         from trainer.models.attention.choice import validate_packed_model
 
@@ -238,7 +245,7 @@ def load_model(args, setup: Setup, folder: str, auto_class):
 
 
 def prepare_training(args, strategy, model, total_steps: int):
-    """(model, optimizer, scheduler), wrapped."""
+    """Return (model, optimizer, scheduler), prepared by the strategy."""
     from trainer.optimizers.build import build_scheduler
 
     if args.compile:
@@ -270,7 +277,7 @@ class Run:
 
 
 def open_run(args, setup: Setup, command: str) -> str:
-    """The run folder, see `outputs.open_output_dir`; what will be written elsewhere is tried as well."""
+    """Open the run folder (see `outputs.open_output_dir`), and check that other output folders are writable."""
     from trainer.cli.outputs import make_writable, open_output_dir, saved_models
 
     folder = open_output_dir(setup.strategy, args.output_dir, command, args.overwrite, args.load_checkpoint is not None)
@@ -283,7 +290,7 @@ def open_run(args, setup: Setup, command: str) -> str:
 
 
 def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
-    """Wrap the model, resume if asked to, train, write it. `at_end(model)` comes before writing."""
+    """Prepare the model, resume if requested, train, and save. `at_end(model)` runs before the save."""
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.metrics import flops_per_token
     from trainer.training.checkpointing import Checkpoints, Trained
@@ -294,7 +301,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
         from trainer.cli.lora_flags import add_adapter_of_flags
 
         add_adapter_of_flags(args, strategy, model)
-    # a frozen weight needs no gradient of its own: 4 FLOPs a token instead of 6
+    # a frozen weight needs no gradient: 4 FLOPs per token instead of 6
     num_params = sum(parameter.numel() * (1 if parameter.requires_grad else 2 / 3) for parameter in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
@@ -347,7 +354,7 @@ def loop_options(args, total_steps: int):
 
 
 def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
-    """Write the trained model, or with `average` the one that --ema_beta keeps, and its card."""
+    """Write the trained model and its card. With `average`, write the average that --ema_beta keeps."""
     from trainer.cli.outputs import saved_models, write_model_card
 
     save_path = saved_models(args, run.output_dir)[average]

@@ -1,1 +1,1 @@
-"""What compare_backends.py is made of: reading logs, comparing them, reporting, and launching a matrix of runs."""
+"""The parts of compare_backends.py: read logs, compare them, write reports, and launch a matrix of runs."""

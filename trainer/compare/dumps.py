@@ -8,13 +8,13 @@ from trainer.errors import UserError
 
 GRADIENTS = "grads_step1.safetensors"
 WEIGHTS = "weights_final.safetensors"
-CHUNK = 1 << 22  # elements; a float64 copy of a whole embedding would be the peak of memory
+CHUNK = 1 << 22  # elements; a float64 copy of a whole embedding would need the most memory
 
 
 def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | Path) -> None:
-    """Compare both dumps, note the worst parameter of each, and a failure where it is over the threshold.
+    """Compare both dumps. Note the worst gradient and weight, and a failure if one is over the threshold.
 
-    Raises UserError where a file is missing or broken, or the two do not hold the same tensors.
+    Raises: UserError if a file is missing or broken, or if the two files do not hold the same tensors.
     """
     threshold = comparison.thresholds.dump
     comparison.worst_gradient = compare_files(Path(reference_dir) / GRADIENTS, Path(run_dir) / GRADIENTS)
@@ -47,7 +47,7 @@ def _same_names(reference: Path, expected: set[str], other: Path, found: set[str
     if missing := expected - found:
         raise UserError(str(other), f"lacks {_listed(missing)}", f"the tensors of {reference}")
     if extra := found - expected:
-        raise UserError(str(other), f"holds {_listed(extra)} too many", f"the tensors of {reference}")
+        raise UserError(str(other), f"holds {_listed(extra)} in addition", f"the tensors of {reference}")
     if not expected:
         raise UserError(str(reference), "holds no tensor")
     return sorted(expected)
@@ -59,7 +59,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _rel(other: Path, name: str, a, b) -> float:
-    """||b - a|| / ||a||; 0 where both are all zeros, infinite where a alone is."""
+    """||b - a|| / ||a||; 0 if both are all zeros, infinite if only a is."""
     if a.shape != b.shape:
         raise UserError(str(other), f"{name} has shape {tuple(b.shape)}", f"{tuple(a.shape)}")
     difference = norm = 0.0
@@ -68,7 +68,7 @@ def _rel(other: Path, name: str, a, b) -> float:
         difference += (y - x).square().sum().item()
         norm += x.square().sum().item()
     if not math.isfinite(difference + norm):
-        raise UserError(str(other), f"{name} is not finite, or that of the reference is not")
+        raise UserError(str(other), f"{name} is not finite in this file or in the reference")
     if difference == 0.0:
         return 0.0
     return math.sqrt(difference / norm) if norm else math.inf

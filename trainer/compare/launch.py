@@ -1,4 +1,4 @@
-"""Run commands side by side, each with a log and a time limit, and leave no process behind."""
+"""Run commands in parallel, each with a log and a time limit, and leave no process behind."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ GRACE_SECONDS = 5.0
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 TOLD_ERROR = re.compile(r"^(\S+: )?error: ")
 EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
-# Said by torchrun of its children, and by a rank of a peer that was the first to fail.
+# torchrun says this about its children, and a rank says it about another rank that failed first.
 SECOND_HAND = re.compile(r"ChildFailedError|Connection (closed|reset) by|Broken pipe")
 EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\)")
 
@@ -33,13 +33,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """`command` is called when the job starts, so that the port it asks for is free then."""
+    """A command to launch. `command` is called when the job starts, so that its port is free at that time."""
 
     name: str
     command: Callable[[], list[str]]
     log: Path
     environment: dict[str, str]
-    num_sharing: int = 1  # configurations that it runs, each with its time
+    num_sharing: int = 1  # number of configurations in it; each adds its own time limit
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Running:
 
 
 def reference_job(train_args: list[str], output_dir: Path) -> Job:
-    """The plain single-process loop, always in fp32."""
+    """The job of the plain single-process loop, which is always in fp32."""
     folder = output_dir / REFERENCE
     command = [sys.executable, "test/reference.py", *train_args, "--param_dtype", "fp32", *_outputs(folder)]
     return Job(REFERENCE, lambda: command, output_dir / f"{REFERENCE}.log", dict(os.environ))
@@ -68,7 +68,7 @@ def configuration_job(configuration: Configuration, train_args: list[str], outpu
 
 
 def shared_job(configurations: list[Configuration], train_args: list[str], output_dir: Path) -> Job:
-    """All `configurations`, which have one number of ranks, one after the other in one launch."""
+    """One launch of all `configurations`, one after the other. They have the same number of ranks."""
     nproc = configurations[0].nproc
     name = f"{nproc}-ranks"
     lines = output_dir / f"{name}.json"
@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 def run_jobs(jobs: list[Job], cwd: Path, num_parallel: int, timeout: float) -> Iterator[tuple[Job, Outcome]]:
-    """Yield each job as it ends. Leaving early (an error, Ctrl-C, SIGTERM) kills what still runs."""
+    """Yield each job when it ends. An early exit (error, Ctrl-C, SIGTERM) kills the jobs that still run."""
     waiting, running = list(jobs), []
     try:
         while waiting or running:
@@ -149,7 +149,7 @@ def _poll(entry: _Running, timeout: float) -> Outcome | None:
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """End a process group and every descendant: torchrun starts its ranks in sessions of their own."""
+    """End a process group and every descendant. torchrun starts each rank in its own session."""
     pids = _descendants(process.pid)
     _signal_group(process.pid, signal.SIGTERM)
     try:
@@ -163,20 +163,20 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal the group that `pid` leads; a pid that leads none is in a group signalled through its leader."""
+    """Signal the group that `pid` leads. A pid that leads no group gets the signal through its group's leader."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def _descendants(root: int) -> set[int]:
-    """Pids below `root`, from /proc; empty where there is no /proc."""
+    """Pids below `root`, from /proc. Empty if there is no /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # "pid (name) state ppid ...": the name may hold blanks and brackets
+            # "pid (name) state ppid ...": the name may contain spaces and brackets
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
         except (OSError, IndexError):
-            continue  # it ended meanwhile
+            continue  # this process has just ended
         children.setdefault(parent, []).append(int(stat.parent.name))
     found, todo = set(), [root]
     while todo:
@@ -187,19 +187,19 @@ def _descendants(root: int) -> set[int]:
 
 
 def error_of_run(log: Path, number: int) -> str | None:
-    """Why run `number` of a shared launch, counted from 0, failed; None where it never began."""
+    """Why run `number` (from 0) of a shared launch failed. None if it never began."""
     _, begins, rest = log.read_text(errors="replace").partition(RUN_BEGINS.format(number))
     return _last_error(rest.partition(RUN_BEGINS.format(number + 1))[0], 1) if begins else None
 
 
 def last_error(log: Path, code: int) -> str:
-    """The line that says best why a command failed: the trainer's own error line, else the last exception."""
+    """The line that best explains why a command failed: the trainer's error line, else the last exception."""
     return _last_error(log.read_text(errors="replace"), code)
 
 
 def _last_error(text: str, code: int) -> str:
     lines = [RANK_PREFIX.sub("", line).strip() for line in text.splitlines()]
-    told = [line for line in lines if TOLD_ERROR.search(line)][:1]  # later ones are other ranks saying the same
+    told = [line for line in lines if TOLD_ERROR.search(line)][:1]  # later ones are the same error on other ranks
     exceptions = [line for line in lines if EXCEPTION.search(line) and "ChildFailedError" not in line]
     first_hand = [line for line in exceptions if not SECOND_HAND.search(line)]
     exit_codes = [f"a rank ended with exit code {match[1]}" for line in lines if (match := EXIT_CODE.search(line))]

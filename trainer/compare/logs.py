@@ -10,7 +10,7 @@ from trainer.errors import UserError
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 STEP = re.compile(r"step\s+(\d+)/\d+")
-# A number must be followed by a blank or a bar: where a killed run's log ends, 1.2 may be all that is left of 1.2345.
+# A space, bar or comma must follow a number. At the end of a killed run's log, 1.2 may be the start of 1.2345.
 NUMBER = r"\s+([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?=[\s|,])"
 LOSS = re.compile(r"\bloss" + NUMBER, re.IGNORECASE)
 GRAD_NORM = re.compile(r"\bgrad_norm" + NUMBER, re.IGNORECASE)
@@ -20,21 +20,22 @@ GRAD_NORM = re.compile(r"\bgrad_norm" + NUMBER, re.IGNORECASE)
 class Step:
     loss: float
     grad_norm: float
-    batch_hash: str | None = None  # None: a text log holds no hash
+    batch_hash: str | None = None  # None: a text log has no hash
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
     steps: dict[int, Step]
-    param_dtype: str | None = None  # of the configuration that a metrics.jsonl starts with
+    param_dtype: str | None = None  # from the configuration at the start of a metrics.jsonl
 
 
 def read_run(name: str, path: str | Path) -> Run:
-    """The steps of one run, in order; where a step stands twice, the later row counts.
+    """Read the steps of one run, in order. If a step appears twice, the later row counts.
 
-    `path` is a metrics.jsonl, a folder that holds one, or a text log. Raises UserError for a file that is missing,
-    empty, broken, holds no loss, or holds a loss or gradient norm that is not finite.
+    `path` is a metrics.jsonl, a folder with a metrics.jsonl, or a text log.
+    Raises: UserError if the file is missing, empty or broken, or has no loss, or has a loss or gradient norm that is
+    not finite.
     """
     path = Path(path)
     if path.is_dir():
@@ -51,9 +52,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        raise UserError(
-            str(path), "no such file", "a metrics.jsonl, a run folder that holds one, or a text log"
-        ) from None
+        raise UserError(str(path), "no such file", "a metrics.jsonl, a run folder with one, or a text log") from None
     except OSError as error:
         raise UserError(str(path), f"cannot be read: {error.strerror}") from None
     if not text.strip():
@@ -72,13 +71,13 @@ def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
             continue
         where = f"{path} line {number}"
         row = _parse_json(where, line)
-        if row.get("event") in ("start", "resume"):  # what an earlier life did beyond it is no part of this run
+        if row.get("event") in ("start", "resume"):  # later steps of an earlier start do not belong to this run
             rows = {step: kept for step, kept in rows.items() if step <= row.get("step", 0)}
         if "event" in row or ("loss" not in row and any(name.startswith("eval_") for name in row)):
             continue
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or "loss" not in row:
-            raise UserError(where, "is no event and no evaluation, and lacks a step number or a loss")
+            raise UserError(where, "is neither event nor evaluation, and lacks a step number or a loss")
         rows[step] = row
     return rows
 
@@ -88,7 +87,9 @@ def _parse_json(where: str, line: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError:
         torn = not line.endswith("\n")
-        raise UserError(where, "is torn: the run was killed while writing it" if torn else "is not JSON") from None
+        raise UserError(
+            where, "is incomplete: the run was killed while it wrote this line" if torn else "is not JSON"
+        ) from None
     if not isinstance(row, dict):
         raise UserError(where, "is not a JSON object")
     return row
@@ -102,7 +103,7 @@ def _param_dtype(first_line: str) -> str | None:
 
 
 def _text_rows(path: Path, lines: list[str]) -> dict[int, dict]:
-    """The steps among whatever else was printed: progress bars, carriage returns, colours, evaluation lines."""
+    """Find the steps between other printed text: progress bars, carriage returns, colours, evaluation lines."""
     rows = {}
     for line in lines:
         pieces = STEP.split(ANSI_COLOUR.sub("", line))  # before, step, after, step, after, ...

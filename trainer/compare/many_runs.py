@@ -1,9 +1,9 @@
-"""Run several training command lines one after the other in one set of ranks: `torchrun -m trainer.compare.many_runs FILE`.
+"""Run several training commands one after the other in one launch: `torchrun -m trainer.compare.many_runs FILE`.
 
-FILE is a JSON list of lists of flags. A list may begin with the name of a command; without one it is train_sft. The imports
-of torch, transformers and DeepSpeed cost more than a tiny run, and this pays them once for a whole matrix. A command line
-that is refused (UserError, on every rank alike) does not end the others. A line before each run says which one begins, so
-that a reader of the output can tell whose error an error is.
+FILE is a JSON list of lists of flags. A list may begin with the name of a command; the default is train_sft. Imports
+of torch, transformers and DeepSpeed take longer than a tiny run. Here a whole matrix needs them only once. If a command
+line is refused (UserError on every rank), the others still run. A line before each run says which run begins. So a
+reader of the output knows which run an error comes from.
 """
 
 import gc

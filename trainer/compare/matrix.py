@@ -1,4 +1,4 @@
-"""Which configurations a matrix holds: built in, or from a YAML file; and the thresholds each is judged by."""
+"""The configurations of a matrix, built in or from a YAML file, and the thresholds that judge them."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis: its part of the name, its flags, and by how much it multiplies the number of ranks."""
+    """One value of an axis: its part of the name, its flags, and its factor in the number of ranks."""
 
     label: str
     args: tuple[str, ...] = ()
@@ -51,11 +51,11 @@ LAYOUTS = (
     _layout("dp2-sp2", dp=2, sp=2),
     _layout("dp2-tp2-sp2", dp=2, sp=2, tp=2),
 )
-# ZeRO 0 to 2 never gather weights, so hybrid sharding means nothing to them; AutoTP has no sequence parallelism
+# ZeRO 0 to 2 never gather weights, so hybrid sharding does nothing there; AutoTP has no sequence parallelism
 HYBRID = (_layout("hsdp2x2", dp=4, replicate=2), _layout("hsdp2x2-tp2", dp=4, tp=2, replicate=2))
 SEQUENCE = (_layout("tp2-seq", 1, 1, 2, 1, "--sequence_parallel"),)
 
-# The full matrix is the sum of these products. A new axis is a tuple here, a new layout a line above.
+# The full matrix is the sum of these products. A new axis is a tuple here. A new layout is a line above.
 PRODUCTS = (
     (
         (*ZERO, FSDP2),
@@ -87,7 +87,7 @@ def _configuration(choices: tuple[Choice, ...]) -> Configuration:
 
 
 def load_matrix(matrix: str, only: str | None = None) -> list[Configuration]:
-    """`quick`, `full`, or the configurations of a YAML file; `only` keeps those whose name the pattern is found in."""
+    """Load `quick`, `full` or a YAML file. `only` keeps the configurations with a name that the pattern matches."""
     if matrix in ("quick", "full"):
         configurations = [c for c in full_matrix() if matrix == "full" or c.name in QUICK]
     else:
@@ -97,7 +97,7 @@ def load_matrix(matrix: str, only: str | None = None) -> list[Configuration]:
     try:
         kept = [c for c in configurations if re.search(only, c.name)]
     except re.error as error:
-        raise UserError("--only", f"{only!r} is no regular expression: {error}") from None
+        raise UserError("--only", f"{only!r} is not a regular expression: {error}") from None
     if not kept:
         raise UserError("--only", f"{only!r} matches no configuration", ", ".join(c.name for c in configurations))
     return kept
@@ -113,11 +113,11 @@ def _read_matrix(path: Path) -> list[Configuration]:
     except yaml.YAMLError as error:
         raise UserError(str(path), " ".join(f"is not YAML: {error}".split())) from None
     if not isinstance(content, dict) or set(content) != {"configurations"}:
-        found = f"top-level keys {sorted(map(str, content))}" if isinstance(content, dict) else "no mapping"
+        found = f"top-level keys {sorted(map(str, content))}" if isinstance(content, dict) else "not a mapping"
         raise UserError(str(path), found, "one key, configurations")
     entries = content["configurations"]
     if not isinstance(entries, list) or not entries:
-        raise UserError(str(path), "configurations is no list, or an empty one", "a list of {name, nproc, args}")
+        raise UserError(str(path), "configurations is not a list, or is empty", "a list of {name, nproc, args}")
     configurations = [_parse_entry(f"{path} configuration {n}", entry) for n, entry in enumerate(entries, start=1)]
     _check_names(path, [configuration.name for configuration in configurations])
     return configurations
@@ -126,7 +126,7 @@ def _read_matrix(path: Path) -> list[Configuration]:
 def _parse_entry(where: str, entry: object) -> Configuration:
     if not isinstance(entry, dict) or set(entry) != {"name", "nproc", "args"}:
         found = f"keys {sorted(map(str, entry))}" if isinstance(entry, dict) else f"{entry!r}"
-        raise UserError(where, found, "exactly name, nproc and args")
+        raise UserError(where, found, "only the keys name, nproc and args")
     name, nproc, args = entry["name"], entry["nproc"], entry["args"]
     if not isinstance(name, str) or not NAME.fullmatch(name) or name == REFERENCE:
         raise UserError(where, f"name {name!r}", f"letters, digits and . _ - and not {REFERENCE!r}")
@@ -141,18 +141,18 @@ def _parse_entry(where: str, entry: object) -> Configuration:
 
 def _check_names(path: Path, names: list[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(str(path), f"the name {twice[0]!r} stands twice", "each name once")
+        raise UserError(str(path), f"the name {twice[0]!r} occurs twice", "each name once")
 
 
 def check_args(where: str, args: tuple[str, ...] | list[str]) -> None:
-    """Refuse the flags that the matrix sets itself."""
+    """Raise UserError for the flags that the matrix sets."""
     for flag in ("--output_dir", "--parity_dump"):
         if any(arg == flag or arg.startswith(f"{flag}=") for arg in args):
-            raise UserError(where, f"holds {flag}", "every flag but that: each run of a matrix gets its own")
+            raise UserError(where, f"holds {flag}", "any other flag; the matrix sets this one for each run")
 
 
 def given_param_dtype(args: list[str]) -> str | None:
-    """The value of the last --param_dtype among the arguments, None where there is none."""
+    """The value of the last --param_dtype in the arguments. None if there is none."""
     dtype = None
     for i, arg in enumerate(args):
         if arg == "--param_dtype" and i + 1 < len(args):
@@ -163,7 +163,7 @@ def given_param_dtype(args: list[str]) -> str | None:
 
 
 def matrix_thresholds(dtype: str, loss: float | None, grad_norm: float | None, dump: float | None) -> Thresholds:
-    """The given thresholds, with defaults for those that are None; for bf16 and fp16 the loss alone is judged."""
+    """The given thresholds, with defaults for None. For bf16 and fp16 the default judges only the loss."""
     if dtype in ("bf16", "fp16"):
         return Thresholds(1e-2 if loss is None else loss, grad_norm, dump)
     loss = 1e-5 if loss is None else loss

@@ -1,4 +1,4 @@
-"""Compare the loss curve of a run with that of a reference: differences, bias, thresholds, and whether it passed."""
+"""Compare the loss curves of a run and a reference: differences, bias, thresholds, and whether the run passed."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ MIN_STEPS_FOR_BIAS = 10
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Largest allowed relative differences; None: reported, not judged."""
+    """Largest allowed relative differences. None: reported, but not judged."""
 
     loss: float
     grad_norm: float | None
@@ -21,7 +21,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Row:
-    """One step of both runs; the relative differences are signed: positive where the run is above the reference."""
+    """One step of both runs. Relative differences are signed: positive if the run is above the reference."""
 
     step: int
     reference_loss: float
@@ -40,7 +40,7 @@ class Comparison:
     thresholds: Thresholds
     batch_hash_equal: bool | None  # None: not in both logs
     mean_signed_rel_loss: float
-    biased: bool | None  # None: too few steps to say
+    biased: bool | None  # None: too few steps to decide
     worst_gradient: dict | None = None  # {"name", "rel"}, from the parity dumps
     worst_weight: dict | None = None
     failures: list[str] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Comparison:
 
 
 def compare_runs(reference: Run, run: Run, thresholds: Thresholds) -> Comparison:
-    """Compare step by step; differences over a threshold and different data become `failures`.
+    """Compare step by step. Differences over a threshold and different data become `failures`.
 
-    Raises UserError where the two logs do not hold the same steps: half a comparison must not pass.
+    Raises: UserError if the two logs do not have the same steps, because half a comparison must not pass.
     """
     _check_same_steps(reference, run)
     rows = [_row(step, reference.steps[step], run.steps[step]) for step in reference.steps]
@@ -77,20 +77,20 @@ def compare_runs(reference: Run, run: Run, thresholds: Thresholds) -> Comparison
 
 
 def judge(comparison: Comparison, what: str, rel: float, threshold: float | None) -> None:
-    """Note a failure where the relative difference is over the threshold."""
+    """Note a failure if the relative difference is over the threshold."""
     if threshold is not None and abs(rel) > threshold:
         comparison.failures.append(f"{what} differs by {abs(rel):.3g}, over the threshold {threshold:g}")
 
 
 def signed_rel(value: float, reference: float) -> float:
-    """(value - reference) / |reference|; infinite where the reference alone is zero."""
+    """(value - reference) / |reference|; infinite if only the reference is zero."""
     if value == reference:
         return 0.0
     return (value - reference) / abs(reference) if reference else math.copysign(math.inf, value)
 
 
 def mean_and_bias(signed_rels: list[float], threshold: float) -> tuple[float, bool | None]:
-    """The mean, and whether it is a bias: beyond 3 standard errors and a tenth of the threshold (None: cannot tell)."""
+    """The mean, and whether it is a bias: over 3 standard errors and a tenth of the threshold (None: not known)."""
     if not all(math.isfinite(rel) for rel in signed_rels):
         return math.inf, None
     mean = statistics.fmean(signed_rels)
@@ -125,7 +125,7 @@ def _span(steps: set[int]) -> str:
 
 
 def _compare_batches(reference: Run, run: Run) -> tuple[bool | None, int | None]:
-    """Whether the hashes agree wherever both runs have one, and the first step where they do not."""
+    """Whether all hashes agree (None: no step has both hashes), and the first step where they do not."""
     pairs = [(step, reference.steps[step].batch_hash, run.steps[step].batch_hash) for step in reference.steps]
     known = [(step, a, b) for step, a, b in pairs if a is not None and b is not None]
     differs_at = next((step for step, a, b in known if a != b), None)

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: loss curves, and relative differences on a logarithmic axis."""
+"""Plots of a comparison: loss curves, and relative differences on a logarithmic axis."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from trainer.compare.logs import Run
 from trainer.compare.parity import Comparison
 from trainer.errors import UserError
 
-FLOOR, CEILING = 1e-16, 1e2  # a logarithmic axis can show neither 0 nor infinity: they are drawn at its ends
+FLOOR, CEILING = 1e-16, 1e2  # a logarithmic axis cannot show 0 or infinity: they are drawn at its ends
 MAX_LEGEND_ENTRIES = 10
 KINDS = (
     ("loss", "tab:blue", "o"),
@@ -23,7 +23,7 @@ def require_matplotlib(flag: str) -> None:
 
 
 def plot_comparisons(path: str | Path, runs: list[Run], comparisons: list[Comparison]) -> None:
-    """Loss curves above; below, the relative differences of loss and grad norm, with the loss threshold."""
+    """Plot the loss curves, and below them the relative differences of loss and grad norm with the loss threshold."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 8), layout="constrained")
@@ -45,7 +45,7 @@ def plot_comparisons(path: str | Path, runs: list[Run], comparisons: list[Compar
 
 
 def plot_matrix(path: str | Path, reference: Run, runs: list[Run], report: dict) -> None:
-    """Loss curves of all configurations over the reference; below, the largest differences, a row per configuration."""
+    """Plot all loss curves over the reference, and below them the largest differences, a row per configuration."""
     from matplotlib.figure import Figure
 
     entries = report["configurations"]
@@ -59,13 +59,13 @@ def plot_matrix(path: str | Path, reference: Run, runs: list[Run], report: dict)
     rels = [_largest(entry, kind) for entry in entries for kind, _, _ in KINDS]
     shown = rels + [value for values in report["thresholds"].values() for value in values.values()]
     shown = [_clip(value) for value in shown if value is not None]
-    below.set(xscale="log", xlim=(min(shown) / 3, max(shown) * 3))  # by hand: with no dot at all there is no autoscale
+    below.set(xscale="log", xlim=(min(shown) / 3, max(shown) * 3))  # set by hand: without any dot there is no autoscale
     below.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize="small", frameon=False)
     _save(figure, path)
 
 
 def _loss_curves(axes, reference: Run, runs: list[Run]) -> None:
-    """The reference as a broad pale line, so that curves that agree with it stay visible on top."""
+    """Draw the reference as a wide pale line, so that curves that agree with it stay visible on top."""
     few = len(runs) <= MAX_LEGEND_ENTRIES
     curve = [step.loss for step in reference.steps.values()]
     axes.plot(list(reference.steps), curve, color="0.8", linewidth=7, label=reference.name)
@@ -106,7 +106,7 @@ def _largest(entry: dict, kind: str) -> float | None:
 
 
 def _threshold_lines(axes, thresholds: dict[str, dict]) -> None:
-    """A dashed line per distinct threshold, in the colour of what it judges; where two coincide, one is drawn."""
+    """Draw a dashed line per threshold, in the colour of what it judges. Equal thresholds share one line."""
     colours = {"loss": "tab:blue", "grad_norm": "tab:orange", "dump": "tab:green"}
     names: dict[float, list[str]] = {}
     for values in thresholds.values():
@@ -126,4 +126,6 @@ def _save(figure, path: str | Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise UserError(str(path), f"cannot be written: {' '.join(str(error).split())}", "such as out.png") from None
+        raise UserError(
+            str(path), f"cannot be written: {' '.join(str(error).split())}", "a file such as out.png"
+        ) from None

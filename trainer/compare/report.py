@@ -1,4 +1,4 @@
-"""What a comparison looks like: text tables, Markdown, and plain dictionaries for JSON."""
+"""Write a comparison as text tables, as Markdown, and as plain dictionaries for JSON."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _shown(comparison: Comparison, max_rows: int) -> list[int]:
-    """Indices of the rows to print: all, or the largest differences and as many of the first and last as fit."""
+    """Indices of the rows to print: all, or the largest differences and as many first and last rows as fit."""
     rows = comparison.rows
     if len(rows) <= max_rows:
         return list(range(len(rows)))
@@ -82,7 +82,7 @@ def _shown(comparison: Comparison, max_rows: int) -> list[int]:
 
 
 def comparison_dict(comparison: Comparison) -> dict:
-    """Everything known of one comparison, for JSON."""
+    """All results of one comparison, for JSON."""
     rows = [asdict(row) for row in comparison.rows]
     verdict = {"passed": comparison.passed, "failures": comparison.failures}
     return {"name": comparison.name, **measured(comparison), **verdict, "rows": rows}
@@ -103,7 +103,7 @@ MEASURED = (
 
 
 def measured(comparison: Comparison) -> dict:
-    """The numbers of a comparison without its rows and its verdict, under the names of MEASURED."""
+    """The numbers of a comparison under the names of MEASURED, without rows and verdict."""
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
     values = (
         len(comparison.rows),
@@ -135,7 +135,7 @@ MARKERS = ("<!-- parity table: written by compare_backends.py -->", "<!-- end of
 
 
 def check_markers(flag: str, path: str) -> None:
-    """Raises UserError unless the file holds the two marker lines that a table may be written between."""
+    """Raise UserError unless the file holds the two marker lines of the table, in order."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -146,14 +146,14 @@ def check_markers(flag: str, path: str) -> None:
 
 
 def write_between_markers(path: str, table: str) -> None:
-    """Replace what stands between the two markers of a file."""
+    """Replace the text between the two markers of a file."""
     head, rest = Path(path).read_text(encoding="utf-8").split(MARKERS[0], 1)
     tail = rest.split(MARKERS[1], 1)[1]
     write_text(path, f"{head}{MARKERS[0]}\n\n{table}\n{MARKERS[1]}{tail}")
 
 
 def _json_safe(value):
-    """JSON knows no infinity: as a string it stays visible, and no reader takes it for a small number."""
+    """Turn infinity and nan into strings. JSON has no such numbers, and a string stays visible."""
     if isinstance(value, dict):
         return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -162,7 +162,7 @@ def _json_safe(value):
 
 
 def matrix_markdown(report: dict) -> str:
-    """The table of a whole matrix, fit for a README; `report` is the dictionary written to report.json."""
+    """The Markdown table of a whole matrix. `report` is the dictionary of report.json."""
     configurations = report["configurations"]
     num_passed = sum(entry["passed"] for entry in configurations)
     run = f"{report['reference']['steps']} steps of `{' '.join(report['train_args'])}`"
@@ -213,7 +213,7 @@ def _worst(worst: dict | None) -> str:
 
 
 def configuration_line(entry: dict) -> str:
-    """One line for the terminal as a configuration finishes."""
+    """One line for the terminal when a configuration ends."""
     worst = [f"{kind} {entry[f'worst_{kind}']['rel']:.1e}" for kind in ("gradient", "weight") if entry[f"worst_{kind}"]]
     parts = [f"loss {_number(entry['max_rel_loss'])}", f"grad norm {_number(entry['max_rel_grad_norm'])}", *worst]
     head = f"{'PASS' if entry['passed'] else 'FAIL'} {entry['name']} ({entry['seconds']:.0f} s): "

@@ -1,4 +1,4 @@
-"""Run every configuration of a matrix and the plain loop, compare each with it, and write the report."""
+"""Run the plain loop and every configuration of a matrix, compare them, and write the report."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -36,11 +36,12 @@ def run_matrix(
     update_table: str | None = None,
     share_launch: bool = False,
 ) -> bool:
-    """Whether every configuration passed; `thresholds_for` takes a --param_dtype. Writes report.json, .md and .png.
+    """Run a matrix, write report.json, .md and .png, and return whether every configuration passed.
 
-    `update_table` is a file with the two markers of `report.MARKERS`: the table is written between them too.
-    With `share_launch`, configurations of one number of ranks run in one launch: less time, but less apart.
-    Raises UserError where the plain loop fails: then there is nothing to compare with.
+    `thresholds_for` takes a --param_dtype. `update_table` is a file with the two markers of `report.MARKERS`; the table
+    is also written between them. With `share_launch`, configurations with the same number of ranks run in one launch.
+    That takes less time, but separates the runs less.
+    Raises: UserError if the plain loop fails, because there is then nothing to compare with.
     """
     require_matplotlib("--run")
     if update_table:
@@ -84,7 +85,7 @@ def run_matrix(
 
 
 def _jobs(configurations, train_args, output_dir, share_launch: bool) -> list[tuple[Job, list[Configuration]]]:
-    """What is launched, and the configurations that each launch runs."""
+    """The jobs to launch, each with the configurations that it runs."""
     if not share_launch:
         return [(configuration_job(c, train_args, output_dir), [c]) for c in configurations]
     groups = [[c for c in configurations if c.nproc == nproc] for nproc in sorted({c.nproc for c in configurations})]
@@ -92,7 +93,7 @@ def _jobs(configurations, train_args, output_dir, share_launch: bool) -> list[tu
 
 
 def _own_outcome(job: Job, number: int, outcome: Outcome, run_folder: Path) -> Outcome:
-    """The outcome of configuration `number` of a job. A launch that several share may fail after some have ended well."""
+    """The outcome of configuration `number` of a job. A shared launch may fail after some of its runs have passed."""
     if job.num_sharing == 1:
         return outcome
     metrics, seconds = run_folder / "metrics.jsonl", outcome.seconds / job.num_sharing
@@ -110,9 +111,9 @@ def assess(
     dtype: str | None,
     thresholds_for: Callable[[str], Thresholds],
 ) -> tuple[dict, Run | None]:
-    """The entry of one finished configuration in report.json, and its loss curve where it has one.
+    """Return the entry of one finished configuration in report.json, and its loss curve if it has one.
 
-    `dtype` is the --param_dtype among its arguments; where that is None, its metrics.jsonl says which it was.
+    `dtype` is the --param_dtype in its arguments. If it is None, the dtype comes from its metrics.jsonl.
     """
     entry = {"name": configuration.name, "nproc": configuration.nproc, "args": list(configuration.args)}
     entry |= {"param_dtype": dtype or "fp32", **dict.fromkeys(MEASURED), "seconds": outcome.seconds}
@@ -133,7 +134,7 @@ def assess(
 
 
 def _make_output_dir(output_dir: Path) -> None:
-    """Results of an earlier matrix must not be taken for those of this one."""
+    """Make the folder, which must be empty: results of an earlier matrix must not mix with new ones."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         if any(output_dir.iterdir()):

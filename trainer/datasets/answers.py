@@ -1,4 +1,4 @@
-"""One answer to one prompt as tokens, and micro-batches of such sequences: what paired and unpaired preferences share."""
+"""Turn a prompt and an answer into tokens, and collate micro-batches. Paired and unpaired preferences share this."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """All that decides, with the tokenizer and the answer's key, what an answer becomes."""
+    """Everything that decides, together with the tokenizer and the answer's key, what an answer becomes."""
 
     chat: bool
     prompt_key: str | None
@@ -33,7 +33,10 @@ def answer_options(
     apply_chat_template: bool,
     max_len: int,
 ) -> AnswerOptions:
-    """Options of rows whose keys are there. Without a prompt_key, `prompt` where there is one. Raises UserError."""
+    """Make the options for rows whose keys exist. If prompt_key is None, a column `prompt` is used if there is one.
+
+    Raises: UserError for a tokenizer without eos or chat template, and for an input_template that cannot be used.
+    """
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no answer could end")
     if prompt_key is None and "prompt" in rows.column_names:
@@ -41,9 +44,9 @@ def answer_options(
     is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, *answer_keys) if key)
     options = AnswerOptions(apply_chat_template or is_list, prompt_key, input_template, max_len)
     if options.chat:
-        chat_template(tokenizer)  # raises where there is none
+        chat_template(tokenizer)  # raises if there is none
     if input_template is not None and (options.chat or prompt_key is None):
-        raise UserError("--input_template", "does not go with a chat template or without a prompt", "leave it out")
+        raise UserError("--input_template", "cannot be used with a chat template or without a prompt", "leave it out")
     check_input_template(input_template)
     return options
 
@@ -51,9 +54,9 @@ def answer_options(
 def tokenize_answer(
     row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions
 ) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask) of the prompt and the answer under `key`, uncut; an empty answer has no loss token.
+    """Tokenize the prompt and the answer under `key` to (input_ids, loss_mask), without a cut to max_len.
 
-    The first token is never a target, since nothing predicts it.
+    An empty answer has no loss token. The first token is never a target, because nothing predicts it.
     """
     input_ids, mask = (_chat_answer if options.chat else _text_answer)(row, key_flag, key, tokenizer, options)
     return input_ids, [0, *mask[1:]]
@@ -61,7 +64,7 @@ def tokenize_answer(
 
 def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
     answer = text_of(row, key_flag, key)
-    if options.prompt_key is None:  # whole texts on both sides; what they share cancels in every preference
+    if options.prompt_key is None:  # whole texts: the part that both share cancels in every preference
         input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, answer))
         return input_ids, [1 if answer.strip() else 0] * len(input_ids)
     prompt = text_of(row, "--prompt_key", options.prompt_key)
@@ -78,33 +81,35 @@ def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: Ans
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(f"{key_flag} {key}", "does not end with an assistant message", "an answer")
     if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
-        # an empty answer has no loss token: an earlier turn must not take its place
+        # an empty answer has no loss token: an earlier turn must not be trained instead
         return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
     return render_chat(tokenizer, messages, multiturn=False, tools=tools)
 
 
 def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
-    """The messages under `key`; a text is one message of `role`."""
+    """The messages under `key`. A text becomes one message of `role`."""
     if isinstance(row[key], str):
         return [{"role": role, "content": row[key]}]
     return messages_of(row[key], f"{key_flag} {key}")
 
 
 def scored_position(input_ids: list[int], pad_token_id: int) -> int:
-    """Where a reward model scores a sequence: at its last token that is not the pad token, as transformers' classifiers do.
+    """The position where a reward model scores a sequence: its last token that is not the pad token.
 
-    Where eos pads, that is the token before it.
+    The classifiers of transformers use the same position. If eos is the pad token, this is the token before eos.
     """
     return max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=len(input_ids) - 1)
 
 
 def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
-    """A micro-batch of sequences (input_ids, loss_mask) for one forward pass, padded or packed.
+    """Collate sequences (input_ids, loss_mask) into a micro-batch for one forward pass, padded or packed.
 
-    Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of the sequence that
-    the token belongs to, is_token, 1 where there is one and 0 in padding, and is_last, 1 where a sequence is scored (see
-    `scored_position`). All survive a split over sequence-parallel ranks, so that sums per sequence do. No sequence gives
-    one token without target, with is_token and is_last 0.
+    To the result of `trainer.datasets.packing` it adds three tensors per token, each (rows, tokens):
+    - sequence_ids: the number of the token's sequence.
+    - is_token: 1 for a token, 0 for padding.
+    - is_last: 1 where a sequence is scored (see `scored_position`).
+    They stay correct after a split over sequence-parallel ranks, so sums per sequence do too.
+    An empty list gives one token without target, with is_token and is_last 0.
     """
     batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
     for name in ("sequence_ids", "is_token", "is_last"):

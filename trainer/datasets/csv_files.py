@@ -1,4 +1,4 @@
-"""CSV files as rows of texts; a file whose rows do not fit its header is refused, by line."""
+"""Read CSV files as rows of texts. If a row does not fit the header, the error names its line."""
 
 import csv
 import sys
@@ -12,29 +12,31 @@ if TYPE_CHECKING:
 
 
 def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str) -> "DatasetDict":
-    """The rows of the files of each split; patterns: the names for glob. All have the columns of the first file.
+    """Read the rows of each split from its CSV files.
 
-    Every column is text: types guessed from the values would make "007" a 7 and "NA" a missing value. Raises UserError
-    for a header that names no columns, and whatever pandas raises: see `find_csv_fault`.
+    patterns: by split, the file names for glob. names: the names of all files. All have the columns of the first file.
+    Every column is text: types guessed from the values would make "007" a 7 and "NA" a missing value.
+
+    Raises: UserError for a header that does not name the columns. Errors of pandas pass through: see `find_csv_fault`.
     """
     import pandas as pd
 
     columns = _columns(names, where)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # of fields beyond the header, which it leaves out
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # fields beyond the header, which pandas drops
             return _load(patterns, columns)
     except Exception:
         if not columns or any(map(find_csv_fault, names)):
             raise
-    return _load(patterns, columns, usecols=columns)  # all such fields are empty: the rows end with a comma
+    return _load(patterns, columns, usecols=columns)  # the extra fields are all empty: the rows end with a comma
 
 
 def _load(patterns: dict[str, list[str]], columns: list[str], **options: Any) -> "DatasetDict":
     import datasets
 
     features = datasets.Features({column: datasets.Value("string") for column in columns}) if columns else None
-    # index_col: else a row longer than the header makes row names of the first column, and shifts the others
+    # Without index_col=False, a row longer than the header would shift its values: the first ones become row names.
     options |= {"features": features, "keep_default_na": False, "index_col": False}
     return datasets.load_dataset("csv", data_files=patterns, **options)
 
@@ -53,19 +55,22 @@ def _columns(names: list[str], where: str) -> list[str]:
         if twice:
             raise UserError(place, f"two columns are named {twice[0]!r}", "different names")
         if columns and header and set(header) != set(columns):
-            raise UserError(place, f"the columns {', '.join(header)}", f"as in {names[0]}: {', '.join(columns)}")
+            raise UserError(place, f"columns {', '.join(header)}", f"the same as in {names[0]}: {', '.join(columns)}")
         columns = columns or header
     return columns
 
 
 def _is_row(row: list[str]) -> bool:
-    """Whether pandas does not skip it as a blank line."""
+    """Whether pandas reads the line as a row. It skips blank lines."""
     return len(row) > 1 or bool(row and row[0].strip())
 
 
 def find_csv_fault(path: str) -> tuple[str, str] | None:
-    """(line, what is wrong there) of the first row with more fields than the header; empty ones at its end do not count."""
-    csv.field_size_limit(sys.maxsize)  # a long text is no fault
+    """Find the first row with more fields than the header: (line, what is wrong there), or None.
+
+    Empty fields at the end of a row do not count.
+    """
+    csv.field_size_limit(sys.maxsize)  # a long text is not a fault
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
         num_columns, first_line = 0, 1

@@ -1,7 +1,7 @@
-"""A demo written from code and a seed alone: a tiny Qwen3 model, its tokenizer, and data sets for SFT, DPO/RM and PPO.
+"""Write a demo from code and a seed: a tiny Qwen3 model, its tokenizer, and data sets for SFT, DPO/RM and PPO.
 
-The task is to sort a list of digits: "Sort these digits: 7 3 9 1" -> "1 3 7 9". The model has never seen text,
-so what it knows after a run is what the run taught it, and every answer can be checked by exact match.
+The task is to sort a list of digits: "Sort these digits: 7 3 9 1" -> "1 3 7 9". The model has never seen text, so
+everything that it knows after a run comes from the run. Every answer can be checked by exact match.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from trainer.errors import UserError
 
-# Raise it whenever the same seed would give other bytes, so that an older folder is not taken for a newer one.
+# Raise this number if the same seed would give other bytes: an older folder must not be used as a newer one.
 GENERATOR_VERSION = 1
 
-# Recommended flags of train_sft on this demo: the loss falls from 5.6 to about 0.7, and 200 to 300 steps give a model
-# that sorts half of the held-out lists.
+# Recommended flags of train_sft on this demo. The loss falls from 5.6 to about 0.7. After 200 to 300 steps, the model
+# sorts half of the held-out lists.
 SFT_DEFAULTS: dict = {
     "learning_rate": 2e-3,
     "lr_scheduler": "constant",
@@ -28,7 +28,7 @@ SFT_DEFAULTS: dict = {
     "apply_chat_template": True,
 }
 
-# Of train_rm and train_dpo: with these, held-out pairs are ranked right far more often than not, see test_preference_demo.
+# Recommended flags of train_rm and train_dpo. They rank most held-out pairs right: see test_preference_demo.
 RM_DEFAULTS: dict = {
     "learning_rate": 5e-4,
     "lr_scheduler": "constant",
@@ -41,7 +41,8 @@ RM_DEFAULTS: dict = {
 }
 DPO_DEFAULTS: dict = {**RM_DEFAULTS, "learning_rate": 1e-3, "beta": 0.1}
 
-# Of train_ppo, which wants a model that train_sft has taught to answer now and then: --pretrain runs/.../model.
+# Recommended flags of train_ppo. It needs a model that sometimes answers right after train_sft:
+# --pretrain runs/.../model.
 PPO_DEFAULTS: dict = {
     "advantage_estimator": "group_norm",
     "reward_func": "exact_match",
@@ -68,13 +69,13 @@ NUM_ROWS = {
     "prompts": 2000,
     "prompts_eval": 200,
 }
-# Of mixed lengths: short lists are soon right, long ones stay wrong for hundreds of steps, so RL always has a signal.
+# Mixed lengths: short lists are soon right, long ones stay wrong for hundreds of steps. So RL always has a signal.
 MIN_DIGITS, MAX_DIGITS = 4, 12
 
 PAD_TOKEN, START_TOKEN, END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TOKENIZER_VOCAB_SIZE = 320  # an upper bound: the demo's few words are whole tokens before it is reached
+TOKENIZER_VOCAB_SIZE = 320  # an upper bound: the demo has so few words that all become tokens earlier
 
-# <|im_end|> stands inside the generation block: a model that is never trained on its stop token never stops.
+# <|im_end|> is inside the generation block: a model that is never trained on its stop token never stops.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -104,8 +105,10 @@ MODEL_SHAPE = {
 def make_demo(output_dir: str, seed: int = 0) -> dict:
     """Write the demo into `output_dir` and return its facts (the content of demo.json).
 
-    The same seed gives the same bytes. A folder that already holds this demo is left alone; one that holds anything
-    else raises UserError. The folder appears under its name only when it is complete.
+    The same seed gives the same bytes. A folder that already holds this demo is not changed. The folder gets its name
+    only when it is complete.
+
+    Raises: UserError if the folder holds anything else.
     """
     target = Path(output_dir).resolve()
     facts = _facts(seed)
@@ -137,7 +140,7 @@ def _facts(seed: int) -> dict:
 
 
 def _holds_demo(target: Path, facts: dict) -> bool:
-    """Whether `target` is the demo of these facts; False if it is absent or empty; raises UserError otherwise."""
+    """Whether `target` holds the demo of these facts. False if it is missing or empty; else raises UserError."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     allowed = "a new folder, an empty one, or one that already holds this demo"
@@ -162,7 +165,7 @@ def answer_text(digits: list[int]) -> str:
 
 
 def _make_rows(seed: int) -> dict[str, list[dict]]:
-    """All sets by name. No prompt appears twice, neither within a set nor in two of them."""
+    """Make all sets, by name. No prompt occurs twice, not even in two different sets."""
     rng = random.Random(seed)
     lists = iter(_unique_lists(rng, sum(NUM_ROWS.values())))
     row_sets = {}
@@ -173,7 +176,7 @@ def _make_rows(seed: int) -> dict[str, list[dict]]:
 
 
 def _unique_lists(rng: random.Random, num_lists: int) -> list[list[int]]:
-    unique = {}  # a dict, not a set: it keeps the order in which the lists were drawn
+    unique = {}  # a dict, not a set: it keeps the order of the draws
     while len(unique) < num_lists:
         length = rng.randint(MIN_DIGITS, MAX_DIGITS)
         unique[tuple(rng.randint(0, 9) for _ in range(length))] = None
@@ -197,7 +200,7 @@ def _prompt_row(digits: list[int], rng: random.Random) -> dict:
 
 
 def _wrong_answer(digits: list[int], rng: random.Random) -> str:
-    """An answer as long as the right one with a mistake a half-trained model makes: two digits swapped, or one wrong."""
+    """Make a wrong answer of the right length, like a half-trained model: digits swapped, or one digit wrong."""
     right = sorted(digits)
     wrong = list(right)
     while wrong == right:
@@ -229,7 +232,7 @@ def _write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def _write_tokenizer(folder: Path, rows: list[dict]) -> int:
-    """Train a byte-level BPE on the rows' own text, save it with the chat template; returns its vocabulary size."""
+    """Train a byte-level BPE on the text of the rows. Save it with the chat template. Returns the vocabulary size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -257,7 +260,7 @@ def _write_tokenizer(folder: Path, rows: list[dict]) -> int:
 
 
 def _write_model(folder: Path, seed: int) -> tuple[int, int]:
-    """Save a randomly initialised Qwen3 in fp32; returns (its vocabulary size, its number of parameters)."""
+    """Save a randomly initialised Qwen3 in fp32. Returns (its vocabulary size, its number of parameters)."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -265,7 +268,7 @@ def _write_model(folder: Path, seed: int) -> tuple[int, int]:
     vocab_size = -(-len(tokenizer) // 8) * 8  # padded up, so that tp of 2, 4 and 8 divides it
     token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Qwen3Config(vocab_size=vocab_size, dtype="float32", **MODEL_SHAPE, **token_ids)
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to change
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
     model.generation_config = GenerationConfig(**token_ids)

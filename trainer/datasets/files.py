@@ -1,4 +1,4 @@
-"""Data files of one format as rows by split. What is wrong with a file is told by file and line."""
+"""Read data files of one format as rows by split. Errors name the file and the line."""
 
 import glob
 import os
@@ -14,7 +14,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:
-    """The rows of each split from its files, all of one format."""
+    """Read the rows of each split from its files. All files have one format."""
     names = [name for split in files.values() for name in split]
     kind = FORMATS.get(os.path.splitext(names[0])[1].lower())
     if kind is None:
@@ -23,10 +23,10 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:
     try:
         splits = _read_kind(kind, patterns, names, where)
         for rows in splits.values():
-            rows.data.validate(full=True)  # arrow takes bytes that are no UTF-8 for text until somebody reads them
+            rows.data.validate(full=True)  # arrow accepts bytes that are not UTF-8 as text until they are read
     except UserError:
         raise
-    except Exception as error:  # the reader's errors name neither file nor line: look ourselves
+    except Exception as error:  # the reader's errors name neither file nor line: search for them here
         raise _explain(error, kind, names, where) from None
     return splits
 

@@ -1,4 +1,4 @@
-"""Folders of data files, or written by `save_to_disk`, as rows by split."""
+"""Read folders as rows by split: folders of data files, and folders written by `save_to_disk`."""
 
 import glob
 import os
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
-    """The splits of a folder written by `save_to_disk`, or of data files, none of which may belong to no split."""
+    """Read the splits of a folder of data files or one from `save_to_disk`. Every data file must belong to a split."""
     import datasets
 
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(folder, name))]
     path = os.path.realpath(folder)
     if not saved and glob.escape(path) != path:
-        raise UserError(where, "* ? [ in a folder's path are patterns to the datasets library", "a path without")
+        raise UserError(where, "the datasets library reads * ? [ in a folder's path as patterns", "a path without them")
     try:
         if saved:
             rows = datasets.load_from_disk(folder)
@@ -27,7 +27,7 @@ def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
         files = datasets.load_dataset_builder(folder).config.data_files
     except FileNotFoundError:
         raise UserError(where, "no data files in this folder", ", ".join(FORMATS)) from None
-    except Exception as error:  # whatever the library raises is about this folder
+    except Exception as error:  # every error that the library raises here is about this folder
         raise UserError(where, f"cannot be read: {one_line(error)}") from None
     files = {str(split): list(names) for split, names in files.items()}
     if not _card_names_files(folder):
@@ -36,7 +36,7 @@ def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
 
 
 def _card_names_files(folder: str) -> bool:
-    """Whether the folder's README, as of a set on the hub, says which files make up a set."""
+    """Whether the folder's README (as in a set on the hub) says which files make up a set."""
     from huggingface_hub import DatasetCard
 
     card = os.path.join(folder, "README.md")
@@ -44,7 +44,10 @@ def _card_names_files(folder: str) -> bool:
 
 
 def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -> None:
-    """The library reads one format of a folder and, where a name tells a split, only files whose names do."""
+    """Refuse a folder with data files that the library would not read.
+
+    The library reads one format of a folder. If any file name shows a split, it reads only files with such names.
+    """
     from datasets.data_files import FILES_TO_IGNORE
 
     read = {os.path.realpath(name) for names in files.values() for name in names}
@@ -56,4 +59,4 @@ def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -
         unread += [os.path.relpath(path, folder) for path in known if os.path.realpath(path) not in read]
     if unread:
         found = f"{', '.join(sorted(unread)[:5])}{' ...' if len(unread) > 5 else ''} would not be read"
-        raise UserError(where, found, "files named one by one, or a folder of one format, all or none named by split")
+        raise UserError(where, found, "a list of files, or a folder of one format, with a split in all names or none")

@@ -1,7 +1,7 @@
-"""Which samples form which global batch, and how a rank cuts its part into micro-batches.
+"""Decide which samples form each global batch, and how a rank cuts its part into micro-batches.
 
-Everything here is a pure function of the data, the seed and the sizes: every rank computes the whole plan by itself and
-no two layouts can disagree about a batch.
+Everything here is a pure function of the data, the seed and the sizes. Every rank computes the whole plan without
+communication, and all layouts agree about every batch.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from trainer.datasets.packing import best_fit_bins
 
 @dataclass
 class GlobalBatch:
-    """One optimizer step: facts of the whole global batch, and the micro-batches of this rank."""
+    """The data of one optimizer step: facts of the whole global batch, and the micro-batches of this rank."""
 
     epoch: int
     index: int  # within the epoch
     sample_ids: list[int]  # of the whole global batch, in order
     num_tokens: int  # all tokens of the global batch, without padding
-    num_targets: int  # what the loss is a mean over: loss tokens, or pairs
+    num_targets: int  # the number of terms in the loss's mean: loss tokens, or pairs
     batch_hash: str
     micro_batches: list[dict]
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The permutation of an epoch, from the seed and the epoch alone."""
+    """The order of the samples in an epoch. It depends only on the seed and the epoch."""
     if not shuffle:
         return list(range(num_samples))
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
@@ -39,17 +39,17 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> list[
 
 
 def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
-    """Part `part` of `num_parts` near-equal contiguous parts: 5 items in 2 parts are 3 and 2."""
+    """Return part `part` of `num_parts` contiguous parts of nearly equal size: 5 items in 2 parts are 3 and 2."""
     size, rest = divmod(len(items), num_parts)
     start = part * size + min(part, rest)
     return items[start : start + size + (part < rest)]
 
 
 def balanced_parts(items: list[int], lengths, num_parts: int) -> list[list[int]]:
-    """`items` in parts of nearly equal tokens, each in order: the longest first, each to the part with the fewest so far
-    (Graham 1969, Bounds on multiprocessing timing anomalies: within 4/3 of the best).
+    """Split `items` into parts with nearly equal numbers of tokens. Each part keeps the order of `items`.
 
-    Lengths 9, 5, 4, 4 in 2 parts: [9] and [5, 4] have 9 and 9 before the last 4 goes to the first.
+    The longest is first. Each goes to the part with the fewest tokens so far (Graham 1969, Bounds on multiprocessing
+    timing anomalies: within 4/3 of the best). Lengths 9, 5, 4, 4 in 2 parts give [9, 4] and [5, 4].
     """
     loads = [(0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -65,9 +65,8 @@ def cut_micro_batches(
 ) -> list[list[int]]:
     """Cut one rank's samples into micro-batches.
 
-    Packed (`packed_capacity` tokens each): best-fit bins. By tokens: samples of like length together, as long as
-    rows * longest row stays within `max_tokens` (a longer sample stands alone). Otherwise `micro_batch_size` samples
-    each, in order.
+    Packed (`packed_capacity` tokens each): best-fit bins. By tokens: samples of similar length, with rows * longest row
+    at most `max_tokens` (a longer sample gets its own batch). Otherwise: `micro_batch_size` samples each, in order.
     """
     if packed_capacity:
         bins = best_fit_bins([int(lengths[item]) for item in items], packed_capacity)
@@ -76,7 +75,7 @@ def cut_micro_batches(
         return [items[start : start + micro_batch_size] for start in range(0, len(items), micro_batch_size)]
     micro_batches: list[list[int]] = []
     for item in sorted(items, key=lambda item: -int(lengths[item])):
-        # sorted by falling length: the first row of a micro-batch is its longest
+        # sorted from long to short: the first row of a micro-batch is its longest
         if micro_batches and (len(micro_batches[-1]) + 1) * int(lengths[micro_batches[-1][0]]) <= max_tokens:
             micro_batches[-1].append(item)
         else:
@@ -85,11 +84,11 @@ def cut_micro_batches(
 
 
 class GlobalBatchLoader:
-    """Yields the `GlobalBatch`es of this rank, epoch after epoch, from a position that can be saved and restored.
+    """Yields the `GlobalBatch`es of this rank, epoch after epoch. Its position can be saved and restored.
 
-    `dataset` has the columns num_tokens, num_loss_tokens and digest beside what `collate` reads. `collate(samples)` makes a
-    micro-batch of a list of samples; of an empty list, one that has no target and adds nothing to the loss. With
-    `with_previous`, each sample holds, as `previous`, the sample before it in the global batch, and the first the last.
+    `dataset` has the columns num_tokens, num_loss_tokens and digest, and those that `collate` reads. `collate(samples)`
+    makes a micro-batch. For an empty list, it has no target and adds nothing to the loss. With `with_previous`, each
+    sample has as `previous` the sample before it in the global batch. The first sample has the last one.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = 0, 0
 
     def __len__(self) -> int:
-        """Global batches in one epoch; the last may be short."""
+        """The number of global batches in one epoch. The last one may be short."""
         return -(-len(self.dataset) // self.batch_size)
 
     def fingerprint(self) -> dict:
-        """What must stay the same for a position in the data to mean the same samples."""
+        """The facts that must not change: only with them does a saved position mean the same samples."""
         data = hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
         return {"train_batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle, "data": data}
 
@@ -134,7 +133,7 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = state["epoch"], state["next_index"]
 
     def __iter__(self):
-        """The rest of the current epoch; afterwards the loader stands at the start of the next."""
+        """Yield the rest of the current epoch. Afterwards, the loader is at the start of the next epoch."""
         order = epoch_order(len(self.dataset), self.seed, self.epoch, self.shuffle)
         while self.next_index < len(self):
             index = self.next_index
@@ -143,9 +142,9 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = self.epoch + 1, 0
 
     def plan(self, sample_ids: list[int]) -> list[list[list[int]]]:
-        """Sample ids by rank and micro-batch; ranks with fewer micro-batches are filled up with empty ones.
+        """Sample ids by rank and micro-batch. Ranks with fewer micro-batches get empty ones at the end.
 
-        Where micro-batches are measured in tokens, ranks get about as many tokens each; else contiguous samples.
+        If micro-batches are measured in tokens, all ranks get about equal tokens. Otherwise, they get contiguous parts.
         """
         if self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]:
             parts = balanced_parts(sample_ids, self._num_tokens, self.dp_size)
@@ -176,14 +175,14 @@ class GlobalBatchLoader:
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    """The tensors of a micro-batch, and of a micro-batch within it, on `device`; cu_seqlens_host stays where it is."""
+    """Move a micro-batch, and any micro-batch within it, to `device`. cu_seqlens_host is not moved."""
 
     def moved(name: str, value):
         if isinstance(value, dict):
             return to_device(value, device)
         if not isinstance(value, torch.Tensor) or name == "cu_seqlens_host":
             return value
-        pinned = device.type == "cuda" and value.device.type == "cpu"  # without it, the copy would be waited for
+        pinned = device.type == "cuda" and value.device.type == "cpu"  # a copy from unpinned memory would block
         return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
 
     return {name: moved(name, value) for name, value in batch.items()}
@@ -201,7 +200,7 @@ def setup_dataloader(
     shuffle: bool = True,
     with_previous: bool = False,
 ) -> GlobalBatchLoader:
-    """The loader of this rank, each sequence split over sp. A method of both strategies."""
+    """Make the loader of this rank. Each sequence is split over sp. Both strategies have this function as a method."""
 
     def prepared(samples: list[dict]) -> dict:
         batch = collate(samples)

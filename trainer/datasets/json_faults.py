@@ -1,4 +1,4 @@
-"""Where a JSON or JSON Lines file is broken, by line; looked for only after its reader has failed on it."""
+"""Find the line where a JSON or JSON Lines file is broken. This is used only after the reader has failed."""
 
 import json
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from trainer.datasets.rows import KINDS
 
 
 def find_json_fault(path: str) -> tuple[str, str] | None:
-    """(place, what is wrong there) of the first row of a JSON or JSON Lines file that cannot be one of its rows.
+    """Find the first bad row of a JSON or JSON Lines file: (place, what is wrong there), or None.
 
-    Broken lines, rows that are not objects, and keys whose type differs from earlier rows.
+    A bad row is a broken line, a row that is not an object, or a key whose type differs from earlier rows.
     """
     seen: dict[str, tuple[str, str]] = {}
     rows = _json_rows(path)
@@ -23,7 +23,7 @@ def find_json_fault(path: str) -> tuple[str, str] | None:
         except _Broken as fault:
             return fault.args
         if row is not None and not isinstance(row, dict):
-            return place, f"a {KINDS[type(row)]} where an object with keys belongs"
+            return place, f"a {KINDS[type(row)]}, not an object with keys"
         for key, value in (row or {}).items():
             if value is None:
                 continue
@@ -38,7 +38,7 @@ class _Broken(Exception):
 
 
 def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of each row; raises _Broken where there is no JSON."""
+    """Yield (place, row) for each row. Raises _Broken where the text is not JSON."""
     with open(path, "rb") as file:
         if is_array(file):
             rows = _parse(file.read(), first_line=1)

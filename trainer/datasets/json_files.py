@@ -1,7 +1,7 @@
-"""JSON and JSON Lines files as tables: texts and numbers by their type, lists and objects unchanged, as their JSON.
+"""Read JSON and JSON Lines files as tables: texts and numbers with their types, lists and objects as unchanged JSON.
 
-The reader of the datasets library types what lists and objects hold: 1 beside another row's 1.5 becomes 1.0, the keys of
-one row become null in all others, and "2024-05-01" becomes a date. Imported only where a set needs it.
+The reader of the datasets library gives types to their content. 1 becomes 1.0 if another row has 1.5. Keys of one row
+become null in all others, and "2024-05-01" becomes a date. This module is imported only if a set needs it.
 """
 
 import io
@@ -21,17 +21,17 @@ from datasets.features.features import register_feature
 
 from trainer.datasets.rows import AsWritten
 
-READER_VERSION = "1"  # raise it whenever the same file would give another table, so that no older cache file is taken
+READER_VERSION = "1"  # raise this if the same file would give another table: an older cache file must not be used
 CHUNK_BYTES = 64 << 20
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 SPACE = re.compile(r"[ \t\r\n]*")
-ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # dates of Arrow's, if of other sets
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # default: other sets may hold Arrow's dates
 DECODER = json.JSONDecoder()
 
 
 @dataclass
 class JsonText(datasets.Json):
-    """The feature of a column of lists or objects; unlike its base it keeps all digits of their numbers."""
+    """The feature of a column of lists or objects. Unlike its base class, it keeps all digits of their numbers."""
 
     pa_type: ClassVar[Any] = pa.string()
     _type: str = field(default="JsonText", init=False, repr=False)
@@ -50,7 +50,7 @@ class JsonText(datasets.Json):
 
 
 def _own_values(value: Any, kind: pa.DataType) -> Any:
-    """A value of Arrow's without the nulls under keys that only other rows have."""
+    """A value from Arrow, without the nulls that Arrow adds for keys of other rows."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):
@@ -61,18 +61,19 @@ def _own_values(value: Any, kind: pa.DataType) -> Any:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that the library's function is experimental
+    warnings.simplefilter("ignore")  # the library warns that this function is experimental
     register_feature(JsonText, "JsonText")
 
 
 def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
-    """The rows of the files of each split, cached on disk; patterns: the names of its files, for glob.
+    """Read the rows of each split and cache them on disk. patterns: by split, the names of its JSON files, for glob.
 
-    All have the columns of all; a row has None where it lacks one. Raises whatever is wrong with a file, often without its name and line: see `json_faults`.
+    Every row has the columns of all files, and None where it has no value. Raises the reader's own errors. They often
+    lack the file name and the line: see `json_faults`.
     """
     kept = _JsonBuilder(data_files=patterns, hash=READER_VERSION).cache_dir + ".columns.json"
     columns = None
-    if os.path.exists(kept):  # those that it took to read these files before
+    if os.path.exists(kept):  # the columns that an earlier read of these files needed
         with open(kept) as file:
             columns = datasets.Features.from_dict(json.load(file))
     while True:
@@ -90,7 +91,7 @@ def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
 
 
 class _MoreColumns(Exception):
-    """args: the columns (Features) that hold what was read so far, and more than those that reading began with."""
+    """args: the columns (Features) of all rows read so far. They are more than the columns at the start of the read."""
 
 
 @dataclass
@@ -106,7 +107,7 @@ class _JsonBuilder(datasets.ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         splits = self.config.data_files.items()
-        paths = {name: dl_manager.download_and_extract(list(files)) for name, files in splits}  # if they are compressed
+        paths = {name: dl_manager.download_and_extract(list(files)) for name, files in splits}  # may be compressed
         return [datasets.SplitGenerator(name=str(name), gen_kwargs={"files": files}) for name, files in paths.items()]
 
     def _generate_shards(self, files: list[str]) -> Iterator[str]:
@@ -116,12 +117,12 @@ class _JsonBuilder(datasets.ArrowBasedBuilder):
         for file_index, name in enumerate(files):
             for index, (table, columns) in enumerate(_tables(name)):
                 known = self.info.features
-                # columns that are empty or absent at first and full later: begin anew, knowing them
+                # A column may be empty or absent at first and full later: start again with all known columns
                 self.info.features = _merged(known, columns, name)
                 if known is not None and self.info.features != known:
                     raise _MoreColumns(self.info.features)
                 yield Key(file_index, index), _as_columns(table, self.info.features)
-        if self.info.features is None:  # nothing in any file so far: no rows
+        if self.info.features is None:  # no file had any rows
             self.info.features = datasets.Features()
             yield Key(0, 0), pa.table({})
 
@@ -151,7 +152,7 @@ def _as_columns(table: pa.Table, columns: datasets.Features) -> pa.Table:
 
 
 def is_array(file: BinaryIO) -> bool:
-    """Whether a file, from its beginning, is one JSON array rather than lines."""
+    """Whether a file is one JSON array, not lines. The file is at its beginning before and after."""
     start = file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")
     file.seek(0)
     return start.startswith(b"[")
@@ -161,7 +162,7 @@ def _tables(name: str) -> Iterator[tuple[pa.Table, datasets.Features]]:
     with open(name, "rb") as file:
         if is_array(file):
             rows = DECODER.decode(file.read().decode("utf-8-sig"))
-            # the library takes an array of texts for rows with one column
+            # the library reads an array of texts as rows with one column
             yield _table_of_rows([{"text": row} if isinstance(row, str) else row for row in rows])
             return
         while chunk := file.read(CHUNK_BYTES):
@@ -175,7 +176,7 @@ def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
     first = next(_rows(text))
     if isinstance(first, dict) and not any(isinstance(value, (dict, list)) for value in first.values()):
         try:
-            # several times faster; in one block, for the library says that Arrow may crash on several
+            # This is several times faster. One block only: the library says that Arrow may crash on several blocks.
             table = paj.read_json(io.BytesIO(chunk), paj.ReadOptions(block_size=len(chunk) + 1))
             if all(pa.types.is_null(kind) or kind in TYPES.values() for kind in table.schema.types):
                 return table, datasets.Features.from_arrow_schema(table.schema)
@@ -185,7 +186,7 @@ def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
 
 
 def _rows(text: str) -> Iterator[Any]:
-    """Each on a line of its own or, as Arrow takes it too, over several."""
+    """Yield each row. A row may span several lines, as Arrow also allows."""
     end = SPACE.match(text).end()
     while end < len(text):
         row, end = DECODER.raw_decode(text, end)
@@ -195,7 +196,7 @@ def _rows(text: str) -> Iterator[Any]:
 
 def _table_of_rows(rows: list[Any]) -> tuple[pa.Table, datasets.Features]:
     if not all(row is None or isinstance(row, dict) for row in rows):
-        raise ValueError("a row that is no object")
+        raise ValueError("a row that is not an object")
     arrays, features = {}, {}
     for column in dict.fromkeys(key for row in rows if row for key in row):
         values = [row.get(column) if row else None for row in rows]

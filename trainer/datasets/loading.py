@@ -23,21 +23,21 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 42,
 ) -> "Dataset":
-    """The rows of one or several sets, as one dataset.
+    """Load one or several sets and return their rows as one dataset.
 
-    names: comma separated; each a .json, .jsonl, .parquet, .csv or .arrow file, a folder of them, a folder written by
-    `save_to_disk`, or a name on the hub. max_samples: at most that many first rows of each set. A lone file has the one
-    split "train". All values of a CSV file are texts as written ("007", "NA" and "" stay what they are).
+    names: separated by commas. Each is a file (.json, .jsonl, .parquet, .csv or .arrow), a folder of files, a folder
+    written by `save_to_disk`, or a hub name. A single file has one split, "train".
+    max_samples: use only this many first rows of each set. CSV values stay texts as written: "007", "NA" and "".
 
-    Without probs, several sets follow each other. With probs (one per set, any positive scale) the next row comes from
-    a set drawn with these odds, until the first set is used up: no row occurs twice and the odds hold to the end.
-    Where sets have different columns, a row has None under the columns of the others.
+    Without probs, several sets follow each other. With probs (one per set, any positive scale), each next row comes
+    from a set drawn with these odds. The dataset ends when the first set is used up: no row occurs twice, and the odds
+    hold to the end. A row has None in the columns that only other sets have.
 
-    Raises UserError, naming the flag and the file, for whatever cannot be read.
+    Raises: UserError for anything that cannot be read. It names the flag and the file.
     """
     paths = [name.strip() for name in names.split(",") if name.strip()]
     if not paths:
-        raise UserError(flag, "names no dataset", "a file, a folder or a hub name; several with commas")
+        raise UserError(flag, "names no dataset", "files, folders or hub names with commas between them")
     if max_samples is not None and max_samples < 1:
         raise UserError("--max_samples", str(max_samples), "at least 1")
     odds = None
@@ -60,7 +60,7 @@ def _load_set(path: str, flag: str, split: str) -> "Dataset":
     where = f"{flag} {path}"
     local = os.path.expanduser(path)
     if "::" in local and os.path.exists(local):
-        raise UserError(where, "a name with '::' is an archive to the datasets library", "a name without")
+        raise UserError(where, "the datasets library reads a name with '::' as an archive", "a name without '::'")
     if os.path.isdir(local):
         from trainer.datasets.folders import read_folder
 
@@ -83,5 +83,5 @@ def _read_hub(name: str, where: str) -> dict[str, "Dataset"]:
         raise UserError(where, "file not found")
     try:
         return datasets.load_dataset(name)
-    except Exception as error:  # absent, private, offline, several configurations: its words tell
+    except Exception as error:  # absent, private, offline or several configurations: the library's message says which
         raise UserError(where, f"no such file or folder, and the hub does not give it: {one_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Several sets as one dataset: their columns brought to common types, their rows in sequence or drawn by odds."""
+"""Join several sets into one dataset: columns get common types, and rows follow each other or are drawn by odds."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def parse_probs(probs: str, num_sets: int) -> list[float]:
-    """The numbers of --dataset_probs, scaled to a sum of 1."""
+    """Read the numbers of --dataset_probs and scale them to a sum of 1. Raises UserError for anything else."""
     try:
         odds = [float(part) for part in probs.split(",")]
     except ValueError:
@@ -23,18 +23,18 @@ def parse_probs(probs: str, num_sets: int) -> list[float]:
 
 
 def mix(sets: list["Dataset"], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> "Dataset":
-    """One dataset of several; see `load_rows`."""
+    """Join several sets into one dataset; see `load_rows`."""
     import datasets
 
     sets = _with_common_types(sets, paths, flag)
     if odds is None:
         return datasets.concatenate_datasets(sets)
-    # until the first set is used up: every row at most once, and the proportions hold to the end
+    # The dataset ends when the first set is used up: every row occurs at most once, and the odds hold to the end.
     return datasets.interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
 
 
 def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> list["Dataset"]:
-    """The sets with one type per column: text is text whatever its arrow width, objects may have different keys."""
+    """Give each column one type in all sets. Texts of any Arrow width are one type. Objects may have different keys."""
     for column in sorted({column for rows in sets for column in rows.column_names}):
         holders = [i for i, rows in enumerate(sets) if column in rows.column_names]
         first = sets[holders[0]].features[column]
@@ -54,7 +54,7 @@ def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> li
 
 
 def _common_type(a: Any, b: Any) -> Any:
-    """The column type that holds the values of both unchanged, or None."""
+    """The column type that holds the values of both types unchanged, or None."""
     from datasets import Json, LargeList, List, Value
 
     from trainer.datasets.json_files import JsonText
@@ -68,7 +68,7 @@ def _common_type(a: Any, b: Any) -> Any:
         return Value("string")
     nested = (List, LargeList, dict, Json)
     if isinstance(a, nested) and isinstance(b, nested) and any(isinstance(feature, JsonText) for feature in (a, b)):
-        return JsonText()  # it holds lists as well as objects
+        return JsonText()  # it holds both lists and objects
     if isinstance(a, (List, LargeList)) and isinstance(b, (List, LargeList)):
         inner = _common_type(a.feature, b.feature)
         return inner if inner is None or isinstance(inner, JsonText) else List(inner)

@@ -1,4 +1,4 @@
-"""Micro-batches of token samples: padded rows, or documents packed end to end into one row."""
+"""Make micro-batches of token samples: padded rows, or documents packed end to end into one row."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ IGNORE = -100  # the label of a position without loss: torch.nn.functional.cross
 
 
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: positions of `lengths`, by bin; a longer length than `capacity` stands alone.
+    """Best-fit decreasing bin packing: for each bin, its positions in `lengths`.
 
-    best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
+    A length above `capacity` gets a bin of its own. best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -28,16 +28,16 @@ def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def shifted_labels(input_ids: Sequence[int], loss_mask: Sequence[int]) -> list[int]:
-    """labels[t] is token t + 1 where that token is a loss token, else IGNORE.
+    """labels[t] is token t + 1 if that token is a loss token, else IGNORE.
 
-    Shifted here, before any padding, packing or slicing over sequence-parallel ranks, so that no later cut can lose a
-    target: ids [5, 6, 7] with mask [0, 0, 1] give [-100, 7, -100].
+    Ids [5, 6, 7] with mask [0, 0, 1] give [-100, 7, -100]. The shift happens before any padding, packing or slicing
+    over sequence-parallel ranks. So no later cut can lose a target.
     """
     return [token if mask else IGNORE for token, mask in zip(input_ids[1:], loss_mask[1:])] + [IGNORE]
 
 
 def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Rows padded on the right: input_ids, attention_mask, position_ids and shifted labels, each (rows, longest)."""
+    """Pad rows on the right: input_ids, attention_mask, position_ids and shifted labels, each (rows, longest)."""
     samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
     longest = max(len(sample["input_ids"]) for sample in samples)
 
@@ -53,10 +53,10 @@ def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Te
 
 
 def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
-    """Documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens), and their bounds.
+    """Put documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens).
 
-    Positions restart in each document. Documents of 3 and 2 tokens give cu_seqlens [0, 3, 5]. The loader keeps
-    cu_seqlens_host in host memory, and max_length is an int, so that nobody has to ask a GPU for either.
+    Positions restart in each document. cu_seqlens has the document bounds: 3 and 2 tokens give [0, 3, 5].
+    The loader keeps cu_seqlens_host in host memory, and max_length is an int. So reading them needs no wait for a GPU.
     """
     samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
     lengths = [len(sample["input_ids"]) for sample in samples]
@@ -73,10 +73,10 @@ def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
 
 
 def model_inputs(batch: dict) -> dict:
-    """What a padded or packed micro-batch gives to a model call.
+    """The arguments that a padded or packed micro-batch gives to a model call.
 
-    There is no attention_mask: rows are padded on the right, where causal attention keeps padding from every real token.
-    Kernels are faster without a mask.
+    There is no attention_mask, because kernels are faster without one. Rows are padded on the right, and under causal
+    attention no real token sees that padding.
     """
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:

@@ -1,4 +1,4 @@
-"""Rows of preferences to pairs of token samples: one answer chosen, one rejected, and a ledger of it all."""
+"""Turn rows of preferences into pairs of token samples (a chosen and a rejected answer), and a ledger of the rows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-# Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 2
 SIDES = ("chosen", "rejected")
-# what became of a pair; "kept" is the only one that is trained on
+# the result for a pair; only pairs with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
 
 
 @dataclass
 class PreferenceLedger:
-    """What became of the rows of one dataset; token counts are those of both sides of the pairs that are left."""
+    """Counts of what happened to the rows of one dataset. Token counts cover both sides of the pairs that are left."""
 
     num_rows: int = 0
-    num_identical: int = 0  # ties: both answers are the same tokens, so nothing says which is better
+    num_identical: int = 0  # ties: both answers have the same tokens, so neither is better
     num_empty: int = 0  # one answer is empty
-    num_cut_away: int = 0  # --max_len leaves nothing of one answer, or nothing that tells the two apart
-    num_truncated: int = 0  # pairs of which --max_len cut a side, whether or not they are left
+    num_cut_away: int = 0  # --max_len leaves nothing of one answer, or no difference between the two
+    num_truncated: int = 0  # pairs with a side that --max_len cut, kept or not
     num_samples: int = 0
     num_tokens: int = 0
 
@@ -60,18 +60,21 @@ def tokenize_preference(
     num_proc: int | None = None,
     mean_flag: str | None = None,
 ) -> tuple["Dataset", PreferenceLedger]:
-    """Pairs in row order, and the ledger; cached on disk by rows, tokenizer and options.
+    """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    The prompt is a text or a list of messages, each answer a text or a list of messages behind it. Without a prompt
-    column both answers are whole conversations that share all but their last message. Any list of messages, or
-    apply_chat_template, means the chat template; else prompt (put into input_template), answer, eos. The mask is on the
-    answer (its last turn). Each side is cut on the right to max_len tokens; a cut side gets no eos. Whole texts, which do not show
-    where the answer begins, are refused where `mean_flag` names a flag that takes means over the answer's tokens: they
-    would take in the prompt, which cancels in differences of sums alone.
+    The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
+    Without a prompt column, both answers are whole conversations that share all but their last message.
+    Any list of messages, or apply_chat_template, selects the chat template. Otherwise a side is the prompt (put into
+    input_template), the answer and eos. The mask is on the answer (its last turn). Each side is cut on the right to
+    max_len tokens, so a cut side has no eos.
+
+    `mean_flag` names a flag that takes means over the answer's tokens. Then whole texts are refused: they do not show
+    where the answer begins, so a mean would include the prompt. The prompt cancels only in differences of sums.
 
     Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
     both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
-    Raises UserError for keys that are absent and values of another kind (with the row, counted from 1).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
     keys = {"chosen": chosen_key, "rejected": rejected_key}
     flags = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
@@ -80,8 +83,8 @@ def tokenize_preference(
         rows, tokenizer, prompt_key, (chosen_key, rejected_key), input_template, apply_chat_template, max_len
     )
     if mean_flag and options.prompt_key is None and not options.chat:
-        found = f"missing with {mean_flag}, which takes means over the answer's tokens, and whole texts in {flag}"
-        raise UserError("--prompt_key", found, "the column of the prompt; or conversations")
+        found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
+        raise UserError("--prompt_key", found, "the column of the prompt, or conversations")
     pairs = map_cached(
         rows,
         _tokenize_row,
@@ -161,7 +164,7 @@ def _margin(row: Any, key: str | None) -> float:
 
 
 def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) -> None:
-    """Whole conversations on both sides share all but their last message."""
+    """Check that whole conversations on both sides share all but their last message."""
     if not options.chat or options.prompt_key is not None:
         return
     sides = [as_messages(row, f"--{side}_key", keys[side], "assistant") for side in SIDES]
@@ -171,10 +174,11 @@ def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) 
 
 
 def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
-    """A micro-batch of n pairs for one forward pass: all chosen sides, then all rejected ones; see `collate_sequences`.
+    """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
 
-    Chosen sides are the sequences 0 to n - 1, rejected ones n to 2 n - 1. Per pair (n,): rows (where in the data), margins,
-    and ref_chosen and ref_rejected, log-probs of a reference, (0,) where the pairs do not carry them.
+    Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
+    Per pair (n,): rows (index into the data), margins, ref_chosen and ref_rejected. The last two are log-probs of a
+    reference. Their shape is (0,) if the pairs do not have them.
     """
     sides = [
         {"input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
@@ -190,6 +194,6 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
 
 
 def render_pair(pair: dict[str, Any], tokenizer: Any) -> str:
-    """Both sides of a pair, decoded, with what the loss looks at in [[ ]]."""
+    """Decode both sides of a pair, with the loss tokens in [[ ]]."""
     sides = ({"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_mask"]} for side in SIDES)
     return "\n".join(f"{name}: {render_sample(side, tokenizer)}" for name, side in zip(SIDES, sides))

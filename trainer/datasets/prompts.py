@@ -1,4 +1,4 @@
-"""Rows to prompts for reinforcement learning: token ids, a label for the reward, and a ledger of it all."""
+"""Turn rows into prompts for reinforcement learning: token ids, a label for the reward, and a ledger of the rows."""
 
 import dataclasses
 import json
@@ -23,16 +23,16 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-# Raise it whenever the same rows and options would give other prompts, so that no older cache file is taken for them.
+# Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
 TOKENIZER_VERSION = 2
 
 
 @dataclass
 class PromptLedger:
-    """What became of the rows of one dataset; token counts are those of the prompts that are left."""
+    """Counts of what happened to the rows of one dataset. Token counts cover only the prompts that are left."""
 
     num_rows: int = 0
-    num_too_long: int = 0  # a cut prompt would ask something else, so it is left out
+    num_too_long: int = 0  # left out, because a cut prompt would ask something else
     num_empty: int = 0
     num_samples: int = 0
     num_tokens: int = 0
@@ -49,7 +49,7 @@ class PromptLedger:
 
 @dataclass(frozen=True)
 class _Options:
-    """All that decides, with the tokenizer, what a row becomes."""
+    """Everything that decides, together with the tokenizer, what a row becomes."""
 
     chat: bool
     input_key: str
@@ -70,20 +70,22 @@ def tokenize_prompts(
     num_proc: int | None = None,
     needs_labels: bool = False,
 ) -> tuple["Dataset", PromptLedger]:
-    """Prompts in row order, and the ledger; cached on disk by rows, tokenizer and options.
+    """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    The prompt is a text (put into input_template) or a list of messages; messages, or apply_chat_template, mean the
-    chat template with its generation prompt. Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest,
-    row (index into `rows`). Raises UserError for keys that are absent and values of another kind (with the row, from 1);
-    with `needs_labels`, for a prompt that is left without a label.
+    The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
+    chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
+    Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1). With `needs_labels`,
+    also for a prompt that is kept and has no label.
     """
     key = input_key or "messages"
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     options = _Options(apply_chat_template or isinstance(rows[0][key], list), key, label_key, input_template)
     if options.chat:
-        chat_template(tokenizer)  # raises where there is none
+        chat_template(tokenizer)  # raises if there is none
         if input_template is not None:
-            raise UserError("--input_template", "does not go with a chat template", "leave it out")
+            raise UserError("--input_template", "cannot be used with a chat template", "leave it out")
     else:
         check_input_template(input_template)
     prompts = map_cached(
@@ -155,18 +157,20 @@ def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
     if not any(message["content"].strip() for message in messages):
         return []
     if messages[-1]["role"] == "assistant":
-        raise UserError(where, "ends with an assistant message", "a prompt, which the model is to answer")
+        raise UserError(where, "ends with an assistant message", "a prompt that the model answers")
     return render_prompt(tokenizer, messages, tools_of(row))
 
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
-    """A prompt as the model sees it, and its label."""
+    """Show a prompt as the model sees it, and its label."""
     return f"{tokenizer.decode(prompt['prompt_ids'])!r}, label {prompt['label']!r}"
 
 
 def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """(ids with which a prompt for the assistant ends, ids that the template puts behind an answer's end token); both
-    empty where there is no chat template that tells."""
+    """Return (ids at the end of a prompt for the assistant, ids that the template puts after an answer's end token).
+
+    Both are empty if there is no chat template or it does not show them.
+    """
     if not tokenizer.chat_template:
         return [], []
     question = [{"role": "user", "content": "x"}]
@@ -189,7 +193,10 @@ def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
 def as_conversation(
     prompt_ids: list[int], response_ids: list[int], ends: tuple[list[int], list[int]], eos: int
 ) -> list[int]:
-    """The response as a reward model has seen answers in training: in a chat, with what the template puts behind them."""
+    """Return the response ids as a reward model saw answers in training.
+
+    In a chat, a finished answer is followed by the ids that the template puts after its end token.
+    """
     opening, closing = ends
     is_chat = bool(opening) and prompt_ids[-len(opening) :] == opening
     return response_ids + closing if is_chat and response_ids[-1:] == [eos] else response_ids

@@ -1,6 +1,6 @@
-"""What every kind of training data reads from a row: texts, messages, token ids with their special tokens.
+"""Read texts, messages and token ids from a row. Every kind of training data uses these functions.
 
-Raises UserError where a value is not what its key promises.
+They raise UserError if a value has another type than its key needs.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversation
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bar and no log line of the datasets library inside: what is wrong is told once, by our own error."""
+    """Hide progress bars and log lines of the datasets library. Our own error reports a fault, and only once."""
     import datasets
 
     had_bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
@@ -42,7 +42,7 @@ def one_line(error: BaseException | None) -> str:
 
 
 def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
-    """What decides the tokenizer's output, as JSON values."""
+    """Everything that decides the tokenizer's output, as JSON values."""
     import transformers
 
     state: dict[str, Any] = {
@@ -53,13 +53,13 @@ def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
     }
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left behind by whoever called the tokenizer last; every call sets them anew.
+        # The last call of the tokenizer left truncation and padding here. Every call sets them again.
         return state | {"backend": {k: v for k, v in backend.items() if k not in ("truncation", "padding")}}
     return state | {"vocab": sorted(tokenizer.get_vocab().items())}
 
 
 def check_keys(columns: list[str], flag: str, keys: dict[str, str | None]) -> None:
-    """Raises UserError for a key, by its flag, that the rows of the dataset `flag` do not have."""
+    """Check that the dataset `flag` has all keys. Raises UserError that names the flag of a missing key."""
     for key_flag, key in keys.items():
         if key is not None and key not in columns:
             raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
@@ -74,7 +74,7 @@ def text_of(row: Any, key_flag: str, key: str) -> str:
 
 
 def messages_of(value: Any, where: str) -> list[dict]:
-    """Messages with role and content, from those or from {from, value}; keys without a value are dropped."""
+    """Return messages with role and content, also from {from, value}. Keys without a value are dropped."""
     if not isinstance(value, list):
         found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
         raise UserError(where, found, "a list of messages")
@@ -88,15 +88,15 @@ def messages_of(value: Any, where: str) -> list[dict]:
                 f"{where} message {number}", "no role", "an object with role and content, or from and value"
             )
         if message.get("content") is None and message.get("tool_calls"):
-            message["content"] = ""  # a pure tool call; templates differ on an absent content, none trips over ""
+            message["content"] = ""  # only a tool call: templates differ on a missing content, but all accept ""
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{where} message {number}", "its content is no text", "a text")
+            raise UserError(f"{where} message {number}", "its content is not a text", "a text")
         messages.append(message)
     return messages
 
 
 def tools_of(row: Any) -> list[dict] | None:
-    """What stands under `tools` of a row: JSON schemas of functions, as a list or as its JSON; None where there is nothing."""
+    """Return the JSON schemas of functions in the column `tools`, or None. A row has a list or its JSON text."""
     value = row.get("tools")
     if isinstance(value, str):
         try:
@@ -106,16 +106,16 @@ def tools_of(row: Any) -> list[dict] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError("column tools", "no list of objects", "a list of objects, or its JSON")
+        raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
     return [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
 
 
 class AsWritten(dict):
-    """An object as its file has it; Arrow's have all keys of all rows, with None under those of others."""
+    """An object as it is in its file. Objects from Arrow have the keys of all rows, with None for missing values."""
 
 
 def _without_none(value: Any) -> Any:
-    """Without keys that hold None, which a template would print; a null that was written among a tool's arguments stays."""
+    """Drop keys with the value None, which a template would print. A null written in a tool's arguments stays."""
     if isinstance(value, dict):
         present = {key: child for key, child in value.items() if child is not None}
         kept = {key for key, child in present.items() if key == "arguments" and isinstance(child, AsWritten)}
@@ -124,7 +124,7 @@ def _without_none(value: Any) -> Any:
 
 
 def with_special_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that goes on: with the tokenizer's opening tokens, without a closing eos it would add."""
+    """The ids of a text that continues: with the tokenizer's opening tokens, without the eos it may add at the end."""
     input_ids = list(tokenizer(text)["input_ids"])
     eos = tokenizer.eos_token_id
     if input_ids and input_ids[-1] == eos and tokenizer("a")["input_ids"][-1] == eos:
@@ -138,7 +138,7 @@ def with_eos(tokenizer: Any, input_ids: list[int]) -> list[int]:
 
 
 def is_stop_token(tokenizer: Any, token: int) -> bool:
-    """Whether a token ends a turn or a text: the eos token, or any special token of the vocabulary."""
+    """Whether a token ends a turn or a text: the eos token or any special token of the vocabulary."""
     if token in tokenizer.all_special_ids:
         return True
     added = tokenizer.added_tokens_decoder.get(token)
@@ -159,14 +159,14 @@ def map_cached(
     num_proc: int | None = None,
     **fn_kwargs: Any,
 ) -> "Dataset":
-    """rows.map with a cache file that any process finds again: its name says all that decides its content.
+    """Run rows.map with a cache file that any process finds again: its name is a hash of the rows and `key`.
 
-    `key` holds, as JSON values, whatever decides the result beside the rows. `tokenize_row(row, index, **fn_kwargs)`.
+    key: all else that decides the result, as JSON values. The call is `tokenize_row(row, index, **fn_kwargs)`.
     """
     import datasets
 
     fingerprint = hashlib.blake2b(json.dumps([*key, rows._fingerprint]).encode(), digest_size=16).hexdigest()
-    # Our own folder: beside the data, where the library would write, may be read-only.
+    # We use our own folder: the library would write next to the data, which may be read-only.
     folder = os.path.join(datasets.config.HF_DATASETS_CACHE, folder)
     os.makedirs(folder, exist_ok=True)
     try:
@@ -181,5 +181,5 @@ def map_cached(
                 new_fingerprint=fingerprint,
                 cache_file_name=os.path.join(folder, f"{fingerprint}.arrow"),
             )
-    except UserError as error:  # without the library's frames, or those of a worker process
+    except UserError as error:  # drops the frames of the library and of a worker process
         raise UserError(*error.args) from None

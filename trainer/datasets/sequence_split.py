@@ -1,8 +1,8 @@
-"""Cutting a micro-batch over sequence-parallel ranks in zigzag order.
+"""Cut a micro-batch over sequence-parallel ranks in zigzag order.
 
-A row of T tokens is cut into 2 * sp_size equal chunks and rank r gets chunks r and 2 * sp_size - 1 - r. Under a causal
-mask early tokens see few keys and late tokens see many: one early and one late chunk give every rank the same work
-(Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2).
+A row of T tokens is cut into 2 * sp_size equal chunks. Rank r gets chunks r and 2 * sp_size - 1 - r.
+Under a causal mask, early tokens see few keys and late tokens see many. One early and one late chunk give every rank
+the same work (Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2).
 """
 
 import torch
@@ -12,13 +12,14 @@ from trainer.datasets.packing import IGNORE
 
 
 def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int = 0) -> dict:
-    """This rank's part of a collated micro-batch whose labels are already shifted.
+    """Return this rank's part of a collated micro-batch whose labels are already shifted.
 
-    Every tensor that begins with the (rows, tokens) of `input_ids` is padded at its end to a multiple of 2 * sp_size
-    tokens (labels with IGNORE, positions counted from 0, anything else with 0) and cut to (rows, tokens / sp_size);
-    what is not per token passes unchanged; a micro-batch within the micro-batch is split by itself. `cu_seqlens` stays that of the whole row, which every rank needs; padding
-    becomes a last document of it. `attention_mask` is dropped: under causal attention a real token never sees the
-    padding on its right.
+    A tensor is split if its shape begins with the (rows, tokens) of `input_ids`. It is padded at its end to a multiple
+    of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding is pad_token_id for input_ids, IGNORE for
+    labels, a count from 0 for positions, and 0 otherwise. Entries that are not per token do not change.
+    A micro-batch within the micro-batch is split separately. `cu_seqlens` still describes the whole row, because every
+    rank needs it. The padding becomes its last document. `attention_mask` is dropped: under causal attention, a real
+    token never sees the padding on its right.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
 
@@ -26,7 +27,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
         rank 0      [10 11   21 pad]                    chunks 0 and 3
         rank 1      [12 13   14 20]                     chunks 1 and 2
 
-    Raises ValueError where a row is padded on its left.
+    Raises: ValueError if a row is padded on its left.
     """
     if sp_size == 1:
         return batch
@@ -47,27 +48,27 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
 
 
 def zigzag_shard(tensor: torch.Tensor, sp_rank: int, sp_size: int, dim: int = 1) -> torch.Tensor:
-    """Chunks sp_rank and 2 * sp_size - 1 - sp_rank of `dim`, whose size is a multiple of 2 * sp_size, end to end."""
+    """Join chunks sp_rank and 2 * sp_size - 1 - sp_rank of `dim`. Its size must be a multiple of 2 * sp_size."""
     chunks = tensor.chunk(2 * sp_size, dim)
     return torch.cat([chunks[sp_rank], chunks[2 * sp_size - 1 - sp_rank]], dim)
 
 
 def zigzag_order(tensor: torch.Tensor, sp_size: int, dim: int = 1) -> torch.Tensor:
-    """`dim` permuted from token order to the shards of rank 0, 1, ... end to end; chunks 0 1 2 3 become 0 3 1 2."""
+    """Permute `dim` from token order to the shards of rank 0, 1, ...: chunks 0 1 2 3 become 0 3 1 2."""
     return torch.cat([zigzag_shard(tensor, rank, sp_size, dim) for rank in range(sp_size)], dim)
 
 
 def natural_order(tensor: torch.Tensor, sp_size: int, dim: int = 1) -> torch.Tensor:
-    """The inverse of `zigzag_order`: shards of rank 0, 1, ... end to end, back in token order.
+    """Undo `zigzag_order`: put the shards of rank 0, 1, ... back in token order.
 
-    Of every shard the first halves come in rank order and the second halves in reverse: chunks 0 3 1 2 become 0 1 2 3.
+    The first halves of all shards come in rank order, then the second halves in reverse: 0 3 1 2 becomes 0 1 2 3.
     """
     chunks = tensor.chunk(2 * sp_size, dim)
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
 
 
 def _padded(name: str, tensor: torch.Tensor, padding: int, pad_token_id: int) -> torch.Tensor:
-    """(rows, tokens + padding, ...); the padding's position ids restart from 0, so none exceeds the model's limit."""
+    """Pad to (rows, tokens + padding, ...). The padding's positions start at 0, so none exceeds the model's limit."""
     value = {"input_ids": pad_token_id, "labels": IGNORE}.get(name, 0)
     filler = tensor.new_full((tensor.shape[0], padding, *tensor.shape[2:]), value)
     if name == "position_ids":
@@ -77,4 +78,4 @@ def _padded(name: str, tensor: torch.Tensor, padding: int, pad_token_id: int) ->
 
 def _check_right_padding(attention_mask) -> None:
     if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
-        raise ValueError("a sequence is split over ranks only in batches that are padded on the right")
+        raise ValueError("only batches that are padded on the right can be split over ranks")

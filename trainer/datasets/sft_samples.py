@@ -1,4 +1,4 @@
-"""Rows to token samples for supervised fine-tuning: ids, which of them are targets, and a ledger of it all."""
+"""Turn rows into token samples for supervised fine-tuning: ids, a target mask, and a ledger of the rows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-# Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 2
 COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
 
 
 @dataclass
 class DataLedger:
-    """What became of the rows of one dataset; token counts are those of the samples that are left."""
+    """Counts of what happened to the rows of one dataset. Token counts cover only the samples that are left."""
 
     num_rows: int = 0
-    num_truncated: int = 0  # rows longer than max_len, whether or not a loss token is left
-    num_excluded: int = 0  # rows without a loss token: empty answer, or cut before it
+    num_truncated: int = 0  # rows longer than max_len, with or without a loss token left
+    num_excluded: int = 0  # rows without a loss token: the answer is empty or was cut off
     num_samples: int = 0  # num_rows - num_excluded
     num_tokens: int = 0
     num_loss_tokens: int = 0
@@ -53,7 +53,7 @@ class DataLedger:
 
 @dataclass(frozen=True)
 class _Options:
-    """All that decides, with the tokenizer, what a row becomes."""
+    """Everything that decides, together with the tokenizer, what a row becomes."""
 
     mode: str  # keys, chat or pretrain
     input_key: str | None
@@ -77,16 +77,16 @@ def tokenize_sft(
     max_len: int,
     num_proc: int | None = None,
 ) -> tuple["Dataset", DataLedger]:
-    """Token samples in row order, and the ledger; cached on disk by rows, tokenizer and options.
+    """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos; loss behind the
-    prompt. apply_chat_template, or rows with a `messages` or `conversations` column and no key named: the chat template
-    and its assistant tokens. pretrain_mode: text and eos; loss on all. Longer samples are cut on the right to max_len
-    tokens; a cut sample gets no eos. Samples without a loss token are left out and counted.
+    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
+    prompt. Chat: the chat template, with loss on its assistant tokens. apply_chat_template selects it. So does a column
+    `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
+    Samples over max_len tokens are cut on the right, without eos. Those without a loss token are left out and counted.
 
-    Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, so never at 0), num_tokens,
-    num_loss_tokens, digest (of input_ids alone), row (index into `rows`). flag names the dataset in errors.
-    Raises UserError for keys that are absent and values that are no text (with the row, counted from 1).
+    Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
+    num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
+    Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1).
     """
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
@@ -143,11 +143,11 @@ def _mode(
 
 
 def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
-    """The keys against the columns; a flag that the mode would ignore is refused."""
+    """Check the keys against the columns, and refuse flags that the mode would ignore."""
     if options.mode == "chat":
         from trainer.datasets.templates import chat_template
 
-        chat_template(tokenizer)  # raises where there is none
+        chat_template(tokenizer)  # raises if there is none
         _refuse("a chat template", {"--input_template": options.input_template})
     else:
         _refuse("rows without conversations", {"--multiturn": options.multiturn})
@@ -170,7 +170,7 @@ def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: 
 def _refuse(mode: str, flags: dict[str, Any]) -> None:
     for flag, value in flags.items():
         if value:
-            raise UserError(flag, f"does not go with {mode}")
+            raise UserError(flag, f"cannot be used with {mode}")
 
 
 def _features() -> "Features":
@@ -210,7 +210,7 @@ def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
         prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
     prompt_ids = with_special_tokens(tokenizer, prompt)
     answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-    trained = 1 if answer.strip() else 0  # an empty answer teaches nothing but to stop: left out and counted
+    trained = 1 if answer.strip() else 0  # an empty answer teaches only to stop: left out and counted
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [trained] * len(answer_ids)
 
 
@@ -227,7 +227,7 @@ def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
     where = f"--input_key {options.input_key}"
     if isinstance(value, str):
         if options.output_key is None:
-            raise UserError(where, "a text, not a list of messages", "--output_key for the answer to it")
+            raise UserError(where, "a text, not a list of messages", "--output_key for the answer to the text")
         messages = [{"role": "user", "content": value}]
     else:
         messages = messages_of(value, where)
@@ -242,11 +242,11 @@ def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
-    """The decoded sample with its loss tokens in [[ ]]: a token after [[ is a target, one outside is not."""
+    """Decode a sample, with its targets (loss tokens) in [[ ]]."""
     pieces, start, before = [], 0, ""
     for is_target, group in groupby(sample["loss_mask"]):
         start += len(list(group))
-        # Decode from the beginning: alone, a span would lose the space that its first token stands for.
+        # Decode from the beginning: a span decoded separately would lose the space at the start of its first token.
         text = tokenizer.decode(sample["input_ids"][:start], clean_up_tokenization_spaces=False)
         piece = text[len(before) :]
         pieces.append(f"[[{piece}]]" if is_target else piece)

@@ -1,4 +1,4 @@
-"""Conversations to token ids and a loss mask by the chat template; a mask that cannot be verified is refused."""
+"""Turn conversations into token ids and a loss mask with the chat template. A mask that fails its check is refused."""
 
 import os
 import re
@@ -16,7 +16,10 @@ REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
 
 def load_chat_template(value: str | None, tokenizer: Any) -> None:
-    """Set tokenizer.chat_template to a Jinja text or to what a file holds; None leaves the tokenizer's own."""
+    """Set tokenizer.chat_template to a Jinja text or to the text of a file. None keeps the tokenizer's own template.
+
+    Raises: UserError for a file that does not exist, and for a text that is not a valid Jinja template.
+    """
     if value is None:
         return
     template = value
@@ -34,7 +37,7 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise UserError(FLAG, f"Jinja error in line {error.lineno}: {error.message}") from None
-    except (TemplateError, TypeError, ValueError):  # it may well refuse this conversation; the rows decide
+    except (TemplateError, TypeError, ValueError):  # it may refuse this conversation but accept the rows
         pass
 
 
@@ -43,7 +46,7 @@ def _is_jinja(text: str) -> bool:
 
 
 def chat_template(tokenizer: Any, tools: list | None = None) -> str:
-    """The template that renders a conversation with or without tools; raises UserError where there is none."""
+    """The template that renders a conversation with or without tools. Raises UserError if there is none."""
     if not tokenizer.chat_template:
         raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
     try:
@@ -55,16 +58,18 @@ def chat_template(tokenizer: Any, tools: list | None = None) -> str:
 def render_chat(
     tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None
 ) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask) of a conversation: the template's own tokens, 1 on what the assistant has to produce. `tools`
-    are JSON schemas of functions that it may call, which the template shows to it.
+    """Render a conversation to (input_ids, loss_mask): the template's own tokens, and 1 on the assistant's tokens.
 
-    That is the last assistant turn or, with multiturn, each; from the first token after the generation prompt to the
-    token that ends the turn, which is trained, while white space after it is not. An empty answer is not trained.
-    Messages after the last trained turn are left out: they carry no loss and change none.
+    tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
 
-    The mask comes from the template's {% generation %} markers where it has them, else from the difference between
-    the conversation up to the turn and the conversation with it; either is checked to hold the answer's text.
-    Raises UserError where the template or the tokenizer leaves that in doubt.
+    The last assistant turn is trained, or each one with multiturn. A turn begins after the generation prompt and ends
+    with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
+    Messages after the last trained turn are left out: they have no loss and change none.
+
+    The mask comes from the {% generation %} markers if the template has them. Otherwise it is the difference between
+    the conversation before the turn and the conversation with it. In both cases it must hold the answer's text.
+
+    Raises: UserError if the template or the tokenizer leaves doubt about the mask.
     """
     template = chat_template(tokenizer, tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -83,7 +88,7 @@ def render_chat(
 
 
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
-    """input_ids of a conversation that the assistant is to answer. Raises UserError where the template refuses it."""
+    """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
     chat_template(tokenizer, tools)
     return _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
 
@@ -93,7 +98,7 @@ def _has_answer(message: dict) -> bool:
 
 
 def _render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
-    """Token ids (or the text) of the conversation; with return_assistant_tokens_mask, the ids and the mask."""
+    """Token ids (or the text) of the conversation. With return_assistant_tokens_mask: the ids and the mask."""
     try:
         out = tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
     except (TemplateError, TypeError, ValueError) as error:
@@ -108,7 +113,7 @@ def _render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **op
 def _marked_spans(
     tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Ids and {turn: (start, end)} by the {% generation %} markers: one run of marked tokens per assistant turn."""
+    """Ids and {turn: (start, end)} from the {% generation %} markers: one run of marked tokens per assistant turn."""
     input_ids, mask = _render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
     runs, start = [], 0
     for marked, group in groupby(mask):
@@ -117,7 +122,7 @@ def _marked_spans(
             runs.append((start, end))
         start = end
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(runs) != len(turns):  # markers around the bare content leave an empty answer without a token
+    if len(runs) != len(turns):  # markers around the content only give an empty answer no token
         turns = [i for i in turns if _has_answer(messages[i])]
     if len(runs) != len(turns):
         found = f"its {{% generation %}} markers mark {len(runs)} runs of tokens for {len(turns)} assistant turns"
@@ -128,9 +133,9 @@ def _marked_spans(
 def _difference_spans(
     tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Ids and {turn: (start, end)} by what a turn adds to the conversation before it.
+    """Ids and {turn: (start, end)} from the tokens that a turn adds to the conversation before it.
 
-    <user>hi<assistant>yes<end>\\n<user>...: the prompt of turn 1 is <user>hi<assistant>, so its span is yes<end>.
+    In <user>hi<assistant>yes<end>\\n<user>..., the prompt of turn 1 is <user>hi<assistant>. So its span is yes<end>.
     """
     input_ids = _render(tokenizer, messages, tools=tools)
     spans = {}
@@ -146,9 +151,9 @@ def _difference_spans(
 def _prefix_length(
     tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool, tools: list | None
 ) -> int:
-    """How many of the conversation's ids its first num messages (and the generation prompt) make up; checked."""
+    """Count the conversation's ids that belong to its first num messages (and the generation prompt); checked."""
     if num == 0:
-        raise UserError("the chat template", "cannot tell an assistant turn that opens the conversation", REMEDY)
+        raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
     head = messages[:num]
     ids = _render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
     if input_ids[: len(ids)] == ids:
@@ -156,7 +161,7 @@ def _prefix_length(
     text = _render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
     if not _render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
         raise _rewrites(messages, num)
-    # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"): the merged token is the answer's.
+    # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"). The merged token is the answer's.
     return next(
         (i for i, (a, b) in enumerate(zip(ids, input_ids, strict=False)) if a != b), min(len(ids), len(input_ids))
     )
@@ -164,14 +169,14 @@ def _prefix_length(
 
 def _rewrites(messages: list[dict], num: int) -> UserError:
     if num < len(messages) - 1 or messages[num]["role"] != "assistant":
-        found = f"renders the first {num} messages differently once others follow, so earlier turns cannot be masked"
+        found = f"renders the first {num} messages differently if others follow, so earlier turns cannot be masked"
         return UserError("the chat template", found, f"{REMEDY}, or the last turn only (no --multiturn)")
     found = "renders its generation prompt differently from the start of the answer, so the answer cannot be masked"
     return UserError("the chat template", found, REMEDY)
 
 
 def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int) -> int:
-    """The end of the turn: behind its stop token if only white space follows that, else where the turn's text ends."""
+    """The end of the turn: after its stop token if only white space follows it, else the end of the turn's text."""
     for position in range(end - 1, start - 1, -1):
         if is_stop_token(tokenizer, input_ids[position]):
             return position + 1
@@ -181,7 +186,7 @@ def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int
 
 
 def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int]) -> None:
-    """The masked tokens must hold the answer; both sides go through the tokenizer, which may be lossy."""
+    """Check that the masked tokens hold the answer. Both texts pass through the tokenizer, which may be lossy."""
     masked = _squash(tokenizer, ids)
     answer = _squash(
         tokenizer, tokenizer((message.get("content") or "").strip(), add_special_tokens=False)["input_ids"]
@@ -191,16 +196,16 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: li
         raise UserError("the chat template", found, REMEDY)
     marked = GENERATION_TAG.search(template)
     if not marked and "add_generation_prompt" not in template and not masked.startswith(answer):
-        found = "ignores add_generation_prompt, so the header of a turn cannot be told from the answer"
+        found = "ignores add_generation_prompt, so the header of a turn cannot be separated from the answer"
         raise UserError("the chat template", found, REMEDY)
 
 
 def _squash(tokenizer: Any, ids: list[int]) -> str:
-    """Decoded text without white space, which templates trim and tokenizers move."""
+    """Decoded text without white space. Templates trim white space, and tokenizers move it."""
     return "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
 
 
 def check_input_template(input_template: str | None) -> None:
-    """Raises UserError for an --input_template that does not say where the text goes, once."""
+    """Check that --input_template has one {} for the text. Raises UserError otherwise."""
     if input_template is not None and input_template.count("{}") != 1:
         raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")

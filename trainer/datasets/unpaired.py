@@ -1,4 +1,4 @@
-"""Rows of single answers, each good or bad, to token samples for KTO, with a ledger; and micro-batches of them."""
+"""Turn rows of single answers, each good or bad, into token samples and micro-batches for KTO, with a ledger."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-# Raise it whenever the same rows and options would give other samples, so that no older cache file is taken for them.
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 2
 KEPT, EMPTY, CUT_AWAY = "kept", "empty", "cut away"
 
 
 @dataclass
 class UnpairedLedger:
-    """What became of the rows of one dataset."""
+    """Counts of what happened to the rows of one dataset."""
 
     num_rows: int = 0
     num_empty: int = 0
@@ -44,7 +44,7 @@ class UnpairedLedger:
 
 
 def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> "Dataset":
-    """Each pair as two rows, the chosen answer (label true) and then the rejected one."""
+    """Turn each pair into two rows: the chosen answer (label true), then the rejected answer (label false)."""
 
     def two_rows(batch: dict) -> dict:
         pairs = list(zip(batch[chosen_key], batch[rejected_key]))
@@ -69,11 +69,13 @@ def tokenize_unpaired(
     max_len: int,
     num_proc: int | None = None,
 ) -> tuple["Dataset", UnpairedLedger]:
-    """Answers in row order, and the ledger; cached on disk by rows, tokenizer and options.
+    """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     Prompt and answer become tokens as in `trainer.datasets.preference`. Columns: input_ids (int32), loss_mask (int8),
     start (of the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers),
-    digest, row. Raises UserError for keys that are absent and values of another kind (with the row, counted from 1).
+    digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
     flags = {"--prompt_key": prompt_key, "--completion_key": completion_key, "--label_key": label_key}
     check_keys(rows.column_names, flag, flags)
@@ -147,19 +149,19 @@ def _tokenize_row(
 
 
 def mismatched(sample: dict, max_len: int) -> dict:
-    """The prompt of `sample` with the answer of `sample["previous"]`, cut to max_len."""
+    """Join the prompt of `sample` and the answer of `sample["previous"]`, cut to max_len tokens."""
     previous, parts = sample["previous"], {}
     for name in ("input_ids", "loss_mask"):
         parts[name] = (list(sample[name][: sample["start"]]) + list(previous[name][previous["start"] :]))[:max_len]
-    parts["loss_mask"][0] = 0  # where there is no prompt, nothing predicts the first token
+    parts["loss_mask"][0] = 0  # without a prompt, nothing predicts the first token
     return parts
 
 
 def collate_unpaired(samples: list[dict], pad_token_id: int, packed: bool, max_len: int) -> dict:
-    """A micro-batch of n answers for one forward pass (see `collate_sequences`), padded or packed.
+    """Collate n answers into a micro-batch for one forward pass (see `collate_sequences`), padded or packed.
 
-    Per answer (n,): desirable, 1 or 0. "mismatched" is a micro-batch of its own, each prompt with the answer
-    before it in the global batch, which samples bring as `previous`.
+    Per answer (n,): desirable, 1 or 0. "mismatched" is a separate micro-batch: each prompt with the answer of the
+    sample before it in the global batch. Each sample has that sample as `previous`.
     """
     batch: dict = collate_sequences(samples, pad_token_id, packed)
     batch["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
@@ -169,5 +171,5 @@ def collate_unpaired(samples: list[dict], pad_token_id: int, packed: bool, max_l
 
 
 def render_answer(sample: dict[str, Any], tokenizer: Any) -> str:
-    """One answer, decoded, with what the loss looks at in [[ ]]."""
+    """Decode one answer, with the loss tokens in [[ ]]."""
     return f"{'desirable' if sample['label'] else 'undesirable'}: {render_sample(sample, tokenizer)}"

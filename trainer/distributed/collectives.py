@@ -1,11 +1,11 @@
-"""Communication that both strategies share: reductions over the mesh, objects over all ranks, work that only rank 0 does.
+"""Communication that both strategies share: reductions over the mesh, objects over all ranks, work for rank 0 only.
 
-The first four functions are methods of every strategy (`all_reduce = collectives.all_reduce`). They use its meshes only.
-The others concern all ranks and no strategy.
+The first four functions are methods of every strategy (`all_reduce = collectives.all_reduce`). They use only meshes of
+the strategy. The other functions concern all ranks and need no strategy.
 
-A rank without peers is never asked to communicate. To copy a large tensor, gloo's thread would start OpenMP threads of its
-own. With more of those than cores, OpenMP's waiting threads sleep at once, and small operations of the whole process then
-take several times as long.
+A group of one rank never communicates. gloo's thread would start its own OpenMP threads to copy a large tensor.
+If there are more OpenMP threads than cores, waiting threads sleep at once. Small operations of the whole process
+then take several times as long.
 """
 
 import builtins
@@ -29,7 +29,7 @@ def all_reduce(strategy, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of the ranks that see different tokens, in rank order (all-gather over dp x sp)."""
+    """Return the tensors of the ranks that see different tokens, in rank order (all-gather over dp x sp)."""
     group = strategy.meshes.loss.get_group()
     if group.size() == 1:
         return [tensor.clone()]
@@ -49,7 +49,7 @@ def is_rank_0(strategy) -> bool:
 
 
 def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
-    """The `value`s of the ranks of `group`, in rank order (all-gather of objects; all ranks by default)."""
+    """Return the `value` of each rank of `group`, in rank order (all-gather of objects; all ranks by default)."""
     gathered: list = [None] * dist.get_world_size(group)
     if len(gathered) == 1:
         return [value]
@@ -58,7 +58,7 @@ def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
 
 
 def max_over_all_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The largest of each value (all-reduce over all ranks, of a small tensor on `device`)."""
+    """Return the maximum of each value over the ranks (all-reduce over all ranks, of a small tensor on `device`)."""
     if dist.get_world_size() == 1:
         return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -67,7 +67,7 @@ def max_over_all_ranks(values: list[float], device: torch.device) -> list[float]
 
 
 def broadcast_object(value):
-    """Rank 0's `value`, on every rank (broadcast over all ranks)."""
+    """Return rank 0's `value` on every rank (broadcast over all ranks)."""
     box = [value]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -75,10 +75,10 @@ def broadcast_object(value):
 
 
 def wait_for_all() -> None:
-    """A barrier over all ranks for work that only rank 0 does, however long: downloads, tokenization, writing.
+    """Wait for all ranks, without a short limit (barrier). Rank 0 may download, tokenize or write for a long time.
 
-    NCCL's watchdog ends ranks that wait for ten minutes, gloo those that wait for thirty. Those limits are for training,
-    where a long wait means a hang.
+    NCCL's watchdog ends ranks that wait for ten minutes. gloo ends ranks that wait for thirty. These limits are for
+    training, where a long wait means a hang.
     """
     if dist.get_world_size() > 1:
         dist.barrier(group=make_patient_group(dist.group.WORLD))
@@ -86,12 +86,12 @@ def wait_for_all() -> None:
 
 @functools.cache
 def make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group of `wait_for_all`. All ranks must make the first call together."""
+    """Return the gloo group of `wait_for_all`. All ranks must make the first call together."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
 def rank_0_first(build: Callable):
-    """`build()` on rank 0, then on the others, which find what rank 0 left on disk. All ranks wait for rank 0."""
+    """Run `build()` on rank 0, then on the other ranks. They wait for rank 0 and find its files on disk."""
     first = dist.get_rank() == 0
     value = build() if first else None
     wait_for_all()
@@ -99,7 +99,7 @@ def rank_0_first(build: Callable):
 
 
 def rank_0_alone(act: Callable) -> None:
-    """`act()` on rank 0 while all others wait."""
+    """Run `act()` on rank 0 while all other ranks wait."""
     if dist.get_rank() == 0:
         act()
     wait_for_all()

@@ -11,7 +11,7 @@ from trainer.distributed.sharded_tensors import to_local_if_dtensor
 
 
 def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups that cut `tensor` into different parts. Over all other groups it is replicated."""
+    """Return the process groups that cut `tensor` into different parts. It is replicated over all other groups."""
     if not isinstance(tensor, DTensor):
         return ()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -22,11 +22,11 @@ def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 @torch.no_grad()
 def get_grad_norm(parameters: Iterable[torch.nn.Parameter], sharding_groups=None) -> torch.Tensor:
-    """The global L2 norm of all gradients: a float64 scalar, equal on every rank, each parameter counted once.
+    """Return the global L2 norm of all gradients: a float64 scalar, equal on every rank. Each parameter counts once.
 
-    Gradients are grouped by the process groups that shard them. Each group's sum of squares is all-reduced (sum) over
-    exactly those, so a parameter that is replicated over tp is not counted tp times. `sharding_groups(parameter)`
-    names these groups where parameters are not DTensors.
+    Gradients are grouped by the process groups that shard them. Each sum of squares is all-reduced (sum) over exactly
+    these process groups. So a parameter that is replicated over tp is not counted tp times.
+    `sharding_groups(parameter)` returns these process groups for parameters that are not DTensors.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad]
@@ -50,7 +50,7 @@ def clip_grad_by_total_norm_(
 ) -> None:
     """Scale all gradients by min(1, max_norm / (total_norm + 1e-6)), the coefficient of torch and of DeepSpeed.
 
-    `max_norm` 0 leaves them as they are.
+    With `max_norm` 0, gradients do not change.
     """
     if max_norm <= 0:
         return

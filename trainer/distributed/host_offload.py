@@ -1,4 +1,4 @@
-"""Tensors moved to host memory and back: frozen models that wait there, and storages that are emptied for a while."""
+"""Move tensors to host memory and back: frozen models that wait there, and storages that are empty for a while."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,9 @@ import torch
 
 
 def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Keep a frozen model's parameters in host memory. A forward pass copies them to `device` and then drops the copies.
+    """Keep a frozen model's parameters in host memory.
 
-    Buffers are small: they move to `device` for good.
+    A forward pass copies them to `device` and then drops the copies. Buffers are small: they stay on `device`.
     """
     model.to("cpu")
     buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
@@ -19,7 +19,7 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
     def put(on_device: bool) -> None:
         copies = {p: torch.nn.Parameter(p.to(device), requires_grad=False) if on_device else p for p in parameters}
-        for module, name, parameter in places:  # tied parameters stay one
+        for module, name, parameter in places:  # tied parameters stay tied
             setattr(module, name, copies[parameter])
 
     model.register_forward_pre_hook(lambda *_: put(True))
@@ -28,9 +28,9 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
 
 def take_to_host(tensors: Iterable[torch.Tensor]) -> list[tuple]:
-    """Copy the storages of `tensors` to host memory and free them on the device; `bring_back` undoes it.
+    """Copy the storages of `tensors` to host memory and free them on the device. `bring_back` reverses this.
 
-    Storages are emptied and filled again, so every view of them stays valid.
+    The same storages are emptied and filled again, so every view of them stays valid.
     """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
     # torch cannot free a storage that cannot be resized: a mapped file, pinned memory
@@ -42,7 +42,7 @@ def take_to_host(tensors: Iterable[torch.Tensor]) -> list[tuple]:
 
 
 def bring_back(copies: list[tuple]) -> None:
-    """Fill the storages again that `take_to_host` emptied."""
+    """Fill the storages that `take_to_host` emptied."""
     for storage, copy in copies:
         storage.resize_(copy.nbytes())
         storage.copy_(copy)

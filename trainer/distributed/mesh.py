@@ -1,4 +1,4 @@
-"""Where a rank stands: its device, its random seeds, the process group, and the mesh (dp_replicate, dp_shard, sp, tp)."""
+"""The place of a rank: its device, random seeds, process group, and the mesh (dp_replicate, dp_shard, sp, tp)."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Number of ranks along each mesh axis; tp is innermost."""
+    """Number of ranks along each mesh axis. tp is the innermost axis."""
 
     dp_replicate: int
     dp_shard: int
@@ -36,7 +36,7 @@ class MeshSizes:
 
 
 def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1) -> MeshSizes:
-    """The mesh of `world_size` ranks; what sp, tp and dp_replicate leave over becomes dp_shard.
+    """Return the mesh sizes of `world_size` ranks. dp_shard is `world_size` / (`dp_replicate` * `sp` * `tp`).
 
     8 ranks with sp 2 and tp 2 give (dp_replicate 1, dp_shard 2, sp 2, tp 2).
 
@@ -54,7 +54,7 @@ def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, t
 
 
 def validate_batch_sizes(train_batch_size: int, micro_batch_size: int, dp: int) -> None:
-    """Raises UserError unless every one of `dp` ranks gets the same number of whole micro-batches."""
+    """Raise UserError unless each of `dp` ranks gets the same number of whole micro-batches."""
     if train_batch_size % (micro_batch_size * dp) == 0:
         return
     per_rank = train_batch_size // dp
@@ -73,7 +73,7 @@ def validate_batch_sizes(train_batch_size: int, micro_batch_size: int, dp: int) 
 
 
 def resolve_device(device: str) -> torch.device:
-    """This rank's device for `--device auto|cpu|cuda`. Ranks share a GPU when there are more of them than GPUs."""
+    """Return this rank's device for `--device auto|cpu|cuda`. Ranks share a GPU if there are more ranks than GPUs."""
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise UserError("--device", "cuda, but torch finds no CUDA device", "cpu, auto")
@@ -83,9 +83,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def start_process_group(device: torch.device, dist_backend: str, host_tensors: bool = False) -> None:
-    """Join torchrun's process group, or make one of a single rank when started without torchrun.
+    """Join torchrun's process group. Without torchrun, make a group of one rank.
 
-    With `host_tensors`, collectives take tensors in host memory beside those on the device.
+    With `host_tensors`, collectives take tensors in host memory as well as tensors on the device.
     """
     if dist.is_initialized():
         return
@@ -105,7 +105,7 @@ def start_process_group(device: torch.device, dist_backend: str, host_tensors: b
 
 
 def seed_everything(seed: int, deterministic: bool, device: torch.device) -> None:
-    """Seed Python, NumPy and torch alike on every rank. Ask CUDA for deterministic kernels."""
+    """Seed Python, NumPy and torch equally on every rank. With `deterministic`, ask CUDA for deterministic kernels."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -118,8 +118,8 @@ def seed_everything(seed: int, deterministic: bool, device: torch.device) -> Non
 class Meshes:
     """The device mesh and the parts of it that the strategies use.
 
-    `root` is the four-dimensional mesh; `dp` enumerates slices of the global batch, `loss` the ranks that see different
-    tokens (dp x sp). `params` is (dp_replicate, fsdp, tp), where fsdp = dp_shard x sp: weights are laid out on it.
+    `root` is the four-dimensional mesh. `dp` has one place per slice of the global batch. `loss` (dp x sp) has one per
+    rank with different tokens. Weights are laid out on `params`: (dp_replicate, fsdp, tp), where fsdp = dp_shard x sp.
     """
 
     root: DeviceMesh
@@ -129,11 +129,11 @@ class Meshes:
 
 
 def build_meshes(sizes: MeshSizes, device: torch.device) -> Meshes:
-    """The process groups of every mesh axis; collective over all ranks where this layout is new to the process."""
+    """Build the process groups of every mesh axis. All ranks call this together if the layout is new to the process."""
     return _build_meshes(sizes, device.type, dist.group.WORLD)
 
 
-@functools.cache  # a gloo group polls in a thread of its own for ever: many runs in one process have to share their groups
+@functools.cache  # a gloo group polls in its own thread forever: many runs in one process must share their groups
 def _build_meshes(sizes: MeshSizes, device_type: str, world: dist.ProcessGroup) -> Meshes:
     shape = (sizes.dp_replicate, sizes.dp_shard, sizes.sp, sizes.tp)
     root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)

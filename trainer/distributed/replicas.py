@@ -1,4 +1,4 @@
-"""The replica sentinel: what ranks should hold alike is compared bit by bit."""
+"""The replica sentinel: it compares tensors bit by bit that should be equal on several ranks."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,12 @@ def check_replicas(
 ) -> None:
     """Compare each local tensor over the process groups of the mesh axes along which it is a replica.
 
-    `tensors` yields (name, this rank's tensor, names of those axes), the same names and axes on every rank; `groups`
-    maps an axis to this rank's group along it. All-gathers 16 bytes per tensor over each of these groups, then one
-    verdict per rank over the whole world, so that every rank raises alike.
+    `tensors` yields (name, this rank's tensor, names of these axes). Names and axes are the same on every rank.
+    `groups` maps an axis to this rank's group along it. The check all-gathers 16 bytes per tensor over each group.
+    Then it all-gathers one verdict per rank over the whole world, so that every rank raises the same error.
 
     Raises:
-        UserError: names the first tensor that differs, and the axis.
+        UserError: a tensor differs. The error names the first such tensor and the axis.
     """
     names, digests, compared = [], [], []
     for name, tensor, axes in tensors:

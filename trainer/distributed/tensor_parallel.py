@@ -1,12 +1,12 @@
-"""Tensor parallelism: which module is cut how over the tp axis. Pure helpers; `apply_tp_plan` alone touches a model.
+"""Tensor parallelism: how each module is cut over the tp axis. Only `apply_tp_plan` changes a model.
 
-A plan maps module patterns to style strings, `{"model.layers.*.self_attn.q_proj": "colwise", ...}`, in the words of
-transformers. `resolve_tp_plan` picks one and completes it, so that it names every module that holds a parameter: what a
-plan leaves out is either known to be right as a replica, or an error.
+A plan maps module patterns to transformers' style strings, `{"model.layers.*.self_attn.q_proj": "colwise", ...}`.
+`resolve_tp_plan` chooses a plan and completes it: the result names every module that holds a parameter. A module that
+the first plan leaves out becomes a replica where that is known to be right. Otherwise it is an error.
 
-Why a replica can be right: between two blocks (attention, MLP) every tp rank holds the same full activations, and the
-same full gradients of them. A norm there has the right gradient on every rank. A norm inside a block sees this rank's
-heads only: its gradient is a part of a sum over tp, and it needs `replicated_with_grad_allreduce`.
+A replica can be right for this reason: between two blocks (attention, MLP), every tp rank holds the same full
+activations and gradients. A norm there has the right gradient on every rank. A norm inside a block sees only this
+rank's heads. Its gradient is a part of a sum over tp, so it needs `replicated_with_grad_allreduce`.
 """
 
 import re
@@ -25,11 +25,11 @@ FLAG = "--tensor_parallel_size"
 
 
 class ReplicatedParallel(ParallelStyle):
-    """A module that every tp rank runs on the same full input; its parameters become replicated DTensors."""
+    """Every tp rank runs the module on the same full input. Its parameters become replicated DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def as_replica(module, inputs, mesh):
-            if isinstance(inputs[0], DTensor):  # already, where it is the input of a block
+            if isinstance(inputs[0], DTensor):  # the input of a block is a DTensor already
                 return inputs[0]
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
@@ -39,8 +39,8 @@ class ReplicatedParallel(ParallelStyle):
 class BlockInput(ParallelStyle):
     """The input of a block becomes one replicated DTensor for all column-parallel layers in it.
 
-    Backward: one reduction over tp of their summed input gradients, instead of one per layer. An input sharded over the
-    sequence (--sequence_parallel) is gathered here, and its gradient reduce-scattered.
+    Backward sums their input gradients and makes one reduction over tp, instead of one per layer. An input that is
+    sharded over the sequence (--sequence_parallel) is gathered here, and its gradient is reduce-scattered.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -58,7 +58,7 @@ class BlockInput(ParallelStyle):
         return module
 
 
-# style strings of transformers' plans, and those that `resolve_tp_plan` adds
+# the style strings of transformers' plans, and the ones that `resolve_tp_plan` adds
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -67,10 +67,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # heads stand at dimension 1 or 2; which one is all the same to a norm over the last dimension
+    # heads are dimension 1 or 2; for a norm over the last dimension, both are equal
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "replicated": ReplicatedParallel,
-    "replicated_in_block": ReplicatedParallel,  # on whole sequences, even with --sequence_parallel
+    "replicated_in_block": ReplicatedParallel,  # sees whole sequences, even with --sequence_parallel
     "block_input": BlockInput,
     "colwise_vocab": lambda: ColwiseParallel(use_local_output=False),  # logits stay sharded over the vocabulary
     # --sequence_parallel: between blocks, activations are DTensors sharded over the sequence (dimension 1)
@@ -84,7 +84,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     ),
     "colwise_vocab_from_sequence": lambda: ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
 }
-# the form of a style whose input or output lies between blocks; every other style works inside a block, on full sequences
+# --sequence_parallel form of styles with input or output between blocks; all others work in blocks, on full sequences
 SEQUENCE_FORMS = {
     "embedding_rowwise": "embedding_rowwise_to_sequence",
     "rowwise": "rowwise_to_sequence",
@@ -93,8 +93,8 @@ SEQUENCE_FORMS = {
     "replicated": "sequence_parallel",
     "colwise_vocab": "colwise_vocab_from_sequence",
 }
-# style of a layer -> styles of its own weight, of A and of B. Behind a column-parallel layer, A is a replica whose output
-# every tp rank has, and B is cut as the layer. Before a row-parallel layer, A is cut as the layer and B is a replica.
+# style of a layer -> styles of its own weight, of A and of B. In a column-parallel layer, A is a replica: every tp rank
+# has its output. B is cut like the layer. In a row-parallel layer, A is cut like the layer and B is a replica.
 LORA_STYLES = {
     "colwise": ("colwise", "replicated_in_block", "colwise"),
     "rowwise": ("rowwise", "rowwise", "replicated"),
@@ -106,9 +106,9 @@ COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 
 
 def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
-    """Raises UserError unless a model of this configuration can be cut over `tp` ranks, and those parts over `fsdp`.
+    """Raise UserError unless a model of this config can be cut over `tp` ranks, and each part over `fsdp` ranks.
 
-    `tp` has to divide the query heads, the KV heads and the MLP width. The vocabulary may be cut unevenly, if `fsdp`
+    `tp` must divide the query heads, the KV heads and the MLP width. The vocabulary may be cut unevenly if `fsdp`
     divides the hidden size (see `fsdp_placement`).
     """
     text = config.get_text_config()
@@ -123,15 +123,15 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
         raise UserError(FLAG, f"{tp} does not divide every one of {found}", ", ".join(map(str, fits)))
     if text.vocab_size % tp and text.hidden_size % fsdp:
         even = [n for n in fits if text.vocab_size % n == 0]
-        found = f"{tp} does not divide vocab_size {text.vocab_size}, nor {fsdp} sharding ranks hidden_size"
+        found = f"{tp} does not divide vocab_size {text.vocab_size}; {fsdp} sharding ranks do not divide hidden_size"
         raise UserError(FLAG, f"{found} {text.hidden_size}", ", ".join(map(str, even)))
 
 
 def fsdp_placement(parameter: torch.Tensor) -> Shard | None:
-    """The dimension that fully_shard cuts: the first (None), but the second where tp cuts the first unevenly.
+    """Return the dimension that fully_shard cuts: the first (None), or the second if tp cuts the first unevenly.
 
-    7 rows over tp 2 are 4 and 3, and over fsdp 3 then 2, 2, 0 and 1, 1, 1. A DTensor has no word for that layout: its
-    strided shard takes the third fsdp rank's single row for one of tp rank 0.
+    7 rows over tp 2 are 4 and 3. Over fsdp 3, these become 2, 2, 0 and 1, 1, 1. A DTensor cannot describe this layout:
+    its strided shard assigns the single row of the third fsdp rank to tp rank 0.
     """
     if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
         return None
@@ -142,29 +142,29 @@ def fsdp_placement(parameter: torch.Tensor) -> Shard | None:
 
 
 def get_hf_tp_plan(model) -> dict[str, str]:
-    """The plan that the model ships, `model.tp_plan`: `_tp_plan` of its class and `base_model_tp_plan` of its config."""
+    """Return the model's own plan, `model.tp_plan`: `_tp_plan` of its class and `base_model_tp_plan` of its config."""
     return dict(model.tp_plan)
 
 
 def get_llama_tp_plan(model) -> dict[str, str]:
-    """Megatron-LM's plan (Shoeybi et al. 2019): heads and MLP columns over tp, one reduction behind each block."""
+    """Return Megatron-LM's plan (Shoeybi et al. 2019): heads and MLP columns over tp, a reduction after each block."""
     return _plan_of(model, norms=("input_layernorm", "post_attention_layernorm"))
 
 
 def get_qwen_tp_plan(model) -> dict[str, str]:
-    """The LLaMA plan, and Qwen3's norms over the dimensions of a head, which see local heads only."""
+    """Return the LLaMA plan with Qwen3's norms over the dimensions of a head. These norms see only local heads."""
     return _plan_of(model, norms=("input_layernorm", "post_attention_layernorm"), head_norms=True)
 
 
 def get_gemma_tp_plan(model) -> dict[str, str]:
-    """The LLaMA plan with Gemma's norms before and behind each block, and Gemma3's norms of heads."""
+    """Return the LLaMA plan with Gemma's norms before and after each block, and Gemma3's norms of heads."""
     blocks = ("attention", "feedforward")
     norms = ("input_layernorm", *(f"{side}_{block}_layernorm" for side in ("pre", "post") for block in blocks))
     return _plan_of(model, norms=norms, head_norms=True)
 
 
 def get_optimized_tp_plan(model, sequence_parallel: bool = False) -> dict[str, str]:
-    """Our plan for the architecture of `model`, {} where we have none; for --sequence_parallel in that form."""
+    """Return our plan for the architecture of `model`, or {}. `sequence_parallel` selects the form for that flag."""
     get_plan = OUR_PLANS.get(model.config.get_text_config().model_type)
     plan = get_plan(model) if get_plan else {}
     return shard_sequence(plan) if sequence_parallel else plan
@@ -182,7 +182,7 @@ OUR_PLANS = {
 
 
 def _plan_of(model, norms: tuple[str, ...], head_norms: bool = False) -> dict[str, str]:
-    """The LLaMA layout with these norms; entries for modules that the model lacks are left out."""
+    """Return the LLaMA layout with these norms, without entries for modules that the model does not have."""
     layer = {f"self_attn.{name}_proj": "colwise" for name in "qkv"}
     layer |= {"self_attn.o_proj": "rowwise"}
     layer |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
@@ -201,10 +201,10 @@ def _plan_of(model, norms: tuple[str, ...], head_norms: bool = False) -> dict[st
 
 
 def resolve_tp_plan(model, *, use_hf_tp_plan: bool = False, sequence_parallel: bool = False) -> dict[str, str]:
-    """The complete plan of a model that is not sharded yet: the model's own, or ours, or the LLaMA layout.
+    """Return the complete plan of a model that is not sharded yet: ours, the model's own, or the LLaMA layout.
 
     Raises:
-        UserError: there is no plan, a style is unknown, or a parameter that tensor parallelism concerns is not covered.
+        UserError: there is no plan, a style is unknown, or the plan does not cover a parameter that it must cut.
     """
     plan = {} if use_hf_tp_plan else get_optimized_tp_plan(model)
     plan = plan or get_hf_tp_plan(model)
@@ -221,12 +221,12 @@ def resolve_tp_plan(model, *, use_hf_tp_plan: bool = False, sequence_parallel: b
 
 
 def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
-    """`plan` with an entry for every module that holds parameters, and one for the input of each block.
+    """Return `plan` with an entry for every module that holds parameters, and one for the input of each block.
 
-    Head and embedding are cut over the vocabulary: full logits would be gathered otherwise, and a tied weight can be cut
-    in one way only. Anything else that the plan leaves out becomes a replica where all activations are full (between
-    blocks, and in blocks whose column-parallel layers gather their output). It is an error in a block that works on this
-    rank's columns, or where it is a matrix of a decoder layer that other entries cut.
+    Head and embedding are cut over the vocabulary. Otherwise full logits would be gathered, and a tied weight can be
+    cut in only one way. Other missing modules become replicas where all activations are full: between blocks, and in
+    blocks whose column-parallel layers gather their output. A missing module is an error in a block that works on this
+    rank's columns. A missing matrix is also an error in a decoder layer that other entries cut.
     """
     plan = dict(plan)
     patterns = {module: _pattern(name) for name, module in model.named_modules()}
@@ -250,7 +250,7 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
 
 
 def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, str]:
-    """A complete plan of the base model, extended to the LoRA layers of `model`.
+    """Extend a complete plan of the base model to the LoRA layers of `model`.
 
     Raises:
         UserError: the plan cuts an adapted layer in a way that its matrices cannot follow.
@@ -259,30 +259,30 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     result = {pattern: style for pattern, style in plan.items() if pattern not in adapted}
     for pattern in sorted(adapted):
         if plan[pattern] not in LORA_STYLES:
-            raise UserError(FLAG, f"--target_modules {pattern}, which the plan treats as {plan[pattern]}", f"{FLAG} 1")
-        names = ("base_layer", "lora_A.default", "lora_B.default")  # peft's; "default" is its name of the adapter
+            raise UserError(FLAG, f"the --target_modules layer {pattern} is {plan[pattern]} in the plan", f"{FLAG} 1")
+        names = ("base_layer", "lora_A.default", "lora_B.default")  # peft's names; the adapter is called "default"
         result |= {f"{pattern}.{name}": style for name, style in zip(names, LORA_STYLES[plan[pattern]])}
     return result
 
 
 def shard_sequence(plan: dict[str, str]) -> dict[str, str]:
-    """The plan in the form of --sequence_parallel (Korthikanti et al. 2022): norms and residuals sharded over the sequence."""
+    """Shard norms and residuals of a plan over the sequence, for --sequence_parallel (Korthikanti et al. 2022)."""
     return {pattern: SEQUENCE_FORMS.get(style, style) for pattern, style in plan.items()}
 
 
 def format_plan(plan: dict[str, str]) -> str:
-    """One line per entry, for --print_tp_plan."""
+    """Format a plan for --print_tp_plan, one line per entry."""
     width = max(map(len, plan))
     return "\n".join(f"{pattern:<{width}}  {plan[pattern]}" for pattern in sorted(plan))
 
 
 def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Cut `model`, which is on the meta device, over `tp_mesh`; every parameter becomes a DTensor. No communication."""
+    """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication."""
     for name, _ in list(model.named_modules()):
         style = plan.get(_pattern(name))
         if style is not None:
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
-    model.tie_weights(recompute_mapping=False)  # each of two tied modules was given a parameter of its own
+    model.tie_weights(recompute_mapping=False)  # two tied modules have each got their own parameter
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not plain, f"{plain[0]} is in no module of the plan"
 
@@ -297,7 +297,7 @@ def _is_within(pattern: str, blocks: set[str]) -> bool:
 
 
 def _parameters_with_owner(model) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(parameter name, pattern of the module that holds it, parameter), tied ones under their first name."""
+    """Yield (parameter name, pattern of its module, parameter). A tied parameter comes once, under its first name."""
     for name, parameter in model.named_parameters():
         yield name, _pattern(name.rpartition(".")[0]), parameter
 

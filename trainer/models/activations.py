@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass: everything, each decoder layer's input, or the dear results besides."""
+"""What a forward pass keeps for backward: everything, only each decoder layer's input, or also the costly results."""
 
 import functools
 
@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
-# Products of matrices and attention cost most to compute again and are small beside what lies between them: norms in
-# fp32, rotary embeddings, activation functions (Korthikanti et al. 2022, Reducing Activation Recomputation).
+# Products of matrices and attention cost most to compute again. They are small compared with the results between them:
+# norms in fp32, rotary embeddings, activation functions (Korthikanti et al. 2022, Reducing Activation Recomputation).
 KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -21,7 +21,7 @@ KEPT = [
 
 
 def recompute_layers(model: torch.nn.Module, selective: bool = False) -> None:
-    """Compute each decoder layer again in the backward pass; `selective`, without the operations in `KEPT`."""
+    """Compute each decoder layer again in the backward pass. With `selective`, keep the results of `KEPT`."""
     options = {"use_reentrant": False}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
@@ -31,7 +31,7 @@ def recompute_layers(model: torch.nn.Module, selective: bool = False) -> None:
 def offload_layer_inputs(model: torch.nn.Module) -> None:
     """Keep in host memory what the decoder keeps for the backward pass: with `recompute_layers`, the layers' inputs.
 
-    The head stays outside, whose weight would be copied as well.
+    The head is not included, because its weight would be copied as well.
     """
     decoder = model.base_model
     forward = decoder.forward
@@ -45,8 +45,9 @@ def offload_layer_inputs(model: torch.nn.Module) -> None:
 
 
 def _to_host(tensor: torch.Tensor) -> tuple:
-    """(device, copy in host memory, mesh layout) of a tensor; of a DTensor (tp), which torch's save_on_cpu cannot take,
-    this rank's part. From a GPU, the copy is pinned and nothing waits for it."""
+    """Return (device, copy in host memory, mesh layout) of a tensor. From a GPU, the copy is pinned and nothing waits.
+
+    For a DTensor (tp), the copy is this rank's part. torch's save_on_cpu does not support DTensors."""
     layout = None
     if isinstance(tensor, DTensor):
         layout = {"shape": tensor.shape, "stride": tensor.stride()}

@@ -1,14 +1,14 @@
-"""`--compile`: torch.compile of each decoder layer, the part of a model that repeats, so that one compilation serves all."""
+"""`--compile`: torch.compile of each decoder layer. This part of a model repeats: one compilation serves all layers."""
 
 import torch
 
-RECOMPILE_LIMIT = 64  # kinds of calls (training or not, lengths, roles of RLHF) that each get code of their own
+RECOMPILE_LIMIT = 64  # kinds of calls that each get their own code: training or not, lengths, roles of RLHF
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """Compile the decoder layers of `model` in place, at their first call; names of weights stay as they are.
+    """Compile the decoder layers of `model` in place, at their first call. Names of weights do not change.
 
-    To be called before a strategy shards the model: FSDP2's own hooks stay outside of what is compiled.
+    Call this before a strategy shards the model: FSDP2's own hooks then stay outside the compiled code.
     """
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     layers = set(model._no_split_modules or [])

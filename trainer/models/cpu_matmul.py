@@ -1,5 +1,5 @@
-"""Which library multiplies fp32 matrices on CPU. torch calls MKL, which leaves AVX-512 to Intel's processors; oneDNN, which torch
-has as well and calls for bf16, takes it on AMD's too, where its products are up to twice as fast."""
+"""The library that multiplies fp32 matrices on CPU. torch calls MKL, which uses AVX-512 only on Intel's processors.
+torch also has oneDNN, and calls it for bf16. It uses AVX-512 on AMD's too, and is up to twice as fast there."""
 
 import os
 import warnings
@@ -8,26 +8,26 @@ import torch
 
 from trainer.errors import UserError
 
-SMALL = 2**22  # multiply-adds of a product below which oneDNN gains little, or less than a call of it costs
-LARGE_COPY = 2**25  # elements of a factor that is to be copied first (it is not, in MKL)
-# of oneDNN and of torch: how many products' code is kept, 1024 unless told. Each keeps some MiB from being used again, so
-# lengths that never repeat would fill a GiB or two
+SMALL = 2**22  # multiply-adds of a product; below this, oneDNN gains little, or less than its call costs
+LARGE_COPY = 2**25  # elements of a factor that oneDNN must copy first; MKL needs no copy
+# Settings of oneDNN and of torch: the number of products whose code is kept, 1024 by default. Each one occupies some
+# MiB. So lengths that never repeat would fill one or two GiB.
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 CACHED = 32
 
-_kernels = []  # what is registered with torch stays so as long as its Library lives
+_kernels = []  # a registration with torch lasts as long as its Library object
 _in_use = False
 
 
 def choose_cpu_matmul(choice: str) -> str:
-    """auto, mkl or onednn: for the fp32 products of this process from now on, of layers and their gradients, and of the head
-    but for its gradient over chunks. Returns which of the two it is; to be called before the first product."""
+    """Choose auto, mkl or onednn for all later fp32 products of this process. Return the one in use, mkl or onednn.
+    This covers layers, their gradients and the head, but not its gradient over chunks. Call it before any product."""
     global _in_use
-    for name in CACHES:  # read at the first product, of bf16 as well
+    for name in CACHES:  # they are read at the first product, also of bf16
         os.environ.setdefault(name, str(CACHED))
     is_there = torch.backends.mkldnn.is_available()
     if choice == "onednn" and not is_there:
-        raise UserError("--cpu_matmul", "onednn, which this build of torch lacks", "auto, mkl")
+        raise UserError("--cpu_matmul", "onednn, but this build of torch does not contain it", "auto, mkl")
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     _in_use = choice == "onednn" or (choice == "auto" and is_there and is_avx512 and _is_amd())
     if _in_use and not _kernels:
@@ -54,7 +54,7 @@ def _is_amd() -> bool:
 
 
 def _is_ours(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `a` b is a large fp32 product of which oneDNN has a fast one; what is no product is left to torch's own errors."""
+    """Return whether `a` b is a large fp32 product that is fast in oneDNN. torch reports errors of invalid products."""
     if not _in_use or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
         return False
     if not (a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]):
@@ -68,13 +68,13 @@ def _is_bias(bias: torch.Tensor, b: torch.Tensor, beta, alpha) -> bool:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias=None) -> torch.Tensor:
-    """a b + bias, of (rows, inner), (inner, columns) and (columns,)."""
+    """Return a b + bias, for (rows, inner), (inner, columns) and (columns,)."""
     linear = torch.ops.mkldnn._linear_pointwise.default
     (rows, inner), columns = a.shape, b.shape[1]
     if bias is None and a.t().is_contiguous() and columns * (inner + rows) < rows * inner:
-        # the transposed product: oneDNN reads its first factor row by row, and there is less to copy than all of `a`
+        # the transposed product: oneDNN reads its first factor row by row, and this copies less than all of `a`
         return linear(b.t(), a, None, "none", [], "").t().contiguous()
-    is_dense = b.is_contiguous() or b.t().is_contiguous()  # for one with gaps between rows it has slow code only
+    is_dense = b.is_contiguous() or b.t().is_contiguous()  # with gaps between rows, oneDNN has only slow code
     return linear(a, (b if is_dense else b.contiguous()).t(), bias, "none", [], "")
 
 

@@ -1,7 +1,7 @@
 """Token losses from hidden states and head, without the logits of a whole micro-batch.
 
-The head of a causal language model is asked for losses instead of logits. `token_nll` replaces the head's `forward` while
-the model runs, so whatever gathers its weight (FSDP, ZeRO-3) does so as for logits.
+The head of a causal language model returns losses instead of logits. `token_nll` replaces the head's `forward` while
+the model runs. FSDP and ZeRO-3 still gather the head's weight as they do for logits.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from trainer.datasets.packing import IGNORE
 
 
 class _LinearNLL(torch.autograd.Function):
-    """-log softmax(hidden @ weight.T + bias)[target] of each row, a chunk of rows at a time, recomputed in backward."""
+    """-log softmax(hidden @ weight.T + bias)[target] of each row, by chunks of rows. Backward computes it again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, chunk_rows: int):
@@ -27,7 +27,7 @@ class _LinearNLL(torch.autograd.Function):
             logits = F.linear(hidden[rows], weight, bias).float()  # (chunk, vocab)
             lse[rows] = logits.logsumexp(1)
             nll[rows] = lse[rows] - logits.gather(1, targets[rows, None]).squeeze(1)
-            del logits  # or the next chunk's would live beside it
+            del logits  # otherwise the logits of two chunks would exist at once
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
         ctx.chunk_rows = chunk_rows
         return nll
@@ -35,7 +35,7 @@ class _LinearNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, bias, targets, lse = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]  # a frozen head gets none, and no memory for it
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]  # a frozen head gets no gradient memory
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         # fp32: sums over chunks must not round to bf16 each time
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
@@ -64,9 +64,10 @@ def _slices(length: int, size: int):
 
 
 def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
-    """(rows,) fp32 -log p(target) from hidden states (rows, width) and a head (vocab, width); logits of `chunk_rows` rows at a time.
+    """Return -log p(target), (rows,) fp32, from hidden states (rows, width) and a head (vocab, width).
 
-    Under autocast the product is made in its dtype, as by a Linear. Four matrix products instead of three.
+    Logits exist for `chunk_rows` rows at a time. This costs four matrix products instead of three. Under autocast, the
+    product has the dtype of autocast, as in a Linear.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -77,8 +78,8 @@ def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
 def token_nll(model, inputs: dict, labels: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, bool]:
     """Run a causal language model whose head is a torch.nn.Linear.
 
-    Returns (fp32 -log p(labels), (rows, tokens), 0 where IGNORE) and True. Where there is no other way, it returns logits
-    and False: a head sharded over tp, a model that changes its logits behind the head (soft caps, scales).
+    Returns fp32 -log p(labels), (rows, tokens), 0 where IGNORE, and True. In two cases it must return logits and False:
+    a head sharded over tp, or a model that changes its logits after the head (soft caps, scales).
     """
     language_model = model.get_output_embeddings.__self__  # without the wrappers of DeepSpeed and peft
     head, gave_losses = language_model.get_output_embeddings(), False
@@ -101,7 +102,7 @@ def token_nll(model, inputs: dict, labels: torch.Tensor, chunk_rows: int) -> tup
 
 @contextlib.contextmanager
 def _forward_of(module: torch.nn.Module, forward):
-    module.forward = forward  # found before the class's own; hooks run as ever
+    module.forward = forward  # found before the `forward` of the class; hooks still run
     try:
         yield
     finally:
@@ -110,7 +111,7 @@ def _forward_of(module: torch.nn.Module, forward):
 
 @functools.cache
 def _head_is_last(config_class: type, config_json: str) -> bool:
-    """Whether the logits that a model returns are its head's output itself: tried on a copy without weights or layers."""
+    """Return whether a model returns the output of its head unchanged. A copy without weights or layers is tried."""
     config = config_class.from_dict(json.loads(config_json))
     outputs = []
     try:

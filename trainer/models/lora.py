@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021) by peft: low-rank matrices beside frozen linear layers, the same at the start on every layout."""
+"""LoRA (Hu et al. 2021) by peft: low-rank matrices next to frozen linear layers, equal at the start on all layouts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import torch
 
 from trainer.errors import UserError
 
-HEADS = ("score",)  # of a reward model: new, so trained whole and saved with the adapter
+HEADS = ("score",)  # the head of a reward model is new: it is trained whole and saved with the adapter
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Rank and scale (alpha / rank) of the update, dropout before it, and the layers that get one (None: all linear)."""
+    """Rank and scale (alpha / rank) of the update, dropout before it, and the layers that get it (None: all linear)."""
 
     rank: int
     alpha: int
@@ -23,10 +23,11 @@ class LoraOptions:
 
 
 def add_adapter(model, options: LoraOptions, base: str) -> None:
-    """Put LoRA layers into `model`, in place, and freeze all the rest but a reward head. `base` is noted in the adapter.
+    """Put LoRA layers into `model`, in place, and freeze all other weights except a reward head.
 
-    Call it before a strategy prepares the model, which may be on the meta device. `prepare` gives the adapter its values.
-    Raises UserError for target modules that the model lacks or that are no linear layers inside it.
+    The adapter records `base` as its base model. Call this before a strategy prepares the model. The model may be on
+    the meta device: `prepare` gives the adapter its values. Raises UserError for target modules that do not exist in
+    the model, or that are not linear layers inside it.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -45,7 +46,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     except ValueError as error:
         raise UserError("--target_modules", str(error).splitlines()[0], _linear_names(model)) from None
     _validate_targets(model)
-    # not given to peft above: the head is trained where it stands, instead of a copy of it
+    # set only after peft's injection: the head itself is trained, not a copy of it
     config.modules_to_save = heads or None
     for name in heads:
         model.get_submodule(name).requires_grad_(True)
@@ -53,9 +54,9 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
 
 @contextlib.contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
-    """The base model, without dropout, while this lasts.
+    """Make `model` the base model, without dropout, inside this context.
 
-    peft's own switch would also freeze the adapter's parameters, which sharded models do not survive.
+    peft's own switch would also freeze the adapter's parameters. Sharded models do not survive that.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -74,7 +75,7 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fixed_model(policy, reference) -> Iterator:
-    """The model of the reference's log-probs, without gradients: where `reference` is None, the policy's adapter is off."""
+    """Yield the reference model, without gradients. If `reference` is None, it is the policy with its adapter off."""
     with torch.no_grad(), contextlib.nullcontext() if reference is not None else adapter_off(policy):
         yield policy if reference is None else reference
 
@@ -85,7 +86,7 @@ def _validate_targets(model) -> None:
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and (module in outer or not isinstance(module.base_layer, torch.nn.Linear)):
-            raise UserError("--target_modules", f"{name} is no linear layer between embedding and head")
+            raise UserError("--target_modules", f"{name} is not a linear layer between embedding and head")
 
 
 def _linear_names(model) -> str:

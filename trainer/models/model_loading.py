@@ -1,4 +1,4 @@
-"""What a run needs of a model folder besides its weights: the folder itself, its tokenizer, a model without dropout."""
+"""What a run needs from a model folder in addition to weights: the folder, its tokenizer, a model without dropout."""
 
 import copy
 import os
@@ -11,45 +11,45 @@ WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.
 
 
 def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
-    """The local folder of a model: `name` itself, or the snapshot of a hub name.
+    """Return the local folder of a model: `name` itself, or the snapshot of a hub name.
 
     Raises:
-        UserError: there is no such model; `flag` is the flag that asked for it.
+        UserError: there is no such model. The error names `flag`, the flag that asked for it.
     """
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
-            raise UserError(flag, f"{name} holds no config.json", "a Hugging Face model folder")
+            raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder")
         return name
     if os.path.exists(name) or name.startswith((".", "/", "~")):
-        raise UserError(flag, f"{name} is no folder", "a Hugging Face model folder or hub name")
+        raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(name, allow_patterns=WEIGHT_PATTERNS)
-    except Exception as error:  # the hub raises a dozen types: not found, gated, offline, bad name
+    except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(flag, f"{name} is not a folder, and the hub does not give it ({reason})") from None
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
-    """The tokenizer of a model folder, padding with eos where it has no pad token."""
+    """Load the tokenizer of a model folder. It pads with eos if it has no pad token."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(folder, f"holds no tokenizer: {str(error).splitlines()[0]}") from None
+        raise UserError(folder, f"contains no tokenizer: {str(error).splitlines()[0]}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Switch off, in place, what a transformers model drops or blurs by chance while it trains: that would depend on the
-    micro-batch and the rank. The config that is saved with the model keeps its rates."""
+    """Switch off, in place, dropout and jitter of a transformers model: they would depend on micro-batch and rank.
+    The config that is saved with the model keeps its rates."""
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    without_rates = {}  # of each config that layers read as they run, a copy
+    without_rates = {}  # id of a config that layers read in their forward pass -> its copy
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -66,8 +66,8 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def _rates(owner) -> list[str]:
-    """Names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
+    """Return names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
     names = [name for name, value in vars(owner).items() if isinstance(value, float) and value > 0]
-    # PhiMoE's is no noise: it decides which experts count, in evaluation as well
+    # PhiMoE's router_jitter_noise is not noise: it decides which experts count, also in evaluation
     kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None
     return [name for name in names if ("drop" in name or "jitter" in name) and name != kept]

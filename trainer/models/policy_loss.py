@@ -1,9 +1,9 @@
-"""Losses of policies and critics: pure functions of per-token tensors, one loss per token. No process group inside.
+"""Losses of policies and critics: pure functions of per-token tensors, one loss per token. They use no process group.
 
-Notation: the ratio of a token is pi(token) / pi_old(token), where pi_old is the policy that the rollout was scored with
-before its first update. The denominator of the mean is known before the first forward pass, see `token_weights`.
+Notation: the ratio of a token is pi(token) / pi_old(token). pi_old is the policy that scored the rollout before the
+first update on it. The denominator of the mean is known before the first forward pass, see `token_weights`.
 
-A new policy loss is one function and one entry in POLICY_LOSSES; --policy_loss takes its name.
+A new policy loss is one function and one entry in POLICY_LOSSES. --policy_loss takes its name.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ def ppo_loss(
     eps_high: float,
     dual_clip: Optional[float] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, whether it is clipped) of each token: -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A).
+    """Return (loss, whether it is clipped) of each token: -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A).
 
-    Schulman et al. 2017, equation 7; eps_high above eps_low is DAPO's clip-higher (Yu et al. 2025, equation 10).
-    `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). GSPO is this loss with
-    log_ratio the mean over the tokens of a sequence (Zheng et al. 2025, equation 7), the same at each of them.
+    Schulman et al. 2017, equation 7. eps_high above eps_low is DAPO's clip-higher (Yu et al. 2025, equation 10).
+    `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). For GSPO (Zheng et
+    al. 2025, equation 7), each token's log_ratio is the mean over the tokens of its sequence.
     """
     ratio = log_ratio.exp()
     free, held = ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -38,16 +38,17 @@ def ppo_loss(
 
 
 def reinforce_loss(log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """-A log pi of each token (Williams 1992)."""
+    """Return -A log pi of each token (Williams 1992)."""
     return -advantages * log_probs
 
 
 def cispo_loss(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, eps_low: float, eps_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, whether the weight is clipped): -sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A log pi.
+    """Return (loss, whether the weight is clipped): -sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A log pi.
 
-    sg stops the gradient: every token keeps one (MiniMax-M1, Chen et al. 2025, equations 4 and 5).
+    sg stops the gradient of the weight only. Every token keeps a gradient (MiniMax-M1, Chen et al. 2025, equations 4
+    and 5).
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - eps_low, 1 + eps_high)
@@ -56,7 +57,7 @@ def cispo_loss(
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The name of a loss in POLICY_LOSSES, and its constants; `kl_estimator` is None without a KL term in the loss."""
+    """The name of a loss in POLICY_LOSSES, and its constants. `kl_estimator` is None without a KL term in the loss."""
 
     loss: str = "ppo"
     loss_agg: str = "token"
@@ -71,13 +72,13 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a policy loss may look at. Tensors are (rows, tokens), fp64.
+    """The inputs of a policy loss. Tensors are (rows, tokens), fp64.
 
-    `mean_by_sequence(values)` is the mean over the response tokens of each sequence, at every one of its tokens.
+    `mean_by_sequence(values)` returns the mean over the response tokens of a sequence, at each token of it.
     """
 
     log_probs: torch.Tensor
-    log_ratio: torch.Tensor  # log_probs less those of the old policy
+    log_ratio: torch.Tensor  # log_probs minus the log-probs of the old policy
     advantages: torch.Tensor
     mean_by_sequence: Callable[[torch.Tensor], torch.Tensor]
 
@@ -103,7 +104,7 @@ def _cispo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
     return *cispo_loss(tokens.log_probs, tokens.log_ratio, tokens.advantages, *bounds), tokens.log_ratio
 
 
-# function(tokens, options) gives (loss, whether it is clipped, log-ratio that the loss is of) of each token
+# function(tokens, options) returns for each token (loss, whether it is clipped, log-ratio of the loss)
 POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "ppo": _ppo,
     "reinforce": _reinforce,
@@ -115,8 +116,9 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: Optional[float]
 ) -> torch.Tensor:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token (OpenAI baselines, ppo2; see Engstrom et al.
-    2020, section 3); without `value_clip`, (V - R)^2 / 2."""
+    """Return max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token.
+
+    OpenAI baselines, ppo2; see Engstrom et al. 2020, section 3. Without `value_clip`, the loss is (V - R)^2 / 2."""
     losses = (values - returns) ** 2
     if value_clip is not None:
         held = old_values + (values - old_values).clamp(-value_clip, value_clip)
@@ -125,7 +127,7 @@ def value_loss(
 
 
 def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float]:
-    """The weight of every token of each sample in the sum of losses; the mean divides by `num_targets` of all samples.
+    """Return the weight of each sample's tokens in the sum of losses. The mean divides by the sum of `num_targets`.
 
     token: 1, divided by all tokens (DAPO, equation 8). sequence: 1 / length, by all samples (GRPO, equation 3).
     fixed_length: 1 / max_len, by all samples (Dr. GRPO, Liu et al. 2025, section 3.2).
@@ -136,5 +138,5 @@ def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float
 
 
 def num_targets(length: int, loss_agg: str) -> int:
-    """What a sample adds to the denominator of the loss."""
+    """Return what a sample adds to the denominator of the loss."""
     return length if loss_agg == "token" else 1

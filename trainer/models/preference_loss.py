@@ -1,10 +1,10 @@
-"""Losses of preferences: pure functions of the log-probs or scores of pairs, one loss per pair. No process group inside.
+"""Losses of preferences: pure functions of log-probs or scores of pairs, one loss per pair. They use no process group.
 
-The denominator of the mean is the number of pairs of the global batch. Notation: w is the chosen answer and l the rejected
-one; log pi(y) is the sum of the log-probs of an answer's tokens, and |y| is their number.
+The denominator of the mean is the number of pairs in the global batch. Notation: w is the chosen answer and l is the
+rejected answer. log pi(y) is the sum of the log-probs of an answer's tokens, and |y| is their number.
 
-A new loss of pairs is one function and one entry in PAIR_LOSSES; a new loss of rewards, one entry in REWARD_LOSSES. The
---loss of train_dpo and train_rm takes their names.
+A new loss of pairs is one function and one entry in PAIR_LOSSES. A new loss of rewards is one entry in REWARD_LOSSES.
+The flag --loss of train_dpo and train_rm takes their names.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class AnswerLogProbs:
-    """Sums of log-probs of the answers of n pairs, and the numbers of their tokens; each (n,)."""
+    """The sum of log-probs of each answer of n pairs, and the number of its tokens. Each tensor is (n,)."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -48,7 +48,8 @@ def dpo_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def cdpo_loss(margin: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
-    """DPO where a label is wrong with probability `label_smoothing` (Mitchell 2023, A note on DPO with noisy preferences)."""
+    """DPO for labels that are wrong with probability `label_smoothing` (Mitchell 2023, A note on DPO with noisy
+    preferences)."""
     return (1 - label_smoothing) * dpo_loss(margin, beta) + label_smoothing * dpo_loss(-margin, beta)
 
 
@@ -70,7 +71,7 @@ def simpo_loss(policy: AnswerLogProbs, beta: float, gamma: float) -> torch.Tenso
 def orpo_loss(policy: AnswerLogProbs, beta: float) -> torch.Tensor:
     """-log pi(w) / |w| - beta * log sigmoid(log odds(w) - log odds(l)) (Hong et al. 2024, equations 4, 6, 7).
 
-    log p(y) is the mean over tokens, odds = p / (1 - p); beta is their lambda.
+    log p(y) is the mean over tokens, odds = p / (1 - p). beta is their lambda.
     """
     log_odds = _log_odds(policy.mean_chosen()) - _log_odds(policy.mean_rejected())
     return -policy.mean_chosen() - beta * F.logsigmoid(log_odds)
@@ -84,8 +85,8 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
 class PairLoss:
     """An entry of PAIR_LOSSES.
 
-    `function(policy, margin, options)` gives one loss per pair, (n,). `policy` are the AnswerLogProbs of the trained model.
-    `margin` (n,) is log pi/ref(w) - log pi/ref(l), and None where the loss needs no reference.
+    `function(policy, margin, options)` returns one loss per pair, (n,). `policy` is the AnswerLogProbs of the trained
+    model. `margin` (n,) is log pi/ref(w) - log pi/ref(l). It is None if the loss needs no reference.
     """
 
     function: Callable[[AnswerLogProbs, Optional[torch.Tensor], PreferenceOptions], torch.Tensor]
@@ -103,7 +104,7 @@ PAIR_LOSSES = {
 
 
 def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
-    """The loss of each pair, (n,): that of `options.loss`, and --nll_loss_coef times -log pi(w) / |w|."""
+    """Return the loss of each pair, (n,): the loss `options.loss` plus --nll_loss_coef times -log pi(w) / |w|."""
     losses = PAIR_LOSSES[options.loss].function(policy, margin, options)
     if options.nll_loss_coef:  # Pang et al. 2024, Iterative reasoning preference optimization, equation 1
         losses = losses - options.nll_loss_coef * policy.mean_chosen()
@@ -118,9 +119,9 @@ def kto_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> torch.Tensor:
-    """weight * (1 - sigmoid(+-beta * (log pi/ref(y) - z_0))), + where `desirable` is 1 (Ethayarajh et al. 2024, equation 8).
+    """weight * (1 - sigmoid(+-beta * (log pi/ref(y) - z_0))), + if `desirable` (Ethayarajh et al. 2024, equation 8).
 
-    One loss per answer; their lambda_y is constant and drops out. `kl` is z_0 >= 0, through which no gradient goes.
+    One loss per answer. Their lambda_y is constant and drops out. `kl` is z_0 >= 0. No gradient goes through it.
     """
     sign = 2 * desirable - 1
     weight = desirable * desirable_weight + (1 - desirable) * undesirable_weight
@@ -133,11 +134,11 @@ def reward_sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: t
 
 
 def reward_logexp_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(r(l) - r(w))) (Ouyang et al. 2022, equation 1, written out); equal to the sigmoid form, no margin."""
+    """log(1 + exp(r(l) - r(w))) (Ouyang et al. 2022, equation 1). It equals the sigmoid form without a margin."""
     return F.softplus(rejected - chosen)
 
 
-# function(chosen, rejected, margins), each (n,), gives one loss per pair
+# function(chosen, rejected, margins), each (n,), returns one loss per pair
 REWARD_LOSSES = {
     "sigmoid": reward_sigmoid_loss,
     "logexp": lambda chosen, rejected, _: reward_logexp_loss(chosen, rejected),

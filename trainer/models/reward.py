@@ -1,7 +1,8 @@
-"""The reward model: a causal LM whose head gives each token one score, saved as a sequence classifier with one label.
+"""The reward model: a causal LM with one score per token, saved as a sequence classifier with one label.
 
-`AutoModelForSequenceClassification` scores a sequence at its last token. Training needs the scores of all tokens, since
-packed rows hold several sequences and split rows only a part of one; `return_token_scores` changes no weight and no name.
+`AutoModelForSequenceClassification` scores a sequence at its last token. Training needs the scores of all tokens:
+packed rows hold several sequences, and split rows hold only a part of one. `return_token_scores` changes no weight and
+no name.
 """
 
 import json
@@ -19,20 +20,20 @@ from trainer.models.model_loading import load_tokenizer
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-HEAD = "score.weight"  # what transformers calls it; a checkpoint to start from may call it otherwise
+HEAD = "score.weight"  # transformers' name; the checkpoint that a run starts from may use another name
 HEAD_FILE = "score.safetensors"
 
 
 def return_token_scores(model, fp32: bool = False) -> None:
     """Make `model(**inputs)` return the score of every token (rows, tokens, 1) instead of one score per row.
 
-    With `fp32` the head multiplies and sums in fp32, whatever the compute dtype: bf16 scores near 1 are 0.008 apart. To be
-    called before a strategy wraps the model: its hooks go around this forward.
+    With `fp32`, the head multiplies and sums in fp32 for every compute dtype: bf16 scores near 1 are 0.008 apart. Call
+    this before a strategy wraps the model: the strategy's hooks go around this forward.
     """
     if fp32:
         head = model.score
 
-        def head_forward(hidden: torch.Tensor) -> torch.Tensor:  # no matmul, which autocast would lower again
+        def head_forward(hidden: torch.Tensor) -> torch.Tensor:  # no matmul: autocast would lower its dtype
             return (hidden.float() * head.weight.float()).sum(-1, keepdim=True)
 
         head.forward = head_forward
@@ -45,34 +46,38 @@ def return_token_scores(model, fp32: bool = False) -> None:
 
 
 def token_scores(model, batch: dict) -> torch.Tensor:
-    """Scores (rows, tokens) of a padded or packed micro-batch, fp32."""
+    """Return the scores (rows, tokens) of a padded or packed micro-batch, fp32."""
     return model(**model_inputs(batch)).squeeze(-1).float()
 
 
 def scoring_pad(model, tokenizer) -> int:
-    """The pad token by which transformers finds the token that this classifier scores; the tokenizer's if it names none."""
+    """Return the config's pad token, or else the tokenizer's. By it, transformers finds the token to score."""
     pad_token_id = model.config.get_text_config().pad_token_id
     return tokenizer.pad_token_id if pad_token_id is None else pad_token_id
 
 
 def make_initial_reward_model(
-    source: str, folder: str, seed: int, trust_remote_code: bool = False, head_prefix: str = "score"
+    source: str,
+    folder: str,
+    seed: int,
+    trust_remote_code: bool = False,
+    head_prefix: str = "score",
+    flag: str = "--pretrain",
 ) -> None:
-    """A model folder `folder` with the weights of `source`, by links, and a reward head; as `source` has it, or new.
+    """Make a model folder `folder`: links to the weights of `source`, and a reward head from `source` or a new one.
 
-    `source` has it as `head_prefix`.weight; the folder as score.weight, (1, hidden_size). A new head is drawn from the seed alone, with the standard deviation 1 / sqrt(hidden_size + 1) (Stiennon et al. 2020,
-    appendix B.1), so that it is the same on every layout. Raises UserError where transformers has no sequence classifier
-    for the model, or `source` no safetensors.
+    The head is `head_prefix`.weight in `source`, and score.weight, (1, hidden_size), in `folder`. A new head depends
+    only on the seed: it is the same on every layout. Its standard deviation is 1 / sqrt(hidden_size + 1) (Stiennon et
+    al. 2020, appendix B.1). Raises UserError if transformers has no sequence classifier for the model, or if `source`
+    has no safetensors.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(
-            "--pretrain", f"transformers has no sequence classifier for {config.model_type}", "another model"
-        )
-    weight_map = _weight_map(source)
+        raise UserError(flag, f"transformers has no sequence classifier for {config.model_type}", "another model")
+    weight_map = _weight_map(source, flag)
     named = None if f"{head_prefix}.weight" == HEAD else _named_head(source, weight_map, head_prefix, config)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
@@ -94,15 +99,15 @@ def make_initial_reward_model(
 
 
 def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) -> torch.Tensor:
-    """(1, hidden_size) fp32, the head that `source` has under another name. Raises UserError if that is no such weight."""
+    """Return the head that `source` has under another name: (1, hidden_size) fp32. Raises UserError if it is unfit."""
     name, shape = f"{prefix}.weight", [1, config.get_text_config().hidden_size]
     if name not in weight_map or HEAD in weight_map:
         known = ", ".join(key.removesuffix(".weight") for key in weight_map if not key.startswith("model."))
-        found = f"{HEAD} beside it" if name in weight_map else f"no {name} in {source}"
+        found = f"{HEAD} exists as well" if name in weight_map else f"no {name} in {source}"
         raise UserError(
             "--value_head_prefix",
             found,
-            f"score (the default; made anew where it is missing){', ' * bool(known)}{known}",
+            f"score (the default; created if it is missing){', ' * bool(known)}{known}",
         )
     with safe_open(os.path.join(source, weight_map[name]), framework="pt") as weights:
         head = weights.get_tensor(name).float()
@@ -115,20 +120,20 @@ def _save_config(config, source: str, folder: str, trust_remote_code: bool) -> N
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    # a critic may come without a tokenizer; it is scored at every token
+    # a critic may have no tokenizer; it is scored at every token
     if any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):
-        # transformers scores a row at its last token that is not this one, and training at the last that is not the tokenizer's
+        # transformers scores a row at its last token that is not this one; training uses the tokenizer's pad token
         config.get_text_config().pad_token_id = load_tokenizer(source, trust_remote_code).pad_token_id
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
 
 
-def _weight_map(folder: str) -> dict[str, str]:
-    """{weight: file} of a folder of safetensors; raises UserError where there are none."""
+def _weight_map(folder: str, flag: str) -> dict[str, str]:
+    """Return {weight: file} of a folder of safetensors. Raises UserError if there are none."""
     if os.path.exists(os.path.join(folder, INDEX)):
         with open(os.path.join(folder, INDEX)) as file:
             return json.load(file)["weight_map"]
     if not os.path.exists(os.path.join(folder, SINGLE)):
-        raise UserError("--pretrain", f"{folder} holds no safetensors", f"a folder with {SINGLE} or {INDEX}")
+        raise UserError(flag, f"{folder} contains no safetensors", f"a folder with {SINGLE} or {INDEX}")
     with safe_open(os.path.join(folder, SINGLE), framework="pt") as weights:
         return dict.fromkeys(weights.keys(), SINGLE)

@@ -1,8 +1,8 @@
-"""Losses of tokens: log-probs of labels and entropies, by one of four routes. SFT, DPO and the policy losses all call this.
+"""Losses of tokens: log-probs of labels and entropies, by one of four routes. SFT, DPO and policy losses use them.
 
 1. Few logits: a plain cross-entropy in fp32.
-2. Many logits: chunks of them are upcast to fp32, and again in the backward pass.
-3. Many logits that the head would make: `linear_loss` makes them chunk by chunk from hidden states.
+2. Many logits: they are upcast to fp32 in chunks, and again in the backward pass.
+3. Many logits that do not exist yet: `linear_loss` makes them from hidden states, chunk by chunk.
 4. Logits sharded over tp: `vocab_parallel` works on each rank's part of the vocabulary.
 """
 
@@ -16,27 +16,27 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.packing import IGNORE, model_inputs
 
-# of fp32 logits that exist at a time; a micro-batch that fits takes the plain route, which is faster
+# bytes of fp32 logits that exist at a time; a micro-batch that fits takes the plain route, which is faster
 CHUNK_BYTES = 2**27
 
 
 def rows_of_a_chunk(vocab_size: int) -> int:
-    """How many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES; at least one."""
+    """Return how many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES. It is at least one."""
     return max(CHUNK_BYTES // (4 * vocab_size), 1)
 
 
 def causal_lm_logits(model, batch: dict) -> torch.Tensor:
-    """Logits (rows, tokens, vocab) of a padded or packed micro-batch."""
+    """Return the logits (rows, tokens, vocab) of a padded or packed micro-batch."""
     return model(**model_inputs(batch)).logits
 
 
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
-    """log p(labels[t]) at every position by one forward pass, fp32, 0 where the label is IGNORE: (rows, tokens)."""
+    """Run one forward pass; return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
     labels, head = micro_batch["labels"], model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:  # an adapter on the head, a vocabulary that DeepSpeed splits over tp
+    if type(head) is not torch.nn.Linear:  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
         return token_log_probs(causal_lm_logits(model, micro_batch), labels)
     chunk_rows = rows_of_a_chunk(head.out_features)
-    # the number of labels is asked for last: a GPU has to be waited for
+    # the number of labels is computed last, because it waits for the GPU
     if labels.numel() <= chunk_rows or int((labels != IGNORE).sum()) <= chunk_rows:
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel())
     from trainer.models.linear_loss import token_nll
@@ -48,12 +48,12 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
 def token_log_probs(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log p(labels[t]) at every position, fp32, 0 where the label is IGNORE: (rows, tokens).
+    """Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where the label is IGNORE.
 
     `logits` (rows, tokens, vocab) of any float dtype are divided by `temperature`. A DTensor is sharded over the
-    vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in the backward pass,
-    so the fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk follows
-    the whole vocabulary: ranks with parts of different sizes then reduce the same chunks.
+    vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in backward. So the
+    fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk depends on the
+    whole vocabulary: ranks with parts of different sizes then reduce the same chunks.
     """
     nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):
@@ -72,7 +72,7 @@ def token_log_probs(
 def token_entropies(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
-    """-sum p log p over the vocabulary at every position, 0 where the label is IGNORE; otherwise like `token_log_probs`."""
+    """Return -sum p log p over the vocabulary at every position, 0 where IGNORE; otherwise like `token_log_probs`."""
     entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):
         from trainer.models.vocab_parallel import vocab_parallel_entropy
@@ -87,10 +87,10 @@ def token_entropies(
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """`function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
+    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
     if labels.numel() <= chunk_tokens:
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), function).view(labels.shape)
-    # split, not slices: its backward writes one gradient of the logits instead of one per chunk
+    # split, not slices: the backward of split writes one gradient of the logits instead of one per chunk
     chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
     parts = [checkpoint(_of_chunk, *chunk, function, use_reentrant=False) for chunk in chunks]
     return torch.cat(parts).view(labels.shape)

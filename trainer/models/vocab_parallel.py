@@ -1,11 +1,11 @@
-"""Cross-entropy where each tp rank holds the logits of its own part of the vocabulary; full logits are never gathered."""
+"""Cross-entropy of logits that are split by vocabulary over the tp ranks. Full logits are never gathered."""
 
 import torch
 import torch.distributed as dist
 
 
 class _VocabParallelNLL(torch.autograd.Function):
-    """-log p(target) of each row. Forward: all-reduces over `group` (max, then two sums); backward is local."""
+    """-log p(target) of each row. Forward: all-reduces over `group` (max, then two sums). Backward is local."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _VocabParallelNLL(torch.autograd.Function):
 
 
 class _VocabParallelEntropy(torch.autograd.Function):
-    """Entropy of each row. Forward: all-reduces over `group` (max, then two sums); backward is local."""
+    """Entropy of each row. Forward: all-reduces over `group` (max, then two sums). Backward is local."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, group) -> torch.Tensor:
@@ -56,15 +56,15 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, group) -> torch.Tensor:
-    """-sum p log p of each row of fp32 logits (rows, local vocab), whose other columns the ranks of `group` hold."""
+    """Return -sum p log p of each row of fp32 logits (rows, local vocab). Other ranks hold other columns."""
     return _VocabParallelEntropy.apply(logits, group)
 
 
 def vocab_parallel_nll(logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
-    """-log p(target) of each row of fp32 logits (rows, local vocab): the columns vocab_start ... of all logits.
+    """Return -log p(target) of each row of fp32 logits (rows, local vocab): the columns from vocab_start of all logits.
 
-    Targets are ids of the whole vocabulary, the same on every rank of the tp `group`, and so is the result. With 5 words
-    on 2 ranks, rank 0 holds columns 0 to 2, and rank 1, with vocab_start 3, columns 3 and 4. All-reduces over `group`.
-    The formula is Megatron-LM's (Shoeybi et al. 2019, section 3).
+    Targets are ids of the whole vocabulary. Targets and result are the same on every rank of the tp `group`. With 5
+    words on 2 ranks, rank 0 holds columns 0 to 2. Rank 1 has vocab_start 3 and holds columns 3 and 4. All-reduces over
+    `group`. The formula is from Megatron-LM (Shoeybi et al. 2019, section 3).
     """
     return _VocabParallelNLL.apply(logits, targets, vocab_start, group)

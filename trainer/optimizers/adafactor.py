@@ -1,7 +1,7 @@
 """`--optim adafactor`: torch's Adafactor (Shazeer and Stern 2018) over weights that a mesh may have cut.
 
-Adafactor looks at whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes the
-same step and keeps its own part of the result, so the step is that of one process on every layout.
+Adafactor works on whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes
+the same step and keeps its own part of the result. So every layout takes the same step as one process.
 """
 
 import torch
@@ -13,7 +13,7 @@ from trainer.optimizers.adamw import decay_groups, states_of
 
 
 class Adafactor(torch.optim.Optimizer):
-    """torch's Adafactor without momentum. It remembers one number per row and per column; every rank holds them all."""
+    """torch's Adafactor without momentum. It keeps one number per row and per column. Every rank holds all of them."""
 
     def __init__(self, groups: list[dict], *, lr: float):
         super().__init__(groups, {"lr": lr})
@@ -42,7 +42,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def build_adafactor(model: torch.nn.Module, *, lr: float, betas, weight_decay: float) -> Adafactor:
-    """Raises UserError for betas, which Adafactor does not have."""
+    """Build Adafactor. Raises UserError if `betas` are set, because Adafactor has no betas."""
     if tuple(betas) != (0.9, 0.95):
-        raise UserError("--adam_betas", f"{tuple(betas)} with --optim adafactor, which has none", "leave it out")
+        raise UserError("--adam_betas", f"{tuple(betas)} with --optim adafactor, which has no betas", "leave it out")
     return Adafactor(decay_groups(model.named_parameters(), weight_decay), lr=lr)

@@ -1,8 +1,8 @@
-"""`--optim adamw_8bit`: AdamW whose moments of large matrices take 8 bits, over weights that a mesh may have cut.
+"""`--optim adamw_8bit`: AdamW with 8-bit moments for large matrices, over weights that a mesh may have cut.
 
-Block-wise quantization (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization). A block is up to 256 elements of
-one row of the whole matrix, wherever its parts lie: ranks that share a row agree on its largest element, so that every
-layout rounds alike. Of the second moment the root is kept, which has the range of the first.
+It uses block-wise quantization (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization). A block is up to
+256 elements of one row of the whole matrix. Ranks that share a row agree on the largest element of each block. So every
+layout rounds in the same way. The second moment is kept as its root, which has the range of the first moment.
 """
 
 import functools
@@ -16,15 +16,15 @@ from trainer.distributed.sharded_tensors import local_region, to_local_if_dtenso
 from trainer.optimizers.adamw import adam_state, decay_groups, states_of
 
 BLOCK = 256
-MIN_ELEMENTS, MIN_COLUMNS = 4096, 64  # of a matrix whose moments are worth it: a row's maxima take 4 bytes each
-MOMENTS = {"exp_avg": True, "exp_avg_sq_root": False}  # kept in 8 bits, and whether they have a sign
+MIN_ELEMENTS, MIN_COLUMNS = 4096, 64  # a smaller matrix gains too little: each maximum of a row takes 4 bytes
+MOMENTS = {"exp_avg": True, "exp_avg_sq_root": False}  # moment in 8 bits -> whether it has a sign
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """torch's fused AdamW, one matrix at a time: moments are decoded to fp32, stepped, and encoded again."""
+    """torch's fused AdamW, one matrix at a time. Moments are decoded to fp32, updated, and encoded again."""
 
     def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], eps: float):
-        """`in_8_bits` of a group says whether the moments of its parameters take 8 bits; otherwise they are fp32."""
+        """`in_8_bits` of a group says whether the moments of its parameters take 8 bits. Otherwise they are fp32."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def step_in_fp32(optimizer: torch.optim.Optimizer, group: dict, parameters: list[torch.Tensor]) -> None:
-    """torch's fused AdamW of parameters with a gradient, whose moments are those of `adam_state`."""
+    """Run torch's fused AdamW on parameters that have a gradient. Their state comes from `adam_state`."""
     states = [states_of(optimizer, parameter) for parameter in parameters]
     moments = ([to_local_if_dtensor(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq"))
     _fused_adamw(group, parameters, *moments, [state["step"] for state in states])
@@ -64,7 +64,7 @@ def _step_in_8_bits(group: dict, parameter: torch.Tensor, state: dict[str, torch
 
 
 def _fused_adamw(group: dict, parameters, exp_avgs, exp_avg_sqs, steps) -> None:
-    """Of this rank's parts; moments are given as such."""
+    """Run torch's fused AdamW on this rank's parts. The moments are this rank's parts already."""
     local = [to_local_if_dtensor(parameter) for parameter in parameters]
     grads = [to_local_if_dtensor(parameter.grad) for parameter in parameters]
     options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(zip(("beta1", "beta2"), group["betas"]))
@@ -73,8 +73,10 @@ def _fused_adamw(group: dict, parameters, exp_avgs, exp_avg_sqs, steps) -> None:
 
 @functools.cache
 def code_book(signed: bool, device: torch.device) -> torch.Tensor:
-    """The 256 numbers that a code can mean, sorted: 0, 1, and of each decade from 1e-6 to 1 the middles of equal parts,
-    twice as many as of the decade below (dynamic tree quantization, Dettmers 2016); with a sign, half as many of each sign."""
+    """Return the 256 numbers that a code can mean, sorted: 0, 1 and the middles of equal parts of 7 decades up to 1.
+
+    A decade has twice as many parts as the decade below (dynamic tree quantization, Dettmers 2016). With a sign, each
+    sign has half as many."""
     values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64) * 10.0 ** (decade - 6)
@@ -84,14 +86,14 @@ def code_book(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def _blocks(parameter: torch.Tensor) -> torch.Tensor:
-    """The block, within a row of the whole matrix, of each column that this rank holds."""
+    """Return the block of each column that this rank holds, counted within a row of the whole matrix."""
     region, local = local_region(parameter), to_local_if_dtensor(parameter)
     first = 0 if region is None else region[-1].start
     return torch.arange(first, first + local.shape[-1], device=local.device) // BLOCK
 
 
 def _zero_maxima(parameter: torch.Tensor) -> torch.Tensor:
-    """A number for each block of each row that this rank holds, cut over the mesh like the rows."""
+    """Return a zero for each block of each row that this rank holds. The result is cut over the mesh like the rows."""
     num_blocks = -(-parameter.shape[-1] // BLOCK)
     local = to_local_if_dtensor(parameter)
     maxima = local.new_zeros((*local.shape[:-1], num_blocks), requires_grad=False)
@@ -108,14 +110,14 @@ def _cuts_rows(parameter: torch.Tensor, placement) -> bool:
 
 
 def _decoded(state: dict, name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a moment, fp32; `blocks` are those of its columns."""
+    """Return this rank's part of a moment in fp32. `blocks` are the blocks of its columns."""
     codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
     values = code_book(MOMENTS[name], codes.device)[codes.int()]
     return values.mul_(maxima.index_select(-1, blocks))
 
 
 def _encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: str, blocks: torch.Tensor) -> None:
-    """Write codes and largest elements of this rank's part of a moment (all-reduce where a row lies on several ranks)."""
+    """Write codes and maxima of this rank's part of a moment (all-reduce, max, if a row lies on several ranks)."""
     codes, maxima = to_local_if_dtensor(state[f"{name}_codes"]), to_local_if_dtensor(state[f"{name}_max"])
     maxima.zero_().scatter_reduce_(-1, blocks.expand_as(moment), moment.abs(), "amax")
     if isinstance(parameter, DTensor):
@@ -125,14 +127,15 @@ def _encode(moment: torch.Tensor, parameter: torch.Tensor, state: dict, name: st
     book = code_book(MOMENTS[name], codes.device)
     shares = moment / maxima.index_select(-1, blocks).clamp(min=torch.finfo(torch.float32).tiny)
     nearest = torch.bucketize(shares, (book[:-1] + book[1:]) / 2, out_int32=True)
-    if not MOMENTS[name]:  # the update is divided by it: what is not 0 stays so
+    if not MOMENTS[name]:  # the update is divided by this moment: a positive value must not become 0
         nearest.masked_fill_((shares > 0) & (nearest == 0), 1)
     codes.copy_(nearest)
 
 
 def build_adamw_8bit(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay: float) -> AdamW8bit:
-    """8 bits for every matrix but embeddings. Their rows have gradients of exactly 0 most of the time; bitsandbytes'
-    users leave them out as well."""
+    """Build AdamW with 8-bit moments for every large matrix except embeddings.
+
+    Rows of embeddings have gradients of exactly 0 most of the time. Users of bitsandbytes leave them out as well."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
 
     def in_8_bits(parameter: torch.Tensor) -> bool:

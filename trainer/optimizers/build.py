@@ -1,4 +1,4 @@
-"""The optimizer that --optim names, and the learning-rate schedule that --lr_scheduler names."""
+"""Build the optimizer that --optim names, and the learning-rate schedule that --lr_scheduler names."""
 
 import math
 
@@ -21,7 +21,7 @@ def build_optimizer(
     weight_decay: float,
     num_dims=lambda parameter: parameter.ndim,
 ) -> torch.optim.Optimizer:
-    """The optimizer that --optim names, over the parameters of `model`, which may still be on the meta device.
+    """Build the optimizer that --optim names, over the parameters of `model`. They may still be on the meta device.
 
     Raises:
         UserError: the optimizer does not fit the model or the other flags.
@@ -53,7 +53,7 @@ def has_min_lr(name: str) -> bool:
 
 
 def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
-    """The scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
+    """Build the scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
     from transformers import get_scheduler
 
     warmup_steps = math.ceil(warmup_ratio * total_steps)

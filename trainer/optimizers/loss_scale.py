@@ -1,4 +1,4 @@
-"""The dynamic loss scale of fp16 (Micikevicius et al. 2018). DeepSpeed has one of its own."""
+"""The dynamic loss scale of fp16 (Micikevicius et al. 2018). DeepSpeed has its own loss scale."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from trainer.distributed.sharded_tensors import to_local_if_dtensor
 
 
 class DynamicLossScale:
-    """A factor on the loss: halved when a gradient overflows, doubled after `growth_interval` good steps."""
+    """A factor on the loss. It is halved when a gradient overflows, and doubled after `growth_interval` good steps."""
 
     def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000):
         self.scale, self.growth_interval, self.good_steps = initial, growth_interval, 0

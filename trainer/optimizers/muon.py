@@ -1,7 +1,7 @@
-"""`--optim muon`: momentum that is orthogonalized, over weights that a mesh may have cut.
+"""`--optim muon`: orthogonalized momentum, over weights that a mesh may have cut.
 
-Muon looks at whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes the
-same step and keeps its own part of the result, so the step is that of one process on every layout.
+Muon works on whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes the
+same step and keeps its own part of the result. So every layout takes the same step as one process.
 """
 
 import math
@@ -15,16 +15,17 @@ from trainer.optimizers.adamw import adam_state, decay_groups, states_of
 from trainer.optimizers.adamw_8bit import step_in_fp32
 
 MOMENTUM = 0.95
-# Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks: a x + b x^3 + c x^5, five times over, brings
-# singular values from (0, 1] to about 1
+# Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks. Five iterations of a x + b x^3 + c x^5
+# bring singular values from (0, 1] to about 1.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the linear layers of decoder layers, AdamW for everything else, both at one learning rate.
+    """Muon for the linear layers of decoder layers, AdamW for everything else. Both use one learning rate.
 
-    An orthogonalized update is scaled to the size of AdamW's, 0.2 sqrt(max(rows, columns)) (Liu et al. 2025, Muon is
-    scalable for LLM training, equation 4). Nesterov momentum, decoupled weight decay. Momentum is fp32 and cut like the weight.
+    0.2 sqrt(max(rows, columns)) scales an orthogonalized update to the size of AdamW's update (Liu et al. 2025, Muon is
+    scalable for LLM training, equation 4). Momentum is Nesterov's, in fp32, and cut like the weight. Weight decay is
+    decoupled.
     """
 
     def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], eps: float):
@@ -57,10 +58,10 @@ def _step_matrix(parameter: torch.Tensor, momentum: torch.Tensor, lr: float, wei
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """U S V^T of a (rows, columns) matrix with its singular values S brought near 1, by matrix products alone.
+    """Bring the singular values S of a (rows, columns) matrix U S V^T near 1, by matrix products only.
 
-    fp32, where others take bf16: the iteration multiplies small singular values, and with them roundings, by up to 485,
-    and layouts differ by roundings.
+    This runs in fp32, where others use bf16. The iteration multiplies small singular values by up to 485, and rounding
+    errors with them. Layouts differ by rounding errors.
     """
     a, b, c = COEFFICIENTS
     x = matrix.float()
@@ -73,7 +74,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def build_muon(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_decay: float) -> Muon:
-    """Raises UserError for a model whose decoder layers are not known."""
+    """Build Muon for `model`. Raises UserError if the decoder layers of the model are not known."""
     matrices = _layer_matrices(model)
     if not any(parameter.requires_grad and id(parameter) in matrices for parameter in model.parameters()):
         raise UserError("--optim", f"muon with {type(model).__name__}, whose layers are not known", "adamw, adafactor")
@@ -86,12 +87,12 @@ def build_muon(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_d
 
 
 def _layer_matrices(model: torch.nn.Module) -> set[int]:
-    """Ids of the weights of the linear layers in decoder layers: no embedding, no head, no experts stacked in one tensor."""
+    """Return ids of the weights of linear layers in decoder layers: not embeddings, heads or experts in one tensor."""
     layers = set(model._no_split_modules or [])
     return {
         id(module.weight)
         for layer in model.modules()
-        if any(kind.__name__ in layers for kind in type(layer).__mro__)  # FSDP2 puts a class of its own in front
+        if any(kind.__name__ in layers for kind in type(layer).__mro__)  # FSDP2 puts its own class in front
         for module in layer.modules()
         if isinstance(module, (torch.nn.Linear, Conv1D))
     }

@@ -1,4 +1,4 @@
-"""A checksum of weights that notices every changed bit and every moved element, cheap on any device."""
+"""A checksum of weights that detects every changed bit and every moved element. It is cheap on any device."""
 
 import hashlib
 
@@ -10,9 +10,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_sum(tensor: torch.Tensor) -> int:
-    """The sum over all elements of their bits as an integer times (position modulo PRIME + 1), modulo 2^64."""
+    """The sum over all elements of bits, as an integer, times ((position modulo PRIME) + 1), modulo 2^64."""
     bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
-    # elements PRIME apart have the same factor: they are added first, and multiplied once
+    # elements PRIME apart have the same factor, so they are added first and multiplied once
     period = min(PRIME, bits.numel())
     sums = torch.zeros(period, dtype=torch.int64, device=tensor.device)
     whole = bits.numel() // PRIME * PRIME
@@ -23,7 +23,7 @@ def bits_sum(tensor: torch.Tensor) -> int:
 
 
 class Checksum:
-    """Of named tensors, in any order."""
+    """A checksum of named tensors, in any order."""
 
     def __init__(self):
         self._sums: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What makes generation with a KV cache by transformers cheap: memory reserved once, and no copies of shared key heads."""
+"""Faster generation with transformers' KV cache: memory is reserved once, and shared key heads are not copied."""
 
 from typing import Optional
 
@@ -10,19 +10,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "sdpa_for_decoding"
-FEW_KEYS = 512  # sdpa's CPU kernel is made for many queries: up to here plain products are 1 to 4 times as fast in fp32
+FEW_KEYS = 512  # sdpa's CPU kernel is for many queries; up to here, plain products are 1 to 4 times as fast in fp32
 
 
 class _ReservedLayer(DynamicLayer):
-    """Keys and values of one layer with room for `length` tokens: a new token is written to its place, where transformers'
-    own layer copies all tokens before it."""
+    """Keys and values of one layer, with memory for `length` tokens. A new token is written to its place.
+    Transformers' own layer copies all earlier tokens for each new one."""
 
     def __init__(self, length: int):
         super().__init__()
         self.length = length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Append (rows, heads, tokens, head_dim); returns all keys and values so far."""
+        """Append keys and values (rows, heads, tokens, head_dim). Returns all keys and values so far."""
         start = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -35,7 +35,7 @@ class _ReservedLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         end = self.get_seq_length()
-        if end == 0:  # a layer that takes its keys from another
+        if end == 0:  # this layer takes its keys from another one
             return
         self._rooms = tuple(room[indices] for room in self._rooms)
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
@@ -46,22 +46,25 @@ def _room(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def make_cache(config, length: int) -> DynamicCache:
-    """A cache for up to `length` tokens; layers that are not of plain attention are those of transformers."""
+    """A cache for up to `length` tokens. Layers without plain attention keep the cache class of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [_ReservedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def register_attention() -> str:
-    """The name under which transformers finds `decoding_attention`."""
+    """Register `decoding_attention` with transformers. Returns its name there."""
     AttentionInterface.register(NAME, decoding_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
 
 
 def decoding_attention(module, query, key, value, attention_mask, *, scaling=None, **kwargs):
-    """sdpa. For one new token per row, the query heads (rows, heads, 1, head_dim) that share a key head are taken as so
-    many queries of that head: the same sums, and keys need not be repeated for each of them."""
+    """sdpa, without copies of shared key heads when there is one new token per row.
+
+    Query heads (rows, heads, 1, head_dim) that share a key head are treated as several queries of that head. The sums
+    are the same, and the keys are not repeated for each query head.
+    """
     rows, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
     # a learned bias differs from head to head

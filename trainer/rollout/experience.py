@@ -1,8 +1,8 @@
 """A rollout: samples that every rank knows, and their tokens as the micro-batches that training runs over.
 
-What is computed per token lives in two places. In a micro-batch, (rows, tokens) beside its input_ids, on the ranks that
-see those tokens. As a flat vector of all response tokens of the rollout, sample after sample, the same on every rank:
-advantages are computed there, by plain code. `collect` and `spread` go from one to the other.
+Values per token have two forms. One is in a micro-batch: (rows, tokens) like its input_ids, on the ranks that have
+those tokens. The other is a flat vector of all response tokens of the rollout, sample after sample. It is the same on
+every rank, and plain code computes advantages from it. `collect` and `spread` convert between the two forms.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from trainer.rollout.sampling import Completion, Sampling, sample_seed
 
 @dataclass
 class Sample:
-    """A prompt, a response to it, and what the reward made of it."""
+    """A prompt, a response to it, and the result of the reward."""
 
     number: int  # within the rollout; samples of one prompt have adjacent numbers
     row: int  # of the prompt in its dataset
     prompt_ids: list[int]
     response_ids: list[int]
     log_probs: list[float]  # of the response's tokens, by the rollout engine
-    finished: bool  # by a stop token or text, not by the limit of tokens
+    finished: bool  # True if a stop token or stop text ended it, not the token limit
     label: Optional[str]
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
@@ -51,8 +51,10 @@ def my_slice(items: list) -> list:
 def generate_samples(
     engine, prompts: list[dict], num_each: int, sampling: Sampling, *, seed: int, rollout: int, first: int = 0
 ) -> list[Sample]:
-    """`num_each` samples of each prompt, numbered from `first`; the work is cut over all engines, and every rank gets all
-    samples (all-gather of objects over the world)."""
+    """Generate `num_each` samples of each prompt, numbered from `first`.
+
+    All engines share the work. Every rank gets all samples (all-gather of objects over the world).
+    """
     asked = [prompt for prompt in prompts for _ in range(num_each)]
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
     num_engines = dist.get_world_size() // engine.ranks_per_engine
@@ -71,16 +73,20 @@ def generate_samples(
                 label=asked[number]["label"],
             )
             for number, completion in zip(mine, completions)
-            if rank_in_engine == 0  # the others hold the same
+            if rank_in_engine == 0  # the other ranks of the engine have the same samples
         ]
     )
 
 
 def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
-    """Set score and metrics of every sample, on every rank, by a function of texts that each rank calls for its share
-    (all-gather of objects over the world). If it fails on one rank, UserError on every rank alike.
+    """Set score and metrics of every sample, on every rank, with a function of texts.
 
-    A response that ends with one of `stop_ids` ended by itself; one that was cut, or met a stop text, did not."""
+    Each rank calls it for its share (all-gather of objects over the world). A response is finished if it ends with one
+    of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+
+    Raises:
+        UserError: the function failed on one rank. All ranks raise the same error.
+    """
     mine = my_slice(samples)
     prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
     responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
@@ -106,13 +112,17 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
 def collate_samples(
     samples: list[dict], pad_token_id: int, packed: bool, scoring_pad: Optional[int] = None
 ) -> dict[str, torch.Tensor]:
-    """A micro-batch of samples, padded or packed; labels are the response tokens.
+    """A micro-batch of samples, padded or packed. Labels are the response tokens.
 
-    Beside what `trainer.datasets.packing` gives, per token (rows, tokens): sequence_ids, the number of its sample in the
-    micro-batch; response_index, the place of the label in the flat vector; is_last, 1 where a reward model scores it (see
-    `answers.scored_position`; its pad token is `scoring_pad` where that is another; the reward is that of the last response
-    token all the same); loss_weights, see `policy_loss.token_weights`. Per sample (n,): response_lengths and sample_numbers. The last five are what a split over
-    sequence-parallel ranks pads with 0, where no label is.
+    It adds to the result of `trainer.datasets.packing`, per token (rows, tokens):
+    - sequence_ids: the number of the token's sample in the micro-batch
+    - response_index: the position of the label in the flat vector
+    - is_last: 1 where a reward model scores the sample, see `answers.scored_position`. `scoring_pad` is the reward
+      model's pad token, if it has another one. The score is always the reward of the last response token.
+    - loss_weights: see `policy_loss.token_weights`
+
+    Per sample (n,), it adds response_lengths and sample_numbers. A split over sequence-parallel ranks pads the values
+    per token with 0. There is no label at these places.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in ("sequence_ids", "response_index", "is_last")}
@@ -124,7 +134,7 @@ def collate_samples(
         start += length
         extra["sequence_ids"][row, first : first + length] = number
         extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
-        # labels are shifted: the token at t predicts t + 1
+        # labels are shifted: the token at t predicts the token at t + 1
         predicting = slice(first + length - response - 1, first + length - 1)
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
         weights[row, predicting] = sample["loss_weight"]
@@ -134,7 +144,7 @@ def collate_samples(
 
 
 class SampleSet:
-    """The samples of a rollout behind the interface of a dataset that a loader reads."""
+    """The samples of a rollout, with the interface of a dataset that a loader reads."""
 
     def __init__(self, samples: list[Sample], loss_agg: str, max_len: int):
         lengths = [len(sample.response_ids) for sample in samples]
@@ -175,8 +185,8 @@ def compute(batches: list, name: str, function: Callable[[dict], torch.Tensor]) 
 
 
 def collect(strategy, batches: list, name: str, total: int) -> torch.Tensor:
-    """The flat fp64 vector, on the CPU, of what micro-batches hold under `name` (all-reduce over dp x sp, each token being
-    on one of those ranks: an exact sum)."""
+    """Collect what micro-batches hold under `name` into a flat fp64 vector on the CPU (all-reduce over dp x sp).
+    The sum is exact, because each token is on only one of those ranks."""
     flat = torch.zeros(total, dtype=torch.float64, device=strategy.device)
     for batch in batches:
         for micro_batch in batch.micro_batches:
@@ -186,7 +196,7 @@ def collect(strategy, batches: list, name: str, total: int) -> torch.Tensor:
 
 
 def spread(batches: list, name: str, flat: torch.Tensor) -> None:
-    """Set `name` of every micro-batch, (rows, tokens) fp64, to the values of a flat vector; 0 where no label is."""
+    """Set `name` of every micro-batch, (rows, tokens) fp64, to the values of a flat vector. It is 0 without a label."""
     for batch in batches:
         for micro_batch in batch.micro_batches:
             keep = micro_batch["labels"] != IGNORE
@@ -198,7 +208,7 @@ def spread(batches: list, name: str, flat: torch.Tensor) -> None:
 
 
 def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
-    """A line of rollouts.jsonl: to read (texts), and to train on again (token ids, log-probs, score)."""
+    """A line of rollouts.jsonl, with texts to read, and with token ids, log-probs and score to train on again."""
     texts = {
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
@@ -207,7 +217,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
 
 
 def as_table(samples: list[Sample], tokenizer) -> list[dict]:
-    """What of samples is for the eye."""
+    """The readable parts of samples, as rows of a table."""
     return [
         {
             "prompt": tokenizer.decode(sample.prompt_ids),

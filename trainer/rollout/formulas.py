@@ -1,7 +1,7 @@
-"""Whether two answers are the same formula, by math-verify (extra `math`), in a process that a monstrous answer may kill.
+"""Compare two answers as formulas by math-verify (extra `math`), in a separate process that may hang and be killed.
 
-As a script, it reads a JSON list of [found, wanted] and prints 1 or 0 for each. A policy may well write 10^{10^{10}}, on
-which sympy never comes back, nor ever lets another thread run: a watchdog ends the process, and the next one goes on.
+As a script, it reads a JSON list of [found, wanted] and prints 1 or 0 for each. A policy may write 10^{10^{10}}. sympy
+never returns from it and never lets another thread run. So a watchdog ends the process, and a new one continues.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ SECONDS = 5  # for one pair
 
 
 def equal_as_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
-    """Of each (found, wanted): equal as LaTeX expressions, sets, intervals or equations. All False without math-verify."""
+    """Whether (found, wanted) are equal as LaTeX expressions, sets, intervals, equations. False without math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         return [False] * len(pairs)
     verdicts: list[bool] = []
@@ -22,7 +22,7 @@ def equal_as_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
         command, rest = [sys.executable, __file__], json.dumps(pairs[len(verdicts) :])
         done = subprocess.run(command, input=rest, capture_output=True, text=True)
         verdicts += [line == "1" for line in done.stdout.split()]
-        if done.returncode:  # one that could not be told, or a process that cannot start: never the same pair again
+        if done.returncode:  # a pair without a verdict, or a process that cannot start: never try the same pair again
             verdicts.append(False)
     return verdicts
 

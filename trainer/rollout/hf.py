@@ -1,7 +1,7 @@
-"""The embedded rollout engine: an unsharded replica of the policy on every rank, and batched generation with a KV cache.
+"""The embedded rollout engine: a full replica of the policy on every rank, and batched generation with a KV cache.
 
-Works on any platform and with any layout of the training weights, at the price of one full copy of the weights in the
-compute dtype per rank. Tokens in, tokens out.
+It works on any platform and with any layout of the training weights. The price is one full copy of the weights per
+rank, in the compute dtype. Input and output are tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from trainer.rollout.checksum import Checksum
 from trainer.rollout.decoding import make_cache, register_attention
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 
-STOP_TEXT_TOKENS = 32  # so many last tokens are decoded to look for a stop text
+STOP_TEXT_TOKENS = 32  # so many of the last tokens are decoded to find a stop text
 
 
 class HFEngine:
-    """`generate`, `update_weights`, `sleep` and `wake`: the interface of a rollout engine. No method communicates."""
+    """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`. No method communicates."""
 
     ranks_per_engine = 1
 
@@ -31,7 +31,7 @@ class HFEngine:
         batch_size: int,
         trust_remote_code: bool = False,
     ):
-        """The model of a Hugging Face folder, still without weights; `update_weights` brings them."""
+        """Build the model of a Hugging Face folder without weights. `update_weights` brings them."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -39,7 +39,7 @@ class HFEngine:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
             )
-        model.set_attn_implementation(register_attention())  # now that transformers has agreed to sdpa for this model
+        model.set_attn_implementation(register_attention())  # only now: transformers has accepted sdpa for this model
         model.to_empty(device=device)
         model.tie_weights(recompute_mapping=False)
         restore_computed_buffers(model, device)
@@ -48,8 +48,11 @@ class HFEngine:
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
-        """Take over (name, full tensor) pairs, one at a time; returns (checksum, bytes). Raises RuntimeError if what
-        stands in the replica afterwards is not, bit for bit, what came."""
+        """Copy (name, full tensor) pairs into the replica, one at a time. Returns (checksum, bytes).
+
+        Raises:
+            RuntimeError: the replica then does not contain, bit for bit, the tensors that came.
+        """
         own = stored_tensors(self.model)
         came, num_bytes = Checksum(), 0
         for name, tensor in tensors:
@@ -61,11 +64,11 @@ class HFEngine:
         for name, tensor in own.items():
             stands.add(name, tensor)
         if came.hexdigest() != stands.hexdigest():
-            raise RuntimeError("the rollout engine's weights are not those that were sent to it")
+            raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
         return stands.hexdigest(), num_bytes
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to training."""
+        """Free the accelerator's memory for training."""
         self.model.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -76,7 +79,7 @@ class HFEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
     ) -> list[Completion]:
-        """A completion of each prompt, in order; `seeds`, one for each, decide what is drawn (none needed if greedy)."""
+        """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none."""
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -88,7 +91,7 @@ class HFEngine:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
-        # prompts that are alike are read once, and from then on their rows go on from the same cache
+        # equal prompts are read once; their rows then continue from copies of the same cache
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=self.device)
         input_ids, attention_mask = self._left_padded(list(places))
@@ -113,7 +116,7 @@ class HFEngine:
             going_on = self._append([completions[row] for row in rows], tokens.tolist(), picked.tolist(), sampling)
             if not going_on:
                 break
-            if 2 * len(going_on) <= len(rows):  # drop what has ended once that halves the work
+            if 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
                 kept = torch.tensor(going_on, device=self.device)
                 cache.batch_select_indices(kept)
                 attention_mask, position_ids, tokens = attention_mask[kept], position_ids[kept], tokens[kept]
@@ -131,7 +134,7 @@ class HFEngine:
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _append(self, completions: list[Completion], tokens, log_probs, sampling: Sampling) -> list[int]:
-        """Add a token to each completion that has not ended; returns the positions of those that go on."""
+        """Add a token to each completion that has not ended. Returns the positions of those that continue."""
         going_on = []
         for index, completion in enumerate(completions):
             if completion.finished:

@@ -1,18 +1,21 @@
-"""Rewards that need no model: the final answer of a solution against the reference, by value; and exact match."""
+"""Rewards that need no model: the final answer of a solution, compared with the reference by value; and exact match."""
 
 import re
 from fractions import Fraction
 
 from trainer.rollout.formulas import equal_as_formulas
 
-MOST_CHARACTERS = 1000  # of an answer that is read as a number; a policy writes anything
+MOST_CHARACTERS = 1000  # a longer answer is not read as a number; a policy may write anything
 EXACT = re.compile(r"[-+]?(?:[0-9]+/0*[1-9][0-9]*|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?)")
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 
 
 def final_answer(text: str) -> str | None:
-    """What a solution gives as its answer: after the last `####` (GSM8K, Cobbe et al. 2021), else in the last
-    \\boxed{...} (MATH, Hendrycks et al. 2021), else its last number; None where there is none of these."""
+    """The answer that a solution gives, or None if there is none.
+
+    First choice: the text after the last `####` (GSM8K, Cobbe et al. 2021). Second: the content of the last
+    \\boxed{...} (MATH, Hendrycks et al. 2021). Third: the last number.
+    """
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n")[0].strip() or None
     boxed = _last_boxed(text)
@@ -35,8 +38,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4}, 1e3 or 50%; None for anything else, so for 1e999999999, on which
-    Fraction would not come back, nor let another thread run."""
+    """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4}, 1e3 or 50%. None for anything else.
+    1e999999999 also gives None: Fraction would hang on it, and no other thread could run."""
     if len(text) > MOST_CHARACTERS:
         return None
     plain = re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", text)
@@ -49,7 +52,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def same_answer(found: str, wanted: str) -> bool:
-    """Equal as numbers, or as texts without white space. 50% is both 50 and 1/2."""
+    """Whether two answers are equal as numbers, or as texts without white space. 50% is both 50 and 1/2."""
     numbers = [as_number(text) for text in (found, wanted)]
     if None not in numbers:
         bare = [as_number(re.sub(r"\\?%", "", text)) for text in (found, wanted)]
@@ -58,9 +61,9 @@ def same_answer(found: str, wanted: str) -> bool:
 
 
 def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
-    """1 where the final answer of the response is that of the label (a solution, or the answer alone), else 0.
+    """1 if response and label have the same final answer, else 0. The label is a solution, or only the answer.
 
-    Answers that are no numbers and not the same text are compared as formulas, unless the label is one of GSM8K.
+    Answers that are not numbers and not the same text are compared as formulas, except with labels of GSM8K.
     """
     scores, doubtful = [], {}
     for response, label in zip(responses, labels):
@@ -75,5 +78,5 @@ def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> 
 
 
 def exact_match(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
-    """1 where the response is the label, up to white space at both ends, else 0."""
+    """1 if the response is the label, ignoring white space at both ends, else 0."""
     return [float(response.strip() == label.strip()) for response, label in zip(responses, labels)]

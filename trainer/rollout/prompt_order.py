@@ -1,4 +1,4 @@
-"""Which prompts form which rollout: a pure function of the data, the seed and the sizes, with a position to save."""
+"""Which prompts form which rollout: a pure function of the data, the seed and the sizes. Its position can be saved."""
 
 import hashlib
 
@@ -6,14 +6,14 @@ from trainer.datasets.global_batches import epoch_order
 
 
 class PromptOrder:
-    """Hands out prompts, episode after episode, each a permutation that depends on the seed alone."""
+    """Hands out prompts, episode after episode. An episode's permutation depends only on the seed and its number."""
 
     def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool):
         self.prompts, self.batch_size, self.seed, self.shuffle = prompts, batch_size, seed, shuffle
         self.episode, self.next_index = 0, 0
 
     def take(self, count: int) -> list[dict]:
-        """The next prompts of the episode, `count` of them or what is left; then the next episode begins."""
+        """The next `count` prompts of the episode, or all that are left. Then the next episode begins."""
         order = epoch_order(len(self.prompts), self.seed, self.episode, self.shuffle)
         chosen = order[self.next_index : self.next_index + count]
         self.next_index += len(chosen)

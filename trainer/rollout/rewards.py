@@ -1,4 +1,4 @@
-"""Scores from outside the mesh: a Python function or an HTTP endpoint. Whatever goes wrong there is one UserError."""
+"""Scores from outside the mesh: a Python function or an HTTP endpoint. Every failure there becomes one UserError."""
 
 import http.client
 import importlib.util
@@ -18,8 +18,8 @@ from trainer.rollout.math_reward import exact_match, math_reward
 BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
 FIRST_PAUSE_SECONDS = 0.5
-# score(prompts, responses, labels, finished) -> (scores, further metrics, each one number per response); finished: whether
-# the response ended with a stop token, which its text does not show
+# score(prompts, responses, labels, finished) -> (scores, further metrics), each with one number per response.
+# `finished` says whether the response ended with a stop token. The text does not show this.
 Scorer = Callable[[list[str], list[str], list, list[bool]], tuple[list[float], dict[str, list[float]]]]
 
 
@@ -28,16 +28,16 @@ def needs_labels(reward_func: str | None) -> bool:
 
 
 def load_reward_function(name: str) -> Callable:
-    """A built-in reward, or `reward_func` of a Python file. Raises UserError where there is none."""
+    """A built-in reward, or `reward_func` of a Python file. Raises UserError if there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not (name.endswith(".py") and os.path.isfile(name)):
-        raise UserError(FLAG, f"{name} is no Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
+        raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
     spec = importlib.util.spec_from_file_location("reward_function_file", name)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # it is the user's code: anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(FLAG, f"{name} cannot be imported: {_told(error)}") from None
     if not callable(getattr(module, "reward_func", None)):
         raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
@@ -45,7 +45,7 @@ def load_reward_function(name: str) -> Callable:
 
 
 def function_scorer(name: str, timeout: float) -> Scorer:
-    """Calls the function with lists of texts; a call that takes longer than `timeout` seconds is given up."""
+    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds."""
     function, where = load_reward_function(name), f"{FLAG} {name}"
 
     def score(prompts, responses, labels, finished):
@@ -57,13 +57,13 @@ def function_scorer(name: str, timeout: float) -> Scorer:
 
 
 def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
-    """`function(*arguments)` in a thread of its own, which dies with the process if it never returns."""
+    """`function(*arguments)` in its own thread. If the call never returns, the thread dies with the process."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome["value"] = function(*arguments)
-        except BaseException as error:  # it is the user's code: anything, sys.exit() too
+        except BaseException as error:  # the user's code may raise anything, and call sys.exit()
             outcome["error"] = error
 
     thread = threading.Thread(target=run, daemon=True)
@@ -85,8 +85,11 @@ def _told(error: BaseException) -> str:
 
 
 def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
-    """(scores, metrics) of what a reward gave: `count` finite numbers, or a pair of those and a dict of metrics, each
-    one number or one per response. Raises UserError for anything else."""
+    """Check the result of a reward and return (scores, metrics).
+
+    The result is `count` finite numbers, or a pair of these numbers and a dict of metrics. Each metric is one number,
+    or one per response. Raises UserError for anything else.
+    """
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
     scores, metrics = result if is_pair else (result, {})
     checked = {}
@@ -110,10 +113,11 @@ def _numbers(where: str, values: Any, count: int) -> list[float]:
 
 
 def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_PAUSE_SECONDS) -> Scorer:
-    """POSTs {"prompts", "responses", "labels", "finished"} as JSON; the answer is {"rewards": [...]}, one number per response.
+    """A scorer that POSTs {"prompts", "responses", "labels", "finished"} as JSON.
 
-    A refused or lost connection, a time-out, a status other than 200 and an answer that cannot be understood are tried
-    again, `retries` times, after pauses that double each time; then UserError.
+    The answer is {"rewards": [...]}, with one number per response. A failed request is tried again, `retries` times,
+    after pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a
+    time-out, a status other than 200, or an answer that cannot be understood.
     """
 
     def score(prompts, responses, labels, finished):

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: one line per sample, to read and, by --rollouts_from, to train on again."""
+"""rollouts.jsonl: one line per sample, to read, and to train on again with --rollouts_from."""
 
 import dataclasses
 import json
@@ -14,14 +14,16 @@ SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 
 
 class RolloutsLog:
-    """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`; made on rank 0 only. A resumed run writes the
-    rollouts that it repeats again: where one stands twice, the later lines count."""
+    """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`. It exists on rank 0 only.
+
+    A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count.
+    """
 
     def __init__(self, output_dir: str, tokenizer):
         self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
 
     def show(self, samples: list[Sample], metrics: MetricsLog, step: int) -> None:
-        """A table of the first samples for wandb and TensorBoard, where they are used."""
+        """Send a table of the first samples to wandb and TensorBoard, if they are used."""
         metrics.table("samples", step, as_table(samples[:SHOWN], self._tokenizer))
 
     def write(self, rollout: int, samples: list[Sample]) -> None:
@@ -40,7 +42,7 @@ def _ends_with_newline(path: str) -> bool:
 
 
 def read_rollouts(path: str) -> list[list[Sample]]:
-    """The samples of each rollout, in order. Raises UserError for a file that is not such a log."""
+    """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
     names = [field.name for field in dataclasses.fields(Sample)]
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
@@ -50,7 +52,7 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                     row = json.loads(line)
                     sample = Sample(**{name: row[name] for name in names})
                     if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
-                        raise ValueError("a response without tokens, or without a log-prob for each")
+                        raise ValueError("a response without tokens, or without a log-prob for each token")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
                 except (ValueError, KeyError, TypeError) as error:
                     if line.strip() and line.endswith("\n"):

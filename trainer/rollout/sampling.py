@@ -1,7 +1,7 @@
-"""What every rollout engine is asked for and gives back, and the random numbers that decide a sample.
+"""The requests and results of every rollout engine, and the random numbers that decide a sample.
 
-Sample number s of rollout r draws its own uniform numbers from (seed, r, s) and nothing else: whichever rank generates it,
-beside whatever other samples, it meets the same luck.
+Sample number s of rollout r draws its own uniform numbers, only from (seed, r, s). So the rank that generates it
+and the other samples in the batch do not change it.
 """
 
 import hashlib
@@ -13,17 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue prompts. Temperature 0 takes the likeliest token."""
+    """How to continue prompts. Temperature 0 takes the most likely token."""
 
     temperature: float
     max_new_tokens: int
     stop_ids: tuple[int, ...]  # tokens that end a response and belong to it
-    stop_texts: tuple[str, ...] = ()  # so do texts, with the token that completes them
+    stop_texts: tuple[str, ...] = ()  # texts that end a response; the token that completes them belongs to it
 
 
 @dataclass
 class Completion:
-    """The tokens of a response, their log-probs under the distribution they were drawn from, and whether it came to its end."""
+    """The tokens of a response, their log-probs under the distribution of the draw, and whether the response ended."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -36,14 +36,14 @@ def sample_seed(seed: int, rollout: int, sample: int) -> int:
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
-    """(samples, count) fp64 numbers in [0, 1), a row from each seed."""
+    """Numbers (samples, count), fp64, in [0, 1), with one row per seed."""
     rows = [torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(rows)
 
 
 def pick_tokens(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """(rows,) tokens of distributions (rows, vocab) by inverse transform: the first whose cumulative probability exceeds
-    the row's uniform number. Probabilities [0.2, 0.8] and 0.3 give token 1."""
+    """Tokens (rows,) from distributions (rows, vocab), by inverse transform. It takes the first token with a cumulative
+    probability above the row's uniform number. Probabilities [0.2, 0.8] and 0.3 give token 1."""
     cumulative = log_probs.double().exp().cumsum(-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=log_probs.shape[1] - 1)

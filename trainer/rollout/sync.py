@@ -1,4 +1,4 @@
-"""Training weights to the rollout engines, and the proof that they arrived."""
+"""Send the training weights to the rollout engines, and prove that they arrived."""
 
 import time
 
@@ -6,11 +6,12 @@ from trainer.distributed.collectives import gather_objects
 
 
 def sync_weights(strategy, model, engine) -> dict:
-    """Stream the full weights of `model`, one tensor at a time, into the engine of every rank (collective over all ranks);
-    of a model with an adapter, those of the plain model that it makes.
+    """Send the full weights of `model`, one tensor at a time, to the engine of every rank (collective over all ranks).
 
-    Returns the metrics of it. Raises RuntimeError unless all engines hold, bit for bit, the same weights, and each of
-    them those that it was sent.
+    With an adapter, the engines get the plain model that it makes of its base. Returns the metrics of the sync.
+
+    Raises:
+        RuntimeError: an engine does not hold, bit for bit, the weights that it was sent, or two engines differ.
     """
     started = time.perf_counter()
     engine.wake()

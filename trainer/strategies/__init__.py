@@ -1,4 +1,4 @@
-"""The two strategies behind one duck-typed API. `get_strategy(args)` is the only place that chooses."""
+"""The two strategies, which have one duck-typed API. Only `get_strategy(args)` chooses between them."""
 
 import dataclasses
 

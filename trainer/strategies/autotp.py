@@ -1,6 +1,6 @@
-"""DeepSpeed's AutoTP on our mesh: from a tensor-parallel plan to its configuration, and from its shards to full tensors.
+"""DeepSpeed's AutoTP on our mesh: its configuration from a tensor-parallel plan, and full tensors from its shards.
 
-AutoTP cuts linear layers in place, keeps the vocabulary head and a tied embedding sharded, and sums the gradients of
+AutoTP cuts linear layers in place. It keeps the vocabulary head and a tied embedding sharded. It sums the gradients of
 weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_norm).
 """
 
@@ -25,12 +25,12 @@ PARTITION_TYPES = {
     "rowwise": {"partition_type": "row"},
     "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
 }
-# what AutoTP does without being told: the head and its tied embedding are its vocab_parallel_lm_head
+# AutoTP does these without an entry: its vocab_parallel_lm_head is for the head and its tied embedding
 IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_in_block", "block_input")
 
 
 def validate_vocabulary(config, tp: int) -> None:
-    """Raises UserError unless `tp` divides the vocabulary: AutoTP and DTensor cut an uneven one at different places."""
+    """Raises UserError unless `tp` divides the vocabulary. AutoTP and DTensor cut an uneven one at different places."""
     vocab_size = config.get_text_config().vocab_size
     if vocab_size % tp:
         fits = [str(size) for size in range(1, 65) if vocab_size % size == 0]
@@ -42,7 +42,7 @@ def validate_vocabulary(config, tp: int) -> None:
 def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     """DeepSpeed's "tensor_parallel" section for a complete plan {"model.layers.*.mlp.up_proj": "colwise", ...}.
 
-    Raises UserError for a style that AutoTP has no counterpart for.
+    Raises UserError for a style without a counterpart in AutoTP.
     """
     specs = []
     for pattern, style in plan.items():
@@ -51,7 +51,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
         if style not in PARTITION_TYPES:
             known = ", ".join([*PARTITION_TYPES, *IMPLIED])
             raise UserError("--tensor_parallel_size", f"the plan gives {pattern} the style {style}", known)
-        # a plan's * stands for one name between dots; biases follow their weights
+        # the * in a plan is one name between dots; biases follow their weights
         regex = re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.weight$"
         specs.append({"patterns": [regex], **PARTITION_TYPES[style]})
     return {
@@ -62,7 +62,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
 
 
 def use_mesh_groups(meshes) -> None:
-    """Give DeepSpeed the groups of our mesh; it would build its own, once per process."""
+    """Give DeepSpeed the groups of our mesh. Otherwise, it builds its own, once per process."""
     from deepspeed.utils import groups
 
     groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = meshes.root["tp"].get_group()
@@ -76,7 +76,7 @@ def hpz_group(meshes) -> dist.ProcessGroup | None:
 
 
 def return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
-    """Make the vocabulary head return its part of the logits as a DTensor, as the loss expects under tensor parallelism."""
+    """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it."""
     from deepspeed.module_inject.layers import VocabParallelLinear
 
     for module in model.modules():
@@ -108,7 +108,7 @@ def is_sharded(parameter: torch.nn.Parameter) -> bool:
 
 
 def gather(parameter: torch.nn.Parameter, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The full tensor of which each tp rank has a `part` (a weight, gradient or state of `parameter`); all-gather over tp."""
+    """The full tensor from each tp rank's `part`: a weight, gradient or state of `parameter` (all-gather over tp)."""
     partition = _partition(parameter)
     if partition is None:
         return part
@@ -131,7 +131,7 @@ def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) 
 
 
 def place(shard: "TensorShard", parameter: torch.nn.Parameter | None, tp_rank: int) -> "TensorShard":
-    """A checkpoint shard of this tp rank's part of a parameter, as a shard of the whole; tp rank 0 writes replicas."""
+    """Turn a shard of this tp rank's part of a parameter into a shard of the whole. Tp rank 0 writes replicas."""
     partition = None if parameter is None else _partition(parameter)
     if partition is None or shard.key.startswith("step/"):
         return dataclasses.replace(shard, is_written=shard.is_written and tp_rank == 0)

@@ -1,11 +1,10 @@
 """The DeepSpeed strategy: a real DeepSpeed engine, ZeRO 0 to 3 over dp x sp.
 
-Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It scales
-the sum by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. The result is the gradient
-of (sum of all losses) / count on every layout.
+Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It
+scales the sum by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. The result is the
+gradient of (sum of all losses) / count on every layout.
 """
 
-import functools
 import logging
 import os
 import weakref
@@ -44,7 +43,7 @@ class DeepspeedStrategy:
         )
         self.device = mesh.resolve_device(options.device)
         if options.param_dtype == "fp16" and self.device.type == "cpu":
-            found = "fp16 with --backend deepspeed on CPU, which DeepSpeed refuses"
+            found = "fp16 with --backend deepspeed on CPU; DeepSpeed refuses it"
             raise UserError("--param_dtype", found, "bf16, fp32")
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
@@ -64,7 +63,7 @@ class DeepspeedStrategy:
             found = f"{options.dp_replicate_size} with --zero_stage {stage}"
             raise UserError("--dp_replicate_size", found, "--zero_stage 3")
         if options.sequence_parallel:
-            found = "with --backend deepspeed, whose AutoTP has no such mode"
+            found = "with --backend deepspeed; its AutoTP has no such mode"
             raise UserError("--sequence_parallel", found, "--backend fsdp2")
         if options.lora_rank and tp > 1:
             found = f"with --backend deepspeed and --tensor_parallel_size {tp}"
@@ -72,13 +71,13 @@ class DeepspeedStrategy:
         if options.load_in_4bit and stage == 3:
             raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
         if options.compile and stage == 3:
-            # the hooks of ZeRO 3 leave graphs too small to gain from, and minutes of compilation
+            # the hooks of ZeRO 3 make graphs that are too small for a gain and take minutes to compile
             raise UserError("--compile", "with --backend deepspeed and --zero_stage 3", "--zero_stage 0, 1, 2")
         if options.reduce_once and stage > 1:  # ZeRO 0 and 1 always reduce once
             found = f"with --backend deepspeed and --zero_stage {stage}"
             raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
         if options.optim != "adamw" and (stage > 0 or tp > 1):
-            # ZeRO hands an optimizer flat stretches of many weights, AutoTP parts of them; neither is a matrix
+            # ZeRO gives an optimizer flat stretches of many weights, and AutoTP gives parts; neither is a matrix
             layout = f"--zero_stage {stage} and --tensor_parallel_size {tp}"
             found = f"{options.optim} with --backend deepspeed, {layout}"
             raise UserError("--optim", found, "adamw; or --zero_stage 0 without tp, or --backend fsdp2")
@@ -105,7 +104,7 @@ class DeepspeedStrategy:
         autotp.use_mesh_groups(self.meshes)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
-        """The sp group: its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
+        """The sp group. Its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
         return self.meshes.root["sp"].get_group()
 
     # --- models
@@ -129,60 +128,19 @@ class DeepspeedStrategy:
             autotp.validate_vocabulary(config, self.sizes.tp)
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
-            model = self._load_partitioned(folder, config, auto_class, options)
+            from trainer.strategies.zero_loading import load_partitioned
+
+            facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
+            engine_config = self._engine_config(with_optimizer=False)
+            model = load_partitioned(folder, config, auto_class, options, engine_config=engine_config, **facts)
         else:
-            model_folder.find_weights(folder)
-            options |= {"dtype": torch.float32, "weights_only": True, **self._quantization()}
+            options |= {"dtype": torch.float32, "weights_only": True}
+            if self.options.load_in_4bit:
+                from trainer.strategies.quantization import in_4_bits
+
+                options |= in_4_bits(self.param_dtype, self.device)
             model = auto_class.from_pretrained(folder, **options)
         self._folders[model] = folder
-        return model
-
-    def _quantization(self) -> dict:
-        """What from_pretrained needs for QLoRA (Dettmers et al. 2023): 4-bit NormalFloat, its scales quantized as well."""
-        if not self.options.load_in_4bit:
-            return {}
-        from transformers import BitsAndBytesConfig
-
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=self.param_dtype,
-        )
-        return {"quantization_config": config, "device_map": {"": self.device}}
-
-    def _load_partitioned(self, folder: str, config, auto_class, options: dict) -> torch.nn.Module:
-        """Build under zero.Init, which partitions each parameter as it is made. Then fill the parameters one at a time from
-        the first rank of each dp x sp group."""
-        import deepspeed
-        from transformers.initialization import no_init_weights
-
-        partitioned = deepspeed.zero.Init(
-            config_dict_or_path=self._engine_config(with_optimizer=False),
-            data_parallel_group=self.meshes.loss.get_group(),
-            zero_param_parallel_group=autotp.hpz_group(self.meshes),
-        )
-        build = functools.partial(auto_class.from_config, config, dtype=self.param_dtype, **options)
-        # The module that defines the model must be imported before. zero.Init takes back what decorators did to the
-        # __init__ of classes that are defined inside it, so the next model of experts would lack its config.
-        with torch.device("meta"), no_init_weights():
-            build()
-        with partitioned, no_init_weights():
-            model = build()
-        model_folder.read_generation_config(model, folder)
-        model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
-        names = list(model_folder.stored_tensors(model))
-        weights = model_folder.open_weights(model, folder, names, new={})
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        with torch.no_grad():
-            for name in names:
-                if name in buffers:
-                    buffers[name].copy_(weights.read(name))
-                    continue
-                with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
-                    if self.meshes.loss.get_local_rank() == 0:
-                        parameters[name].copy_(weights.read(name))
-        model_folder.restore_computed_buffers(model, self.device)  # zero.Init rounded them to the compute dtype
         return model
 
     def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
@@ -203,10 +161,10 @@ class DeepspeedStrategy:
         return build_optimizer(self.options.optim, model, **options)
 
     def prepare(self, *models_or_triples, offload: bool = False):
-        """(engine, optimizer, scheduler) triples, or engines of frozen models. One in, one out; several, a list.
+        """(engine, optimizer, scheduler) triples, or frozen engines. One item gives one result, several a list.
 
-        `offload` keeps frozen weights in host memory. Under ZeRO 3 a layer's weights are on the device while it
-        computes; otherwise all of them are, during a forward pass.
+        `offload` keeps frozen weights in host memory. Under ZeRO 3, a layer's weights are on the device while it
+        computes. Otherwise, all weights are on the device during a forward pass.
         """
         prepared = [
             self._prepare_trained(*item) if isinstance(item, tuple) else self._prepare_frozen(item, offload)
@@ -255,7 +213,7 @@ class DeepspeedStrategy:
         offload = offload and self.device.type != "cpu"
         if self.zero_stage < 3 and self.sizes.tp == 1:
             for parameter in filter(torch.is_floating_point, model.parameters()):
-                # not the RoPE tables: the trained model's are fp32
+                # not the RoPE tables, which are fp32 in the trained model
                 parameter.data = parameter.data.to(self.param_dtype)
             model.eval()
             return keep_on_host(model, self.device) if offload else model.to(device=self.device)
@@ -272,7 +230,7 @@ class DeepspeedStrategy:
         return engine
 
     def _restore_masters(self, model, weights) -> None:
-        """Set the fp32 masters from an fp32 model folder: the engine made them of weights rounded to `param_dtype`."""
+        """Set fp32 masters from an fp32 model folder. The engine made them from weights rounded to `param_dtype`."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         tp_rank = self.meshes.root.get_local_rank("tp")
@@ -283,7 +241,7 @@ class DeepspeedStrategy:
             if self.zero_stage < 3:
                 safe_set_full_fp32_param(parameter, full)
                 continue
-            # DeepSpeed's setter of full values fails where the last rank's partition is padded
+            # DeepSpeed's setter of full values fails if the last rank's partition is padded
             size = parameter.ds_tensor.ds_numel
             start = size * self.meshes.loss.get_local_rank()
             local = torch.zeros(size, device=self.device)
@@ -294,13 +252,13 @@ class DeepspeedStrategy:
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch; `is_last` says that it is the last one of the step."""
+        """Backward of one micro-batch. `is_last` says that it is the last one of the step."""
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
         model.backward(loss_sum * (self.meshes.loss.size() / num_targets), scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
-        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing steps."""
+        """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
         if self.zero_stage == 0:
             return self._step_unpartitioned(model, scheduler)
         model.step()
@@ -321,7 +279,7 @@ class DeepspeedStrategy:
         return norm.item()
 
     def _note_reached(self, model) -> None:
-        """Write down which parameters autograd reaches: the engine takes gradients away and hides what never came."""
+        """Note which parameters autograd reaches. The engine removes gradients and hides which ones never came."""
         reached = self._reached[model] = set()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -341,12 +299,12 @@ class DeepspeedStrategy:
             if parameter.requires_grad:
                 yield name, autotp.gather(parameter, safe_get_full_grad(parameter).float() / scale, self._tp_group)
 
-    # --- weights: moved, compared, handed out
+    # --- weights: move, compare, export
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
         """Move weights, optimizer states, or both to host memory until `onload` of the result. Use neither meanwhile.
 
-        With both, the fp32 masters go too.
+        With both, the fp32 masters move too.
         """
         from trainer.distributed.host_offload import take_to_host
 
@@ -369,7 +327,7 @@ class DeepspeedStrategy:
         bring_back(offloaded)
 
     def check_replicas(self, model) -> None:
-        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        """Raises UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
         from trainer.distributed.replicas import check_replicas
 
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
@@ -384,13 +342,13 @@ class DeepspeedStrategy:
     def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp, then over tp).
 
-        With an adapter: what is trained; with `merged`, the plain model that the adapter makes of its base.
+        With an adapter: the trained tensors. With `merged`: the plain model that the adapter makes of its base.
         """
         from trainer.strategies.zero_masters import full
 
         module = model_folder.unwrapped(model)
         names = model_folder.all_tensors(module) if merged else model_folder.stored_tensors(module)
-        parts = {**names, **dict(module.named_parameters())}  # parameters know their masters
+        parts = {**names, **dict(module.named_parameters())}  # only parameters know their masters
         pairs = ((name, autotp.gather(parts[name], full(parts[name]), self._tp_group)) for name in names)
         if not merged:
             return pairs
@@ -418,9 +376,9 @@ class DeepspeedStrategy:
         form: "CheckpointForm",
         further: Sequence["TensorShard"] = (),
     ) -> "PendingSave":
-        """Start to save a run: weights, optimizer states, random states, and `state` (JSON). `finish()` of the result ends it.
+        """Start to save weights, optimizer and random states, and `state` (JSON). `finish()` of the result ends it.
 
-        `roles` are prepared (model, optimizer, scheduler) triples by name, `run_state.MAIN` among them. `further` are
+        `roles` are prepared (model, optimizer, scheduler) triples by name, including `run_state.MAIN`. `further` are
         more shards of this rank, such as averaged weights.
         """
         from trainer.checkpoints import run_state
@@ -438,7 +396,7 @@ class DeepspeedStrategy:
         return run_state.save(folder, shards, state, own, self.device, form, export)
 
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
-        """Load what `save_ckpt` of any backend and layout wrote. Returns its state. Raises UserError if it is damaged."""
+        """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
         from trainer.checkpoints import run_state
         from trainer.strategies.zero_masters import to_weights
 
@@ -461,7 +419,7 @@ class DeepspeedStrategy:
         return {"scheduler_step": scheduler.last_epoch, "loss_scale": scale}
 
     def _restore_loss_scale(self, model, own: dict) -> None:
-        if self.param_dtype == torch.float16:  # the scaler goes by the iterations since the last overflow only
+        if self.param_dtype == torch.float16:  # the scaler uses only the iterations since the last overflow
             scaler = model.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter = own["loss_scale"]["scale"], own["loss_scale"]["good_steps"]
             scaler.last_overflow_iter = -1

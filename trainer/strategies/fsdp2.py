@@ -1,8 +1,8 @@
 """The FSDP2 strategy: torch's `parallelize_module` over tp, then `fully_shard` over (dp_replicate, dp_shard x sp).
 
-Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It scales
-the sum by `number of loss ranks / count`, and FSDP2 averages gradients over those ranks. The result is the gradient of
-(sum of all losses) / count on every layout.
+Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It
+scales the sum by `number of loss ranks / count`, and FSDP2 averages gradients over those ranks. The result is the
+gradient of (sum of all losses) / count on every layout.
 """
 
 import os
@@ -60,12 +60,12 @@ class FSDP2Strategy:
         if options.lora_rank and options.sequence_parallel:
             raise UserError("--lora_rank", "with --sequence_parallel", "one of them")
         if options.compile and tp > 1:
-            # torch 2.13 fails in the backward pass of compiled layers that are cut over tp: views of DTensors
+            # torch 2.13 fails in the backward pass of compiled layers that are cut over tp (views of DTensors)
             found = f"with --backend fsdp2 and --tensor_parallel_size {tp}"
             raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
         if options.reduce_once and options.adam_offload:  # gradients go to host memory as soon as they are reduced
             raise UserError("--reduce_once", "with --adam_offload", "one of them")
-        if options.optim != "adamw" and options.adam_offload:  # gathers what is on the device
+        if options.optim != "adamw" and options.adam_offload:  # it gathers tensors on the device
             raise UserError("--optim", f"{options.optim} with --adam_offload", "adamw")
         if options.zero_stage not in (None, 2, 3):
             found = f"{options.zero_stage} with --backend fsdp2"
@@ -120,7 +120,7 @@ class FSDP2Strategy:
         return build_optimizer(self.options.optim, model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def prepare(self, *models_or_triples, offload: bool = False):
-        """Sharded (model, optimizer, scheduler) triples, or sharded frozen models. One in, one out; several, a list.
+        """Sharded (model, optimizer, scheduler) triples or frozen models. One item gives one result, several a list.
 
         `offload` keeps frozen weights in host memory. A layer's weights are on the device while it computes.
         """
@@ -152,7 +152,7 @@ class FSDP2Strategy:
         offload = offload and self.device.type != "cpu"
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        if dist.get_world_size() > 1 or low or offload:  # else there is nothing to cut, to cast or to move
+        if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
             layers = set(model._no_split_modules or [])
             for module in list(model.modules()):
                 if type(module).__name__ in layers:
@@ -191,10 +191,10 @@ class FSDP2Strategy:
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch; `is_last` says that it is the last one of the step.
+        """Backward of one micro-batch. `is_last` says that it is the last one of the step.
 
-        Gradients are reduced into fp32 shards at once. With --reduce_once whole ones are summed in fp32 until the last
-        micro-batch.
+        Gradients are reduced into fp32 shards at once. With --reduce_once, whole gradients are summed in fp32 until the
+        last micro-batch.
         """
         if self.options.reduce_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
@@ -205,7 +205,7 @@ class FSDP2Strategy:
         return self.loss_scale.scale if self.loss_scale else 1.0
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
-        """Clip, step, schedule, zero. Returns the gradient norm before clipping; if it is not finite, nothing steps."""
+        """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.loss_scale:
             self.loss_scale.unscale_(parameters)
@@ -231,10 +231,10 @@ class FSDP2Strategy:
             if parameter.grad is not None:
                 yield name, whole(parameter.grad) / self._scale()
 
-    # --- weights: moved, compared, handed out
+    # --- weights: move, compare, export
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
-        """Move weights, optimizer states, or both to host memory until `onload` of the result. Use neither meanwhile."""
+        """Move weights, optimizer states or both to host memory until `onload` of the result. Use neither meanwhile."""
         from trainer.distributed.host_offload import take_to_host
 
         tensors = list(model_folder.all_tensors(model).values()) if model is not None else []
@@ -248,7 +248,7 @@ class FSDP2Strategy:
         bring_back(offloaded)
 
     def check_replicas(self, model) -> None:
-        """Raises UserError if a weight differs between ranks that should hold it alike (collective over all axes)."""
+        """Raises UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
         from trainer.distributed.replicas import check_replicas
 
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
@@ -258,7 +258,7 @@ class FSDP2Strategy:
     def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter).
 
-        With an adapter: what is trained; with `merged`, the plain model that the adapter makes of its base.
+        With an adapter: the trained tensors. With `merged`: the plain model that the adapter makes of its base.
         """
         tensors = model_folder.all_tensors(model) if merged else model_folder.stored_tensors(model)
         pairs = ((name, whole(tensor)) for name, tensor in tensors.items())
@@ -288,9 +288,9 @@ class FSDP2Strategy:
         form: "CheckpointForm",
         further: Sequence["TensorShard"] = (),
     ) -> "PendingSave":
-        """Start to save a run: weights, optimizer states, random states, and `state` (JSON). `finish()` of the result ends it.
+        """Start to save weights, optimizer and random states, and `state` (JSON). `finish()` of the result ends it.
 
-        `roles` are prepared (model, optimizer, scheduler) triples by name, `run_state.MAIN` among them. `further` are
+        `roles` are prepared (model, optimizer, scheduler) triples by name, including `run_state.MAIN`. `further` are
         more shards of this rank, such as averaged weights.
         """
         from trainer.checkpoints import run_state
@@ -309,7 +309,7 @@ class FSDP2Strategy:
         return run_state.save(folder, shards, state, own, self.device, form, export)
 
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
-        """Load what `save_ckpt` of any backend and layout wrote. Returns its state. Raises UserError if it is damaged."""
+        """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
         from trainer.checkpoints import run_state
 
         shards = run_state.shards_of_roles(roles, self._shards, further)
@@ -325,8 +325,8 @@ class FSDP2Strategy:
         return (shard for shard in self._shards(model, optimizer) if shard.key.startswith("weight/"))
 
     def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
-        """This rank's parts of the weights and of the optimizer's states. States that no step has made yet are made here."""
-        for name, tensor in model_folder.stored_tensors(model).items():  # shards what a forward pass left gathered
+        """This rank's parts of the weights and of the optimizer's states. It makes states that no step has made yet."""
+        for name, tensor in model_folder.stored_tensors(model).items():  # reshards what a forward pass left gathered
             yield _shard_of(f"weight/{name}", tensor)
         names = {parameter: name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
@@ -352,13 +352,13 @@ def _replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
 
 
 def _shard_of(key: str, tensor: torch.Tensor) -> "TensorShard":
-    """The part that this rank holds. Of equal parts on several ranks, the first rank's is written."""
+    """The part that this rank holds. If several ranks hold equal parts, only the first rank writes."""
     from trainer.checkpoints.shards import TensorShard, whole_shard
 
     if not isinstance(tensor, DTensor):
         return whole_shard(key, tensor, is_written=dist.get_rank() == 0)
     box, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate()
-    # not `is_shard()`: it says no to the strided shard of a dimension that both tp and fsdp cut
+    # not `is_shard()`: it is False for the strided shard of a dimension that both tp and fsdp cut
     is_first = all(at == 0 for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
     return TensorShard(key, tuple(tensor.shape), tuple(offset), tuple(box), None, tensor.detach().to_local(), is_first)

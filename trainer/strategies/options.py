@@ -1,4 +1,4 @@
-"""The settings of a strategy, and the checks of them that both strategies share."""
+"""The settings of a strategy, and the checks that both strategies share."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -36,7 +36,7 @@ class StrategyOptions:
 
 
 def validate_tp_flags(options: StrategyOptions) -> None:
-    """Raises UserError for a flag that means something only with tensor parallelism, where there is none."""
+    """Raises UserError for a flag that needs tensor parallelism, if there is none."""
     flags = {
         "--use_hf_tp_plan": options.use_hf_tp_plan,
         "--sequence_parallel": options.sequence_parallel,
@@ -44,5 +44,5 @@ def validate_tp_flags(options: StrategyOptions) -> None:
     }
     for flag, used in flags.items():
         if used and options.tensor_parallel_size == 1:
-            allowed = "--tensor_parallel_size of 2 or more, or leave it out"
+            allowed = "--tensor_parallel_size 2 or more, or leave the flag out"
             raise UserError(flag, "with --tensor_parallel_size 1", allowed)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, with everything neutralised that would change the mathematics."""
+"""DeepSpeed's configuration. It turns off everything that would change the mathematics."""
 
 from typing import Optional
 
@@ -16,19 +16,19 @@ def engine_config(
     with_optimizer: bool,
     plan: Optional[dict[str, str]] = None,
 ) -> dict:
-    """The configuration of one engine. `plan` is a tensor-parallel plan, where the model is to be cut over tp."""
+    """The configuration of one engine. `plan` is a tensor-parallel plan, if the model is cut over tp."""
     zero = {"stage": stage}
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
     if options.adam_offload and with_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
     config = {
-        # the batch belongs to the loader; DeepSpeed sees single micro-batches and is told where a step ends
+        # the loader makes the batch; DeepSpeed sees single micro-batches, and the strategy says when a step ends
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
-        # ZeRO 0 clips nothing itself: its gradients are whole on every rank and are clipped in optimizer_step
+        # ZeRO 0 does not clip: its gradients are whole on every rank, and optimizer_step clips them
         "gradient_clipping": options.max_norm if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
@@ -37,7 +37,7 @@ def engine_config(
     if plan:
         config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
     if options.param_dtype == "bf16" and stage == 0:
-        # the engine has no fp32 masters at stage 0; fp32 weights under autocast are the same mathematics
+        # the engine has no fp32 masters at stage 0; fp32 weights under autocast give the same mathematics
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif options.param_dtype == "bf16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}

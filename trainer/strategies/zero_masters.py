@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ZeRO keeps the fp32 masters of its parameters, and Adam's states of them: flat partitions of each rank."""
+"""The fp32 masters of parameters and their Adam states under DeepSpeed's ZeRO: flat partitions on each rank."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,13 +13,13 @@ def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
     """The flat masters of this rank, under ZeRO 1 to 3."""
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
-    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer, which DeepSpeed takes for bf16 under ZeRO 1
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer, which DeepSpeed uses for bf16 under ZeRO 1
         return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a parameter, whole; of a frozen one or a buffer, itself (all-gather over dp x sp)."""
+    """The whole fp32 master of a parameter, or a frozen parameter or buffer itself (all-gather over dp x sp)."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -31,7 +31,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stage_2_part(parameter, optimizer) -> tuple:
-    """(full shape, start of this rank's stretch, flat masters, where in them, how many) of a parameter in ZeRO 1 and 2."""
+    """(full shape, start of this rank's stretch, flat masters, place in them, size) of a parameter in ZeRO 1 and 2."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return tuple(parameter.shape), 0, None, 0, 0
@@ -41,7 +41,7 @@ def stage_2_part(parameter, optimizer) -> tuple:
 
 
 def stage_3_part(parameter, optimizer) -> tuple:
-    """The same in ZeRO 3, where each parameter is cut into equal stretches, the last ones padded."""
+    """The same in ZeRO 3. Each parameter is cut into equal stretches, and the last ones are padded."""
     group, where, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = size * optimizer._get_param_partition_rank(parameter)
     used = max(0, min(size, parameter.ds_numel - start))
@@ -49,7 +49,7 @@ def stage_3_part(parameter, optimizer) -> tuple:
 
 
 def _shards_of_master(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[TensorShard]:
-    """The shards of one parameter, `size` elements at `where` of this rank's flat masters; those at `start` of it all."""
+    """The shards of one parameter: `size` elements, at `where` in this rank's flat masters, at `start` in the whole."""
     if not size:
         return
     yield flat_shard(f"weight/{name}", shape, start, flat.narrow(0, where, size))
@@ -61,14 +61,14 @@ def _shards_of_master(name: str, adamw, shape, start: int, flat, where: int, siz
 
 
 class Part(NamedTuple):
-    """What a rank holds of partitioned tensors."""
+    """Which part of partitioned tensors a rank holds."""
 
     zero_stage: int
     loss_rank: int  # its rank in dp x sp
 
 
 def shards_of(name: str, tensor: torch.Tensor, parameter, optimizer, part: Part) -> Iterator[TensorShard]:
-    """The shards of one stored tensor, as if this rank's part over tp were all of it. `parameter` is None for a buffer."""
+    """The shards of one stored tensor, as if this rank's tp part were the whole. `parameter` is None for a buffer."""
     is_first = part.loss_rank == 0
     if parameter is None or not parameter.requires_grad:
         yield _untrained_shard(name, tensor, parameter, part)

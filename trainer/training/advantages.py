@@ -1,8 +1,8 @@
-"""From scores to advantages: pure functions of tensors, no process group inside.
+"""Turn scores into advantages, with pure functions of tensors and without a process group.
 
-Shapes: n samples (responses) of at most T tokens, rows padded on the right. `mask` (n, T) is 1 on response tokens; the
-token at t is the action whose state is everything before it. Samples of one prompt stand together, n_samples_per_prompt
-at a time. Computed in fp64 from the whole rollout, so that no layout can change an advantage.
+Shapes: there are n samples (responses) of at most T tokens, in rows padded on the right. `mask` (n, T) is 1 on response
+tokens. The token at t is an action, and its state is everything before it. Samples of one prompt are adjacent, in
+groups of n_samples_per_prompt. All is computed in fp64 from the whole rollout, so no layout can change an advantage.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from typing import Optional
 import torch
 
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # these compare the samples of one prompt
-WHITENED = ("gae", "reinforce", "reinforce_baseline")  # normalised over all tokens of the rollout
-GROUP_EPSILON = 1e-6  # keeps a group of all but equal scores from blowing up
+WHITENED = ("gae", "reinforce", "reinforce_baseline")  # these are normalised over all tokens of the rollout
+GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost equal
 
 
 # --- rows of tokens
 
 
 def to_rows(flat: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """(n, T) zero-padded rows of a vector of all response tokens; [1, 2, 3] of lengths [1, 2] is [[1, 0], [2, 3]]."""
+    """Zero-padded rows (n, T) of a vector of all response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
     return torch.nn.utils.rnn.pad_sequence(flat.split(lengths), batch_first=True)
 
 
 def rows_mask(lengths: list[int]) -> torch.Tensor:
-    """(n, T) True on tokens; `rows[mask]` is the inverse of `to_rows`."""
+    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`."""
     return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
 
 
@@ -45,7 +45,7 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:
-    """The proportional controller of Ziegler et al. 2019, section 2.2: its error is clipped to 0.2."""
+    """The proportional controller of Ziegler et al. 2019, section 2.2. Its error is clipped to +-0.2."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / horizon)
 
@@ -54,18 +54,21 @@ def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horiz
 
 
 def overlong_penalty(lengths: torch.Tensor, max_len: int, buffer_len: int, factor: float) -> torch.Tensor:
-    """0 up to max_len - buffer_len tokens, then linearly down to -factor at max_len (DAPO, Yu et al. 2025, equation 13)."""
+    """Penalty of long responses (DAPO, Yu et al. 2025, equation 13).
+
+    It is 0 up to max_len - buffer_len tokens. Then it falls linearly to -factor at max_len.
+    """
     excess = (lengths - (max_len - buffer_len)).clamp(min=0)
     return -factor * (excess / buffer_len).clamp(max=1)
 
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of all scores so far, joined batch by batch (Chan et al. 1979)."""
+    """Mean and variance of all scores so far, updated batch by batch (Chan et al. 1979)."""
 
     count: int = 0
     mean: float = 0.0
-    sum_square: float = 0.0  # of the deviations from the mean
+    sum_square: float = 0.0  # sum of the squared deviations from the mean
 
     def update(self, values: torch.Tensor) -> None:
         values = values.double()
@@ -83,11 +86,12 @@ class RunningMoments:
 def compare_in_groups(
     scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True
 ) -> torch.Tensor:
-    """(n,) scores as compared with those of the other samples of the same prompt.
+    """Compare each score (n,) with the scores of the other samples of the same prompt.
 
-    reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3): less the group's mean.
-    rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5): less the mean of the others. group_norm (Shao et al. 2024,
-    GRPO, section 4.1.2): less the mean, divided by the standard deviation (n - 1). Any other estimator: unchanged.
+    reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
+    mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
+    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). Other estimators
+    leave the scores unchanged.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
@@ -101,7 +105,7 @@ def compare_in_groups(
 
 
 def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
-    """(prompts,) True where the mean score of a prompt's samples lies between, not on, the bounds (DAPO, section 3.2)."""
+    """(prompts,) True if the mean score of a prompt's samples is between the bounds, not on one (DAPO, section 3.2)."""
     means = scores.view(-1, group_size).mean(1)
     return (means > low) & (means < high)
 
@@ -110,7 +114,7 @@ def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: flo
 
 
 def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """(n, T) rewards: minus `penalty` at every token, the score at the last one (Ouyang et al. 2022, equation 2)."""
+    """Rewards (n, T): minus `penalty` at every token, plus the score at the last (Ouyang et al. 2022, equation 2)."""
     last = mask.sum(1) - 1
     rewards = torch.zeros(mask.shape, dtype=scores.dtype)
     rewards[torch.arange(len(scores)), last] = scores
@@ -118,7 +122,7 @@ def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: Optional[to
 
 
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """G_t = r_t + gamma G_{t+1} (Williams 1992), 0 where there is no token."""
+    """Returns G_t = r_t + gamma G_{t+1} (Williams 1992). They are 0 where there is no token."""
     returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         following = (rewards[:, t] + gamma * following) * mask[:, t]
@@ -129,8 +133,9 @@ def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) 
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), both (n, T) (Schulman et al. 2016, equations 11 to 16; the last token ends the episode).
+    """(advantages, returns), both (n, T), by Schulman et al. 2016, equations 11 to 16.
 
+    The last token ends the episode.
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; returns = A + V.
     """
     values = values * mask
@@ -145,7 +150,7 @@ def gae(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """`values` less their mean over the tokens of `mask`, divided by the standard deviation of those."""
+    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens."""
     count = mask.sum()
     centered = (values - (values * mask).sum() / count) * mask
     if not divide_by_std:
@@ -155,7 +160,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True)
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """Which estimator, and its constants."""
+    """The estimator and its constants."""
 
     estimator: str
     group_size: int = 1
@@ -171,8 +176,11 @@ def estimate_advantages(
     penalty: Optional[torch.Tensor] = None,
     values: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), both (n, T), of scores (n,), a penalty per token (KL, times its coefficient) and, for gae,
-    the critic's values (n, T). Whitened over the whole rollout for gae, reinforce and reinforce_baseline."""
+    """(advantages, returns), both (n, T), from scores (n,).
+
+    `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout.
+    """
     shaped = compare_in_groups(scores, options.estimator, options.group_size, options.divide_by_std)
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":

@@ -1,4 +1,4 @@
-"""When a run saves its state, which checkpoints it keeps, how it finds the one to resume from, and which signals stop it."""
+"""When a run saves, which checkpoints it keeps, which checkpoint it resumes from, and which signals stop it."""
 
 import math
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 LATEST = "latest"  # what --load_checkpoint means without a value
-# a position in the data means the same samples only as long as these are the same
+# a position in the data means the same samples only if these flags have the same values
 DATA_FLAGS = {
     "train_batch_size": "--train_batch_size",
     "seed": "--seed",
@@ -29,7 +29,7 @@ DATA_FLAGS = {
 
 @dataclass
 class Progress:
-    """Where a run stands after its last step."""
+    """The progress of a run after its last step."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass
 class Trained:
-    """What a checkpoint is taken of."""
+    """The objects that a checkpoint saves."""
 
     strategy: object
     model: object
@@ -59,13 +59,13 @@ class Trained:
         return {MAIN: (self.model, self.optimizer, self.scheduler), **self.others}
 
     def further(self) -> list:
-        """This rank's shards of what is kept besides the models."""
+        """This rank's shards of everything that is saved in addition to the models."""
         return self.average.shards() if self.average else []
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When to save, in which form, and what to keep."""
+    """When to save, in which form, and which checkpoints to keep."""
 
     save_steps: Optional[int] = None
     interval_minutes: Optional[float] = None
@@ -78,7 +78,7 @@ class SavePolicy:
 
 
 class Checkpoints:
-    """The checkpoints of one run, under `<output_dir>/checkpoints`. All methods are collective over all ranks."""
+    """The checkpoints of one run, in `<output_dir>/checkpoints`. All methods are collective over all ranks."""
 
     def __init__(self, output_dir: str, trained: Trained, policy: SavePolicy, arguments: dict):
         self.root = os.path.abspath(os.path.join(output_dir, FOLDER))
@@ -93,7 +93,7 @@ class Checkpoints:
     # --- resuming
 
     def resume(self, wanted: Optional[str]) -> Progress:
-        """Load the checkpoint that --load_checkpoint names, or the latest intact one; a fresh Progress if there is none."""
+        """Load the checkpoint that --load_checkpoint names, or the latest intact one. If there is none, start fresh."""
         if wanted is None:
             return Progress()
         from trainer.checkpoints.run_state import DamagedCheckpoint
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def _candidates(self, wanted: str) -> list[str]:
         if wanted != LATEST and not os.path.isdir(wanted):
-            raise UserError("--load_checkpoint", f"{wanted} is no folder", "a checkpoint, or no value for the latest")
+            raise UserError("--load_checkpoint", f"{wanted} is not a folder", "a checkpoint, or no value: the latest")
         if wanted != LATEST:
             return [os.path.abspath(wanted)]
         from trainer.checkpoints.checkpoint_store import list_checkpoints
@@ -122,7 +122,7 @@ class Checkpoints:
         return list_checkpoints(self.root)[::-1]
 
     def load(self, folder: str) -> Progress:
-        """Put the run where it was when it saved `folder`. Raises UserError if it is damaged or of other data."""
+        """Restore the run as it was when it saved `folder`. Raises UserError if that is damaged or has other data."""
         t = self.trained
         state = t.strategy.load_ckpt(folder, t.roles(), t.further())
         mine = t.loader.fingerprint()
@@ -142,12 +142,12 @@ class Checkpoints:
     def after_step(
         self, progress: Progress, eval_metrics: Optional[dict], stop_signal: Optional[int], num_steps: int = 1
     ) -> None:
-        """Save where one is due after the last `num_steps`. Raises Interrupted, after a checkpoint, when a rank was sent
-        a signal."""
+        """Save if a checkpoint is due after the last `num_steps`. If any rank received a signal, save a checkpoint and
+        then raise Interrupted."""
         policy, strategy = self.policy, self.trained.strategy
         due = policy.interval_minutes and time.monotonic() - self._saved_at >= 60 * policy.interval_minutes
         unfinished = self._pending is not None and not self._pending[0].done()
-        # one tiny all-reduce a step, so that ranks with different clocks and signals act alike
+        # one tiny all-reduce per step, because ranks have different clocks and signals but must do the same
         stop, due, unfinished = max_over_all_ranks([stop_signal or 0, bool(due), unfinished], strategy.device)
         if self._pending and not unfinished:
             self.finish()
@@ -156,7 +156,7 @@ class Checkpoints:
             self.save(progress, is_best=is_best, background=policy.background and not stop)
         if stop:
             name = signal.Signals(int(stop)).name
-            raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint goes on from there")
+            raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint resumes from there")
 
     def _is_best(self, progress: Progress, eval_metrics: Optional[dict]) -> bool:
         key = self.policy.best_metric_key
@@ -170,7 +170,7 @@ class Checkpoints:
         return False
 
     def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
-        """Write step_N; returns its folder, which in the background appears later."""
+        """Write step_N and return its folder. In the background, the folder appears later."""
         from trainer.checkpoints.run_state import CheckpointForm
 
         self.finish()
@@ -190,7 +190,7 @@ class Checkpoints:
         return folder
 
     def finish(self) -> None:
-        """Wait for a save in the background; then, the new checkpoint being complete, remove what it makes superfluous."""
+        """Wait for a save in the background. The new checkpoint is then complete, so remove the superfluous ones."""
         if self._pending is None:
             return
         (pending, is_best), self._pending = self._pending, None
@@ -205,7 +205,7 @@ class Checkpoints:
 
 
 def _remove_leftovers(folder: str) -> None:
-    """Remove what a killed run left unfinished in `folder`."""
+    """Remove unfinished files of a killed run from `folder`."""
     if os.path.isdir(folder) and any(name.endswith(".tmp") for name in os.listdir(folder)):
         from trainer.checkpoints.checkpoint_store import remove_temporaries
 
@@ -213,7 +213,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def is_better_when_lower(key: str) -> bool:
-    """Losses and perplexities are better when lower, every other metric when higher."""
+    """Losses and perplexities are better when lower. Every other metric is better when higher."""
     return "loss" in key or "perplexity" in key
 
 
@@ -222,7 +222,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While entered, the first of the signals is noted; the next one ends the process at once, as without this."""
+    """Inside, the first signal is only noted. The next signal ends the process at once, as it does outside."""
 
     def __init__(self):
         self.received: Optional[int] = None
@@ -236,11 +236,11 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.received and isinstance(error, RuntimeError):
-            # torchrun ends the ranks that a dead one leaves behind by SIGTERM, and they cannot finish their step
+            # when one rank dies, torchrun ends the others with SIGTERM, and they cannot finish their step
             name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
             raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
 
     def _note(self, number: int, _frame) -> None:
         self.received = number
-        for other in SIGNALS:  # the kernel then ends the process even where Python would not get to a handler
+        for other in SIGNALS:  # the kernel then ends the process, even if Python cannot run a handler
             signal.signal(other, signal.SIG_DFL)

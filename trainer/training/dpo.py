@@ -1,4 +1,4 @@
-"""Preference optimization: the mean loss over the pairs of the global batch, from log-probs of whole answers."""
+"""Preference optimization. The loss is a mean over the pairs of the global batch, from log-probs of whole answers."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from trainer.models.token_losses import label_log_probs
 
 
 def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the answers of a micro-batch and the numbers of their tokens, both (n,), fp64; all-reduced over sp."""
+    """Log-probs of the answers of a micro-batch and their token counts, both (n,), fp64; all-reduced over sp."""
     labels, sequence_ids = micro_batch["labels"], micro_batch["sequence_ids"]
     log_probs = label_log_probs(model, micro_batch)
     sums = sum_by_sequence(log_probs, sequence_ids, num_sequences, sp_group)
@@ -20,24 +20,24 @@ def sequence_log_probs(model, micro_batch: dict, num_sequences: int, sp_group) -
 
 
 def answer_log_probs(model, micro_batch: dict, sp_group) -> AnswerLogProbs:
-    """Log-probs of both answers of every pair, by one forward pass; all-reduced over sp."""
-    n = len(micro_batch["margins"])  # 0 on a rank to which a short batch gives nothing
+    """Log-probs of both answers of every pair, from one forward pass; all-reduced over sp."""
+    n = len(micro_batch["margins"])  # 0 on a rank that gets nothing of a short batch
     sums, lengths = sequence_log_probs(model, micro_batch, 2 * n, sp_group)
     return AnswerLogProbs(sums[:n], sums[n:], lengths[:n], lengths[n:])
 
 
 def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected) of the reference, each (n,), by a forward pass."""
+    """Log-probs (chosen, rejected) of the reference, each (n,), from one forward pass."""
     with fixed_model(policy, reference) as model:
         found = answer_log_probs(model, micro_batch, sp_group)
     return found.chosen, found.rejected
 
 
 def make_preference_loss(options: PreferenceOptions, reference, sp_group, precomputed: bool = False) -> Callable:
-    """The loss function of one choice of options; its metrics are sums over pairs.
+    """The loss function for these options. Its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model; None if the loss needs none, the pairs carry its log-probs (`precomputed`), or
-    it is the base of a model with an adapter.
+    `reference` is a prepared frozen model. It is None if the loss needs none, or if the pairs carry its log-probs
+    (`precomputed`). It is also None if the reference is the base of a model with an adapter.
     """
 
     needs_reference = PAIR_LOSSES[options.loss].needs_reference
@@ -52,7 +52,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
             chosen_ratio, rejected_ratio = policy.chosen - ref_chosen, policy.rejected - ref_rejected
             chosen_rewards, rejected_rewards = options.beta * chosen_ratio, options.beta * rejected_ratio
             margin = chosen_ratio - rejected_ratio
-        else:  # what these losses compare: mean log-probs of tokens
+        else:  # these losses compare mean log-probs of tokens
             chosen_rewards = options.beta * policy.mean_chosen()
             rejected_rewards = options.beta * policy.mean_rejected()
             margin = None
@@ -66,7 +66,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
             "chosen_logps": policy.chosen,
             "rejected_logps": policy.rejected,
         }
-        if needs_reference:  # log pi/ref, mean of both answers: the KL, were they the policy's samples
+        if needs_reference:  # log pi/ref, mean of both answers; this would be the KL if the policy had sampled them
             metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
         return weight * values.sum(), values.new_tensor(weight * values.numel()), sums

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, kept beside them: each rank averages the parts that it holds."""
+"""An exponential moving average of a model's weights. Each rank averages the parts that it holds."""
 
 import contextlib
 import dataclasses
@@ -9,12 +9,12 @@ import torch
 from trainer.checkpoints.run_state import of_role
 from trainer.checkpoints.shards import TensorShard
 
-ROLE = "ema"  # of its tensors in a checkpoint: ema:weight/...
+ROLE = "ema"  # the prefix of its tensors in a checkpoint: ema:weight/...
 
 
 @dataclass
 class WeightAverage:
-    """beta * average + (1 - beta) * weights after each step, in fp32 like the masters (Polyak and Juditsky 1992)."""
+    """After each step: beta * average + (1 - beta) * weights, in fp32 like the masters (Polyak and Juditsky 1992)."""
 
     strategy: object
     model: object  # prepared, with its optimizer
@@ -25,7 +25,7 @@ class WeightAverage:
         self.parts = [dataclasses.replace(shard, tensor=shard.tensor.clone()) for shard in self._live()]
 
     def _live(self) -> list[TensorShard]:
-        """The weights as they are now; parts in the same order."""
+        """The weights as they are now, in the order of `parts`."""
         return list(self.strategy.weight_shards(self.model, self.optimizer))
 
     @torch.no_grad()
@@ -35,12 +35,12 @@ class WeightAverage:
                 average.tensor.lerp_(shard.tensor.to(average.tensor.dtype), 1 - self.beta)
 
     def shards(self) -> list[TensorShard]:
-        """To save with a checkpoint, and to load from it."""
+        """The shards to save in a checkpoint and to load from it."""
         return list(of_role(ROLE, self.parts))
 
     @contextlib.contextmanager
     def in_place(self):
-        """Inside, the model's masters hold the average, to be saved."""
+        """Inside, the model's masters hold the average, so that it can be saved."""
         self._swap()
         yield
         self._swap()

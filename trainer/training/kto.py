@@ -1,7 +1,7 @@
-"""KTO: the mean loss over the single answers of the global batch, some desirable, some not (Ethayarajh et al. 2024).
+"""KTO: a mean loss over the single answers of the global batch, desirable and undesirable (Ethayarajh et al. 2024).
 
-Its reference point z_0, an estimate of KL(policy || reference), is one number of the whole global batch, so that the loss
-does not depend on how the batch is cut. It takes a first pass over the batch, without gradients.
+The reference point z_0 is an estimate of KL(policy || reference). It is one number for the whole global batch, so the
+loss does not depend on how the batch is cut. A first pass over the batch computes it, without gradients.
 """
 
 import torch
@@ -15,17 +15,17 @@ from trainer.training.loop import TwoPassLoss
 
 
 def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: float, reference, sp_group) -> TwoPassLoss:
-    """Loss and metrics of a micro-batch of `collate_unpaired`; `reference`: see `fixed_model`."""
+    """Loss and metrics of a micro-batch of `collate_unpaired`. For `reference`, see `fixed_model`."""
 
     def log_ratios(model, micro_batch: dict, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log pi(y) - log ref(y), log pi(y)) of every sequence, (n,)."""
+        """(log pi(y) - log ref(y), log pi(y)) of every sequence, each (n,)."""
         policy, _ = sequence_log_probs(model, micro_batch, num_sequences, sp_group)
         with fixed_model(model, reference) as base:
             fixed, _ = sequence_log_probs(base, micro_batch, num_sequences, sp_group)
         return policy - fixed, policy
 
     def mismatched_ratios(model, micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and number of the log-ratios of answers to other prompts, whose mean estimates the KL."""
+        """Sum and number of the log-ratios of answers to other prompts. Their mean estimates the KL."""
         batch = micro_batch["mismatched"]
         ratios, _ = log_ratios(model, batch, batch["num_sequences"])
         weight = counts_here(sp_group)

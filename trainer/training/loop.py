@@ -1,8 +1,8 @@
 """The training loop that every method shares: forward and backward over a global batch, step, log, evaluate, save.
 
-A method brings its loss function, a strategy brings the distribution. `loss_fn(model, micro_batch)` gives (sum, count), or
-(sum, count, metrics). Metrics are tensors, sums over the same targets, or MetricSums. Their means over the global batch are
-logged.
+A method brings its loss function, and a strategy brings the distribution. `loss_fn(model, micro_batch)` returns
+(sum, count) or (sum, count, metrics). Metrics are MetricSums, or tensors that are sums over the same targets. Their
+means over the global batch are logged.
 """
 
 import functools
@@ -24,9 +24,9 @@ from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 @dataclass(frozen=True)
 class TwoPassLoss:
-    """A loss whose value for each sample needs a mean over the whole global batch, through which no gradient goes.
+    """A loss that needs, for each sample, a mean over the whole global batch. That mean has no gradient.
 
-    `first_pass(model, micro_batch)` gives (sum, count) of that mean; `loss(model, micro_batch, mean=...)` the loss.
+    `first_pass(model, micro_batch)` returns (sum, count) of the mean. `loss(model, micro_batch, mean=...)` is the loss.
     """
 
     first_pass: Callable[[torch.nn.Module, dict], tuple]
@@ -38,17 +38,17 @@ LossFunction = Union[Callable[[torch.nn.Module, dict], tuple], TwoPassLoss]
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How long a run is, and what is done between its steps."""
+    """How long a run is, and what happens between its steps."""
 
     total_steps: int
     logging_steps: int = 1
-    eval_steps: Optional[int] = None  # an evaluation every so many steps, besides the one at the end
+    eval_steps: Optional[int] = None  # evaluate every so many steps, in addition to the end
     max_skipped_steps: int = 10
     check_replicas_every: Optional[int] = None
     parity_dump: Optional[str] = None
 
     def eval_is_due(self, step: int, num_steps: int = 1) -> bool:
-        """Whether the last `num_steps` up to `step` call for an evaluation."""
+        """Whether an evaluation is due after the last `num_steps` up to `step`."""
         return step >= self.total_steps or bool(self.eval_steps and step % self.eval_steps < num_steps)
 
 
@@ -56,11 +56,11 @@ class LoopOptions:
 
 
 def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool) -> tuple[dict, int]:
-    """Run every micro-batch of this rank's part of a global batch: forward, and backward too to `train`.
+    """Run every micro-batch of this rank's part of a global batch: forward, and with `train` also backward.
 
-    Returns the sums over the global batch, and its count: "loss" and the method's metrics, as floats or MetricSums of
-    floats (one all-reduce over dp x sp, one more for a TwoPassLoss). The global count is the only denominator of the loss
-    and of every gradient.
+    Returns the sums over the global batch, and its count. The sums are "loss" and the method's metrics, as floats or
+    MetricSums of floats (one all-reduce over dp x sp, one more for a TwoPassLoss). The global count is the only
+    denominator of the loss and of every gradient.
     """
     if isinstance(loss_fn, TwoPassLoss):
         loss_fn = functools.partial(loss_fn.loss, mean=first_pass_mean(strategy, model, batch, loss_fn.first_pass))
@@ -76,7 +76,7 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
             strategy.backward(loss_sum, model, num_targets=batch.num_targets, is_last=is_last)
     num_targets, *numbers = strategy.all_reduce(totals).tolist()
     if num_targets != batch.num_targets:
-        raise RuntimeError(f"the loss counted {num_targets} targets, the global batch has {batch.num_targets}")
+        raise RuntimeError(f"the loss counted {num_targets} targets, but the global batch has {batch.num_targets}")
     return _with_numbers(kinds, numbers), batch.num_targets
 
 
@@ -85,7 +85,7 @@ def _as_metric_sums(values: dict) -> dict[str, MetricSum]:
 
 
 def _with_numbers(kinds: dict[str, MetricSum], numbers: list[float]) -> dict:
-    """Sums with these numbers, in order; a sum without a count of its own is a plain float."""
+    """The sums with these numbers, in order. A sum without its own count is a plain float."""
     sums, given = {}, iter(numbers)
     for name, kind in kinds.items():
         found = kind.with_parts([next(given) for _ in kind.parts()])
@@ -95,7 +95,7 @@ def _with_numbers(kinds: dict[str, MetricSum], numbers: list[float]) -> dict:
 
 @torch.no_grad()
 def first_pass_mean(strategy, model, batch, first_pass: Callable) -> float:
-    """The mean over the global batch of what `first_pass` sums up (one all-reduce over dp x sp)."""
+    """The mean of `first_pass` over the global batch (one all-reduce over dp x sp)."""
     parts = [torch.stack(first_pass(model, micro_batch)).double() for micro_batch in batch.micro_batches]
     total, count = strategy.all_reduce(torch.stack(parts).sum(0)).tolist()
     return total / count
@@ -127,10 +127,10 @@ def evaluate(strategy, model, loader, loss_fn: LossFunction) -> dict[str, float]
 def train_step(
     strategy, model, optimizer, scheduler, batch, loss_fn: LossFunction, progress: Progress, inspect=None, started=None
 ) -> dict:
-    """One optimizer step on a global batch; moves `progress` on and returns the row of metrics.jsonl.
+    """Do one optimizer step on a global batch. Updates `progress` and returns the row of metrics.jsonl.
 
-    `inspect` is called between backward and the step, while gradients are whole. The step's time counts from `started`
-    (time.perf_counter), before the batch was read, or from now.
+    `inspect` is called between backward and the step, while gradients are complete. The step's time counts from
+    `started` (time.perf_counter), before the batch was read. Without `started`, it counts from now.
     """
     started = started or time.perf_counter()
     sums, num_targets = forward_backward(strategy, model, batch, loss_fn, train=True)
@@ -150,7 +150,7 @@ def train_step(
 def step_row(
     strategy, batch, progress: Progress, means: dict, num_targets: int, grad_norm: float, lr: float, started: float
 ) -> dict:
-    """Count the step in `progress`; returns what metrics.jsonl holds of it, the method's own means at the end."""
+    """Count the step in `progress`. Returns its row of metrics.jsonl, with the method's own means at the end."""
     progress.step += 1
     progress.tokens_seen += batch.num_tokens
     step_time = time.perf_counter() - started
@@ -171,9 +171,9 @@ def step_row(
 
 
 def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
-    """Between the first backward and the first step: name parameters without a gradient, dump gradients if asked to.
+    """Name parameters without a gradient, and dump gradients on request, between the first backward and the first step.
 
-    A trainable parameter that the first step's loss does not depend on is most often a mistake.
+    It is usually a mistake if the first step's loss does not depend on a trainable parameter.
     """
     names = strategy.unreached_parameters(model)
     if names:
@@ -183,7 +183,7 @@ def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
 
 
 def dump(strategy, folder: str, name: str, iter_full, model) -> None:
-    """Write full tensors for a parity check. Rank 0 holds all of them in host memory: meant for small models."""
+    """Write full tensors for a parity check. Rank 0 holds all of them in host memory, so use it for small models."""
     full = {key: tensor.float().cpu().clone() for key, tensor in iter_full(model)}
     if strategy.is_rank_0():
         os.makedirs(folder, exist_ok=True)
@@ -194,16 +194,16 @@ def dump(strategy, folder: str, name: str, iter_full, model) -> None:
 
 
 class StepLog:
-    """What follows every step, whatever the method: its rows, its readable line, and the checks that can end the run."""
+    """What follows every step of any method: the log row, the readable line, and the checks that can end the run."""
 
     def __init__(self, strategy, metrics: Optional[MetricsLog], options: LoopOptions, progress: Progress):
-        """`metrics` is rank 0's log, None on every other rank."""
+        """`metrics` is rank 0's log. It is None on every other rank."""
         self.strategy, self.metrics, self.options, self.progress = strategy, metrics, options, progress
         hidden = None if strategy.is_rank_0() else True
         self.bar = tqdm(total=options.total_steps, initial=progress.step, disable=hidden, unit="step")
 
     def after_step(self, model, row: dict, batch, note: str = "") -> None:
-        """Log the row; `note` goes to the end of the readable line.
+        """Log the row. `note` is added at the end of the readable line.
 
         Raises:
             UserError: too many steps in a row were not finite, or replicas differ.
@@ -230,7 +230,7 @@ class StepLog:
 
 
 def endless(loader) -> Iterator:
-    """Batches of one epoch after the other."""
+    """Batches of one epoch after the other, without end."""
     while True:
         yield from loader
 
@@ -250,9 +250,9 @@ def train(
     flops_per_token: float = 0.0,
     eval_loader=None,
 ) -> None:
-    """Run the optimizer steps up to `options.total_steps`. `metrics` is rank 0's log, None on every other rank.
+    """Run the optimizer steps up to `options.total_steps`. `metrics` is rank 0's log, and None on every other rank.
 
-    Raises Interrupted, after a checkpoint, where a signal asked for it.
+    Raises Interrupted if a signal asked for it, after saving a checkpoint.
     """
     model.train()
     log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
@@ -280,7 +280,7 @@ def train(
 
 
 def _mfu(device: torch.device, flops_per_second: float) -> Optional[float]:
-    """Share of the peak FLOP/s of all ranks' devices; None where the peak is unknown."""
+    """Share of the peak FLOP/s of all ranks' devices; None if the peak is unknown."""
     if device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""Numbers of every sample of a data set, whichever rank computed them: reference log-probs, scores for a picture."""
+"""Values of every sample of a data set, from all ranks: for example reference log-probs, or scores for a plot."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ import torch
 
 @torch.no_grad()
 def values_by_row(strategy, loader, values_of: Callable[[dict], torch.Tensor], num_rows: int) -> torch.Tensor:
-    """(num_rows, 2) fp64: `values_of(micro_batch)`, (n, 2), at the micro-batch's `rows`; 0 for a row without a sample.
+    """A table (num_rows, 2), fp64, with `values_of(micro_batch)`, (n, 2), at the micro-batch's `rows`.
 
-    One pass over the loader and one all-reduce over dp x sp: of the ranks that share a sample, one gives its values and
-    the others zeros.
+    A row without a sample is 0. It takes one pass over the loader and one all-reduce over dp x sp. If several ranks
+    share a sample, one of them must give its values and the others zeros.
     """
     table = torch.zeros(num_rows, 2, dtype=torch.float64, device=strategy.device)
     loader.load_state_dict({"epoch": 0, "next_index": 0})

@@ -1,7 +1,7 @@
-"""PPO, GRPO and their relatives: sync, generate, score, log-probs, advantages, update; the one place with this order.
+"""PPO, GRPO and related methods. Only this file sets the order: sync, generate, score, log-probs, advantages, update.
 
-Every rank runs the same program. Samples, scores and advantages of a rollout are the same on every rank; what runs over
-the mesh are forward and backward passes of micro-batches that the strategy hands out.
+Every rank runs the same program. The samples, scores and advantages of a rollout are the same on every rank. Only
+forward and backward passes run over the mesh, on micro-batches from the strategy.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from trainer.training.loop import (
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
 
-MAX_FILTERING_ROUNDS = 20  # times the prompts of a rollout are drawn before dynamic filtering gives up
+MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
 
 @contextlib.contextmanager
 def timed(facts: dict, name: str):
-    """Adds the seconds inside to `facts["time_<name>"]`."""
+    """Add the seconds inside to `facts["time_<name>"]`."""
     started = time.perf_counter()
     yield
     facts[f"time_{name}"] = facts.get(f"time_{name}", 0.0) + time.perf_counter() - started
@@ -51,7 +51,7 @@ def timed(facts: dict, name: str):
 
 
 def sync(strategy, roles: Roles, progress: Progress) -> dict:
-    """Bring the weights of the last step to the engine, if it does not hold them yet; the metrics of that sync."""
+    """Send the weights of the last step to the engine, unless it already has them. Returns the metrics of that sync."""
     if roles.engine is not None and roles.synced_step != progress.step:
         roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
         roles.synced_step = progress.step
@@ -60,7 +60,7 @@ def sync(strategy, roles: Roles, progress: Progress) -> dict:
 
 @contextlib.contextmanager
 def offloaded(strategy, roles: Roles):
-    """Inside, while weights are synced and responses generated, what the flags name is in host memory."""
+    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside."""
     kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
     kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
     try:
@@ -70,12 +70,14 @@ def offloaded(strategy, roles: Roles):
 
 
 def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
-    """The samples of this rollout with their scores: of a file, or generated and scored; with dynamic filtering, of as
-    many rounds as it takes to fill the rollout with prompts whose mean score is within the range."""
+    """The samples of this rollout with their scores, from a file or generated and scored.
+
+    Dynamic filtering keeps only prompts with a mean score within the range. It draws until the rollout is full.
+    """
     if frozen is not None:
         if state.rollout >= len(frozen):
-            found = f"holds {len(frozen)} rollouts, and this run goes on"
-            raise UserError("--rollouts_from", found, "a file with more of them, or fewer --max_steps")
+            found = f"holds {len(frozen)} rollouts, but this run needs more"
+            raise UserError("--rollouts_from", found, "a file with more rollouts, or a smaller --max_steps")
         return frozen[state.rollout]
     size, wanted = options.advantages.group_size, state.prompts.batch_size
     samples: list[Sample] = []
@@ -108,7 +110,7 @@ def _rollout_log_probs(samples: list[Sample]) -> torch.Tensor:
 
 
 def sample_facts(samples: list[Sample]) -> dict[str, float]:
-    """Metrics of the samples alone."""
+    """Metrics that need only the samples."""
     scores, lengths = _scores(samples), [len(sample.response_ids) for sample in samples]
     facts = {
         "reward": scores.mean().item(),
@@ -117,13 +119,13 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
     }
     for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
-        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # of calls that gave it
+        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
         facts[f"reward_{name}"] = sum(values) / len(values)
     return facts
 
 
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
-    """Scores as the advantages see them: with the overlong penalty, normalised, clipped."""
+    """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
     scores = _scores(samples)
     if options.overlong_buffer_len:
         lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
@@ -136,11 +138,11 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
 
 
 def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, total: int) -> dict[str, torch.Tensor]:
-    """Log-probs of policy and reference and values of the critic into the micro-batches, which are those of training, so
-    that the ratio on the first update is exactly 1. Returns their flat vectors (all-reduces over dp x sp).
+    """Add log-probs of policy and reference, and values of the critic, to the micro-batches (all-reduces over dp x sp).
 
-    Where a rollout is for one update alone, and advantages need no log-probs of the policy, those of the update's own
-    forward pass are the old ones: the loss notes them.
+    Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors by
+    name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
+    The old log-probs are then from the update's own forward pass, and the loss notes them.
     """
     log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
     models: dict[str, tuple] = {}
@@ -159,8 +161,10 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, to
 
 
 def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
-    """The KL to the reference, and how far the log-probs of the rollout engine are from those of training: mean, largest,
-    and KL(rollout || training) by the k3 estimator."""
+    """The KL to the reference, and the difference between log-probs of the rollout engine and of training.
+
+    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator.
+    """
     old_log_probs, rollout_log_probs = flat["old_log_probs"], _rollout_log_probs(samples)
     difference, facts = old_log_probs - rollout_log_probs, {}
     if "ref_log_probs" in flat:
@@ -174,7 +178,7 @@ def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: P
 
 
 def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict:
-    """Advantages, returns and importance weights into the micro-batches; returns the metrics of them."""
+    """Add advantages, returns and importance weights to the micro-batches. Returns their metrics."""
     lengths = [len(sample.response_ids) for sample in samples]
     mask, facts, penalty = adv.rows_mask(lengths), {}, None
     if options.kl_in_rewards:
@@ -197,7 +201,7 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
 
 
 def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
-    """One step of the policy; while it is frozen, only its loss."""
+    """Do one step of the policy. While it is frozen, compute only its loss."""
     model, optimizer, scheduler = roles.actor
     if not frozen:
         row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
@@ -210,7 +214,7 @@ def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, fro
 
 
 def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str, float]:
-    """One step of the critic; returns its metrics, none where there is no critic."""
+    """Do one step of the critic. Returns its metrics, or none if there is no critic."""
     if critic is None:
         return {}
     model, optimizer, scheduler = critic
@@ -224,7 +228,7 @@ def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str
 
 
 def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
-    """Greedy answers to `prompts`: mean score, the share that scores 1 or more (pass@1), lengths (collective)."""
+    """Mean score, share of scores of 1 or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
     greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
     with offloaded(strategy, roles):
         facts = sync(strategy, roles, progress)
@@ -240,8 +244,10 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
 
 @dataclass
 class PPORun:
-    """What one run works with. `make_batches(samples, episode)` gives this rank's global batches and the number of
-    response tokens. Logs exist on rank 0 only."""
+    """The parts of one run. Logs exist on rank 0 only.
+
+    `make_batches(samples, episode)` returns this rank's global batches and the number of response tokens.
+    """
 
     strategy: object
     roles: Roles
@@ -260,8 +266,11 @@ def train_ppo(
 ) -> Optional[dict[str, float]]:
     """Run the optimizer steps up to `loop.total_steps`. Returns the metrics of the last evaluation.
 
-    A checkpoint is taken between rollouts. Raises Interrupted where a signal asked for it, and UserError where a reward
-    failed, both after a checkpoint.
+    Checkpoints are saved between rollouts.
+
+    Raises:
+        Interrupted: a signal asked for it. A checkpoint is saved first.
+        UserError: a reward failed. A checkpoint is saved first.
     """
     strategy, state, roles = run.strategy, run.state, run.roles
     log, last_eval = StepLog(strategy, metrics, loop, progress), None
@@ -296,7 +305,7 @@ def train_ppo(
 
 @contextlib.contextmanager
 def _saved_if_a_reward_fails(run: PPORun, progress: Progress):
-    """A reward fails on every rank alike, with a UserError; nothing of the finished steps is lost."""
+    """If a reward fails inside, save all finished steps. It fails with the same UserError on every rank."""
     try:
         yield
     except UserError:
@@ -305,7 +314,7 @@ def _saved_if_a_reward_fails(run: PPORun, progress: Progress):
 
 
 def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
-    """Sync weights, generate, score. Where a reward fails, the checkpoint is of the state before this rollout."""
+    """Sync weights, generate, score. If a reward fails, the checkpoint has the state before this rollout."""
     strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
     with _saved_if_a_reward_fails(run, progress):
         try:
@@ -323,7 +332,7 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
 def _updates(
     run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
 ) -> None:
-    """Log-probs, advantages, then the optimizer steps of one rollout. Adds to `facts`."""
+    """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
     strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
     policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
     value_loss = make_value_loss(options.policy, run.sp_group)

@@ -1,4 +1,4 @@
-"""What a run of train_ppo is made of: the options of its algorithm, its roles, and what it remembers between rollouts."""
+"""The parts of a train_ppo run: the options of its algorithm, its roles, and its state between rollouts."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ class PPOOptions:
     policy: PolicyOptions
     sampling: Sampling
     seed: int
-    num_epochs: int = 1  # over each rollout
+    num_epochs: int = 1  # passes over each rollout
     kl_estimator: str = "k1"
     kl_in_rewards: bool = False
     kl_target: Optional[float] = None
@@ -36,30 +36,30 @@ class PPOOptions:
 
 @dataclass
 class Roles:
-    """The models of a run. `score(samples)` sets the score of every sample, on every rank alike (collective)."""
+    """The models of a run. `score(samples)` sets the score of every sample, the same on every rank (collective)."""
 
     actor: tuple  # (model, optimizer, scheduler), prepared
     score: Callable[[list[Sample]], None]
-    engine: object = None  # None where rollouts come from a file and nothing is evaluated
+    engine: object = None  # None if rollouts come from a file and nothing is evaluated
     critic: Optional[tuple] = None
     has_reference: bool = False
-    reference: object = None  # None where there is none, or the actor with its adapter off is it
+    reference: object = None  # None if there is no reference, or if the actor without its adapter is the reference
     average: Optional[WeightAverage] = None  # of the actor's weights
     offload_actor_optimizer: bool = False  # while responses are generated
-    offload_critic: bool = False  # likewise
-    synced_step: Optional[int] = None  # the step whose weights the engine holds
-    sync_facts: dict = field(default_factory=dict)  # of that sync
+    offload_critic: bool = False  # while responses are generated
+    synced_step: Optional[int] = None  # the engine holds the weights of this step
+    sync_facts: dict = field(default_factory=dict)  # metrics of that sync
 
 
 @dataclass
 class RLState:
-    """What a run remembers between rollouts beside its models; stands in a checkpoint as its position in the data."""
+    """What a run remembers between rollouts, except its models. A checkpoint stores it as the position in the data."""
 
     prompts: PromptOrder
     kl_coef: float
     rollout: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
-    facts: dict = field(default_factory=dict)  # flags that must not change for a position to mean the same
+    facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
 
     def state_dict(self) -> dict:
         position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}

@@ -1,4 +1,4 @@
-"""Log-probs of a frozen reference, computed once and kept on disk under a key of model, data and template."""
+"""Log-probs of a frozen reference, computed once and kept on disk. The key is made from model, data and template."""
 
 import glob
 import hashlib
@@ -13,13 +13,13 @@ from trainer.models.sequence_sums import counts_here
 from trainer.training.dpo import answer_log_probs
 from trainer.training.per_sample import values_by_row
 
-# Raise it whenever the same model and pairs would give other log-probs, so that no older file is taken for them.
+# Raise this when the same model and pairs would give other log-probs. Older files are then not used.
 VERSION = 2
-COLUMNS = ("ref_chosen", "ref_rejected")  # of pairs that carry them
+COLUMNS = ("ref_chosen", "ref_rejected")  # columns of pairs that carry these log-probs
 
 
 def model_hash(folder: str) -> str:
-    """A hash of config and weights, by content."""
+    """A hash of the contents of config and weights."""
     digest = hashlib.blake2b(digest_size=16)
     weights = [
         path for kind in ("safetensors", "bin") for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}"))
@@ -32,9 +32,9 @@ def model_hash(folder: str) -> str:
 
 
 def cache_file(model: str, pairs, param_dtype: str) -> str:
-    """Where the log-probs of `pairs` under the model with the hash `model` are kept.
+    """The path of the cached log-probs of `pairs` under the model with the hash `model`.
 
-    The key holds the token ids and masks of both sides, so also what template, --max_len and tokenizer made of the rows.
+    The key covers the token ids and masks of both sides, and so the effects of template, --max_len and tokenizer.
     """
     import datasets
 
@@ -47,12 +47,12 @@ def cache_file(model: str, pairs, param_dtype: str) -> str:
 
 
 def read(path: str) -> Optional[torch.Tensor]:
-    """(pairs, 2) fp64 log-probs of the chosen and the rejected answers; None if they are not there."""
+    """Log-probs (pairs, 2), fp64, of the chosen and the rejected answers. None if the file does not exist."""
     return load_file(path)["log_probs"] if os.path.exists(path) else None
 
 
 def write(path: str, log_probs: torch.Tensor) -> None:
-    """Written beside and renamed, so that a killed run leaves no half of it."""
+    """Write a temporary file and rename it, so that a killed run leaves no incomplete file."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     save_file({"log_probs": log_probs.contiguous()}, temporary)
@@ -60,7 +60,7 @@ def write(path: str, log_probs: torch.Tensor) -> None:
 
 
 def compute(strategy, reference, loader, pairs, sp_group) -> torch.Tensor:
-    """(pairs, 2) fp64 on the host, on every rank; `loader` goes over `pairs` (one all-reduce over dp x sp)."""
+    """Log-probs (pairs, 2), fp64, on the host, on every rank (one all-reduce over dp x sp). `loader` reads `pairs`."""
 
     def both_sides(micro_batch: dict) -> torch.Tensor:
         found = answer_log_probs(reference, micro_batch, sp_group)
@@ -71,7 +71,7 @@ def compute(strategy, reference, loader, pairs, sp_group) -> torch.Tensor:
 
 
 def with_log_probs(pairs, log_probs: torch.Tensor):
-    """`pairs` with the two columns that `collate_pairs` hands to the loss."""
+    """`pairs` with the two columns that `collate_pairs` passes to the loss."""
     for number, name in enumerate(COLUMNS):
         pairs = pairs.add_column(name, log_probs[:, number].tolist())
     return pairs

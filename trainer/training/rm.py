@@ -1,4 +1,4 @@
-"""Reward modelling: the mean preference loss over the pairs of the global batch, from scores at each side's last token."""
+"""Reward modelling: the mean preference loss over the pairs of the global batch. The last token has a side's score."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,15 @@ from trainer.training.per_sample import values_by_row
 
 
 def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected) scores (pairs,), fp64, of one forward pass; all-reduced over sp."""
-    n = len(micro_batch["margins"])  # 0 on a rank to which a short batch gives nothing
+    """Scores (chosen, rejected), each (pairs,), fp64, from one forward pass; all-reduced over sp."""
+    n = len(micro_batch["margins"])  # 0 on a rank that gets nothing of a short batch
     last_scores = token_scores(model, micro_batch) * micro_batch["is_last"]
     scores = sum_by_sequence(last_scores, micro_batch["sequence_ids"], 2 * n, sp_group)
     return scores[:n], scores[n:]
 
 
 def make_reward_loss(loss: str, sp_group) -> Callable:
-    """The loss function of a name in REWARD_LOSSES; its metrics are sums over pairs."""
+    """The loss function for a name in REWARD_LOSSES. Its metrics are sums over pairs."""
 
     def reward_loss(model, micro_batch: dict):
         chosen, rejected = pair_scores(model, micro_batch, sp_group)
@@ -42,7 +42,7 @@ def make_reward_loss(loss: str, sp_group) -> Callable:
 
 
 def evaluation_scores(strategy, model, loader, pairs, sp_group) -> torch.Tensor:
-    """(pairs, 2) scores of the chosen and the rejected side, on the host, on every rank (one all-reduce over dp x sp)."""
+    """Scores (pairs, 2) of chosen and rejected sides, on the host, on every rank (one all-reduce over dp x sp)."""
     rows = torch.as_tensor(pairs["row"])
     model.eval()
     scores = values_by_row(

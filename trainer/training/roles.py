@@ -1,4 +1,4 @@
-"""The roles of RLHF, each a prepared model and one function: policy and reference, critic, reward model."""
+"""The roles of RLHF: policy and reference, critic, reward model. Each is a prepared model and one function."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,17 @@ from trainer.training.advantages import kl_estimate
 
 
 def policy_log_probs(model, micro_batch: dict, temperature: float) -> torch.Tensor:
-    """(rows, tokens) fp32 log-probs of the response tokens under the distribution that they were sampled from."""
+    """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from."""
     return token_log_probs(causal_lm_logits(model, micro_batch), micro_batch["labels"], temperature=temperature)
 
 
 def critic_values(model, micro_batch: dict) -> torch.Tensor:
-    """(rows, tokens) fp32 values of the state before each response token."""
+    """Values (rows, tokens), fp32, of the state before each response token."""
     return token_scores(model, micro_batch) * (micro_batch["labels"] != IGNORE)
 
 
 def reward_scores(strategy, model, batches: list, num_samples: int, sp_group) -> torch.Tensor:
-    """(num_samples,) fp64 scores at the last token of every sample (all-reduce over sp, then over dp x sp)."""
+    """Scores (num_samples,), fp64, at the last token of every sample (all-reduce over sp, then over dp x sp)."""
     scores = torch.zeros(num_samples, dtype=torch.float64, device=strategy.device)
     with torch.no_grad():
         for batch in batches:
@@ -39,7 +39,7 @@ def reward_scores(strategy, model, batches: list, num_samples: int, sp_group) ->
 
 
 def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
-    """What this rank's part of a micro-batch adds to the count that the loss is a mean over."""
+    """The count that this rank's part of a micro-batch adds. The loss is a mean over the total count."""
     if loss_agg == "token":
         return (micro_batch["labels"] != IGNORE).sum()
     return micro_batch["labels"].new_tensor(counts_here(sp_group) * len(micro_batch["response_lengths"]))
@@ -53,10 +53,10 @@ def make_policy_loss(
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
-    Micro-batches carry advantages and, where they are asked for, old_log_probs, ref_log_probs and tis_weights, each (rows,
-    tokens). Where the only update of a rollout finds no old_log_probs, its own are the old ones:
-    `note_old_log_probs(micro_batch, log_probs)` is told. `kl_coef()` is the coefficient at this moment. Metrics are means
-    over response tokens, but policy_loss is a mean like the loss.
+    Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs and tis_weights, each (rows, tokens).
+    Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old ones, and the
+    loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current coefficient. Metrics
+    are means over response tokens, but policy_loss is a mean like the loss.
     """
 
     def policy_loss(model, micro_batch: dict):
@@ -101,12 +101,12 @@ def make_policy_loss(
 
 
 def _means_over_tokens(values: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, MetricSum]:
-    """Metrics of values (rows, tokens) that are 0 beyond response tokens, as means over response tokens."""
+    """Means over response tokens, as metrics, of values (rows, tokens) that are 0 outside response tokens."""
     return {name: MetricSum(value.detach().double().sum(), count=keep.sum()) for name, value in values.items()}
 
 
 def _mean_by_sequence(values: torch.Tensor, micro_batch: dict, sp_group) -> torch.Tensor:
-    """At every token, the mean of `values` (rows, tokens) over the response tokens of its sequence; all-reduced over sp."""
+    """At every token, the mean of `values` (rows, tokens) over its sequence's response tokens; all-reduced over sp."""
     lengths, sequence_ids = micro_batch["response_lengths"], micro_batch["sequence_ids"]
     values = torch.where(micro_batch["labels"] != IGNORE, values, 0.0)
     means = sum_by_sequence(values, sequence_ids, len(lengths), sp_group) / lengths

@@ -1,4 +1,4 @@
-"""`--verify_resume K`: prove on this machine, with this run, that a checkpoint loses nothing."""
+"""`--verify_resume K`: prove, with this run on this machine, that a checkpoint loses nothing."""
 
 import hashlib
 import itertools
@@ -12,16 +12,17 @@ COMPARED = ("batch_hash", "loss", "grad_norm", "lr", "reward", "weights_checksum
 
 
 def verify_resume(checkpoints: Checkpoints, progress: Progress, loss_fn: LossFunction, num_steps: int) -> str:
-    """K steps, a checkpoint, K more, the checkpoint loaded, the same K again: bitwise the same, or a UserError.
+    """Check that K steps from a loaded checkpoint are bitwise the same as K steps without the loading.
 
-    Returns the line that says so.
+    The order: K steps, save a checkpoint, K steps, load the checkpoint, the same K steps again. Returns the line that
+    reports success. Raises UserError if anything differs.
     """
     checkpoints.trained.model.train()
     return verify_replay(checkpoints, progress, lambda now: _run(checkpoints.trained, now, loss_fn, num_steps))
 
 
 def verify_replay(checkpoints: Checkpoints, progress: Progress, run: Callable[[Progress], list[dict]]) -> str:
-    """`verify_resume` of any kind of training: `run(progress)` does some steps and returns their rows."""
+    """`verify_resume` for any kind of training. `run(progress)` does some steps and returns their rows."""
     t = checkpoints.trained
     run(progress)
     folder = checkpoints.save(progress)
@@ -31,9 +32,11 @@ def verify_replay(checkpoints: Checkpoints, progress: Progress, run: Callable[[P
     for row, again in zip(first, second, strict=True):
         for key in [key for key in COMPARED if key in row]:
             if row[key] != again[key]:
-                raise UserError("--verify_resume", f"step {row['step']}: {key} {row[key]!r}, replayed {again[key]!r}")
+                raise UserError(
+                    "--verify_resume", f"step {row['step']}: {key} is {row[key]!r}, but {again[key]!r} in the replay"
+                )
     if first_weights != second_weights:
-        raise UserError("--verify_resume", f"equal losses, but other weights after step {progress.step}")
+        raise UserError("--verify_resume", f"equal losses, but different weights after step {progress.step}")
     return f"verify_resume: {len(first)} steps from {folder} replayed, bitwise the same"
 
 
@@ -43,7 +46,7 @@ def _run(t: Trained, progress: Progress, loss_fn: LossFunction, num_steps: int) 
 
 
 def weights_hash(strategy, model) -> str:
-    """A hash of every bit of the full weights (all-gathers them one at a time)."""
+    """A hash of every bit of the full weights (all-gather, one weight at a time)."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in strategy.iter_full_params(model):
         digest.update(name.encode())

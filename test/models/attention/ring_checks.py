@@ -1,7 +1,7 @@
 """Checks of attention over a split sequence, run by test_ring_attention.py: `torchrun ring_checks.py`.
 
-Every rank draws the same examples, and failures are agreed on by all ranks before any of them raises, so that none is
-left waiting in a collective. Prints "ok NAME" and the worst error per check.
+Every rank draws the same examples. All ranks agree on a failure before any rank raises, so no rank is left waiting in a
+collective. Prints "ok NAME" and the worst error per check.
 """
 
 import datetime
@@ -41,7 +41,7 @@ CONFIGS = [
 
 
 def plain_attention(query, key, value, bounds, window, scale):
-    """The definition, with a (tokens x tokens) mask; (rows, heads, tokens, head_dim) in and out."""
+    """Compute attention by definition, with a (tokens x tokens) mask. In and out: (rows, heads, tokens, head_dim)."""
     num_tokens, group = query.shape[2], query.shape[1] // key.shape[1]
     position = torch.arange(num_tokens)
     document = torch.bucketize(position, torch.tensor(bounds[1:]), right=True)
@@ -55,14 +55,14 @@ def plain_attention(query, key, value, bounds, window, scale):
 
 
 def outputs_and_gradients(attention, query, key, value, dout):
-    """[out, dquery, dkey, dvalue] of a function of three leaves, for one fixed gradient of the output."""
+    """Return [out, dquery, dkey, dvalue] of a function of three leaves, for one fixed gradient of the output."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
     out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def split_attention(mode, query, key, value, dout, bounds, window, scale, packed=True, group=None):
-    """The same four tensors, this rank's zigzag shards of them, through the function that transformers would call."""
+    """Return this rank's zigzag shards of the same four tensors, from the function that transformers would call."""
     group = group or dist.group.WORLD
     call = AttentionInterface()[register_ring_attention(group, mode, packed)]
     module = types.SimpleNamespace(is_causal=True)
@@ -78,9 +78,9 @@ def zigzag_shards(tensors: list, group=None) -> list:
 
 
 def error(found, expected) -> float:
-    """The larger of the relative norm of the difference and its largest element, over all ranks' shards.
+    """Return the relative norm of the difference or its largest element, whichever is larger, over all ranks' shards.
 
-    Exact zeros are expected where every query sees one key only, hence the 1 beside the norm and the largest element.
+    Where every query sees only one key, exact zeros are expected. So the divisors are at least 1.
     """
     difference = (found.double() - expected.double()).flatten()
     squares = torch.stack([difference.square().sum(), expected.double().square().sum()])
@@ -92,7 +92,7 @@ def error(found, expected) -> float:
 
 
 def compare(name: str, found: list, expected: list, tolerance: float, example) -> None:
-    """Raises on all ranks alike if one of the tensors is further off than `tolerance` on any of them."""
+    """Raise on all ranks if the error of one of the tensors is above `tolerance` on any rank."""
     for tensor_name, one, other in zip(("out", "dquery", "dkey", "dvalue"), found, expected):
         value = error(one, other)
         WORST[f"{name} {tensor_name}"] = max(WORST.get(f"{name} {tensor_name}", 0.0), value)
@@ -101,7 +101,7 @@ def compare(name: str, found: list, expected: list, tolerance: float, example) -
 
 @st.composite
 def attention_cases(draw, heads_divide_by: int):
-    """Sizes of an attention problem: one packed row, or several padded ones."""
+    """Draw the sizes of an attention problem: one packed row, or several padded rows."""
     packed = draw(st.booleans())
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6 if packed else 1))
     num_kv_heads = heads_divide_by * draw(st.integers(1, 2))
@@ -119,7 +119,7 @@ def attention_cases(draw, heads_divide_by: int):
 
 
 def make_tensors(case: dict, dtype: torch.dtype):
-    """(query, key, value, dout), each (rows, heads, tokens, head_dim) strided as in transformers, and the bounds."""
+    """Return bounds and [query, key, value, dout]: (rows, heads, tokens, head_dim), strided as in transformers."""
     bounds = torch.tensor([0, *case["lengths"]]).cumsum(0).tolist()
     num_tokens = bounds[-1] + -bounds[-1] % (2 * dist.get_world_size())
     bounds = sorted({*bounds, num_tokens}) if case["packed"] else [0, num_tokens]
@@ -134,7 +134,7 @@ def make_tensors(case: dict, dtype: torch.dtype):
 
 
 def check_random_attention(mode: str, dtype: torch.dtype, tolerance: float, num_examples: int) -> None:
-    """Output and gradients are those of plain attention in float64, for whatever packing, padding, heads and window."""
+    """Output and gradients equal plain attention in float64, for any packing, padding, heads and window."""
     divisor = dist.get_world_size() if mode == "ulysses" else 1
 
     @settings(
@@ -154,7 +154,7 @@ def check_random_attention(mode: str, dtype: torch.dtype, tolerance: float, num_
 
 
 def check_edges() -> None:
-    """One token in all, documents shorter than the group, chunks of nothing but padding, a window of one."""
+    """One token in total, documents shorter than the group, chunks of only padding, a window of one."""
     size = dist.get_world_size()
     for lengths, window in (
         ([1], None),
@@ -179,7 +179,7 @@ def check_edges() -> None:
 
 
 def check_long_bf16() -> None:
-    """Splitting a long row adds nothing to the error that the same attention makes in bf16 on one rank."""
+    """A split of a long row adds nothing to the bf16 error of the same attention on one rank."""
     size = dist.get_world_size()
     case = {
         "packed": True, "lengths": [500, 37, 231], "rows": 1, "num_kv_heads": size, "num_heads": 2 * size,
@@ -200,14 +200,14 @@ def check_long_bf16() -> None:
 
 
 def relative_error(found, expected) -> float:
-    """Norm of the difference over the norm of what is expected, over all ranks' shards."""
+    """Return the norm of the difference, divided by the norm of the expected values, over all ranks' shards."""
     squares = torch.stack([(found.double() - expected).square().sum(), expected.square().sum()])
     dist.all_reduce(squares)
     return (squares[0] / squares[1]).sqrt().item()
 
 
 def check_groups_side_by_side() -> None:
-    """Groups whose ranks are not 0, 1, ... each work on their own rows, as in a mesh with tp or dp beside sp."""
+    """Groups with ranks other than 0, 1, ... each work on their own rows, as in a mesh with sp and tp or dp."""
     world = dist.get_world_size()
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     assert world == 4
@@ -237,7 +237,7 @@ def check_bitwise_repeatable() -> None:
 
 
 def check_saved_memory() -> None:
-    """Between the passes the ring keeps this rank's query, key, value, out and lse, and nothing else."""
+    """Between the passes, the ring keeps only this rank's query, key, value, out and lse."""
     size, saved = dist.get_world_size(), {}
 
     def note(tensor):
@@ -254,7 +254,7 @@ def check_saved_memory() -> None:
 
 
 def check_refusals() -> None:
-    """What would be computed wrongly is refused, before any rank talks to another."""
+    """Calls that would compute wrong results are refused before any communication."""
     size = dist.get_world_size()
     tensors = [torch.zeros(1, size, 4, 8)] * 3
     for mode in MODES:
@@ -290,7 +290,7 @@ def make_samples() -> list[dict]:
 
 
 def alone(config, samples: list[dict]) -> tuple[float, int, dict]:
-    """Loss sum, count and gradients of a model that sees each sample by itself, neither padded, packed nor split."""
+    """Return loss sum, count and gradients of a model that sees one sample at a time: not padded, packed or split."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     total = 0.0
@@ -305,7 +305,7 @@ def alone(config, samples: list[dict]) -> tuple[float, int, dict]:
 
 
 def split(config, batch: dict, mode: str, checkpointing: bool) -> tuple[float, int, dict]:
-    """The same from a model that runs split over all ranks, summed over them."""
+    """Return the same values from a model that runs split over all ranks, summed over the ranks."""
     torch.manual_seed(0)
     name = register_ring_attention(dist.group.WORLD, mode, packed="cu_seqlens" in batch)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name).train()
@@ -325,7 +325,7 @@ def split(config, batch: dict, mode: str, checkpointing: bool) -> tuple[float, i
 
 
 def check_models() -> None:
-    """Loss and every parameter's gradient of a whole model are those of one process that sees sample by sample."""
+    """Loss and all gradients of a whole model equal the values of one process that sees one sample at a time."""
     samples = make_samples()
     for config in CONFIGS:
         loss, count, gradients = alone(config, samples)

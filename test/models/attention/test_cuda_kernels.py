@@ -1,4 +1,4 @@
-"""The attention kernels of a GPU against the formula in fp64; skipped where there is none."""
+"""The attention kernels of a GPU against the formula in fp64. The tests are skipped without a GPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def inputs(num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def formula(query, key, value, visible: torch.Tensor) -> torch.Tensor:
-    """Attention of (1, heads, tokens, head_dim) where `visible` (tokens, tokens) says so, in fp64."""
+    """Compute attention of (1, heads, tokens, head_dim) in fp64. `visible` (tokens, tokens) says which pairs count."""
     key, value = (tensor.double().repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (key, value))
     scores = (SCALE * query.double() @ key.mT).masked_fill(~visible, float("-inf"))
     return scores.softmax(-1) @ value
@@ -67,7 +67,7 @@ def test_packed_attention(dtype, window):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_of_ring_attention(dtype, causal, masked):
     if causal and masked:
-        pytest.skip("a mask says itself what is visible")
+        pytest.skip("a mask already says what is visible")
     query, key, value, dout = inputs(40, dtype)
     visible = torch.ones(40, 40, dtype=torch.bool, device="cuda")
     visible = visible.tril(3 if masked else 0) if causal or masked else visible

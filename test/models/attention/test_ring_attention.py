@@ -1,4 +1,4 @@
-"""Ring and Ulysses attention over 2, 3 and 4 ranks; the checks themselves are in ring_checks.py."""
+"""Ring and Ulysses attention over 2, 3 and 4 ranks. The checks are in ring_checks.py."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_models_that_a_shard_cannot_compute_are_refused():
         (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
         (RecurrentGemmaConfig(), "recurrent"),
         (Gemma2Config(), "attn_logit_softcapping"),
-        (GptOssConfig(), "attention of its own kind"),
+        (GptOssConfig(), "its own kind of attention"),
     ):
         with pytest.raises(UserError, match=f"--ring_attn_size: .*{found}"):
             validate_split_model(config)

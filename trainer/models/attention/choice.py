@@ -1,4 +1,4 @@
-"""Which attention function a run uses, and whether the model fits it."""
+"""Choose the attention function of a run, and check that the model fits it."""
 
 import importlib.util
 from typing import Optional
@@ -7,9 +7,9 @@ from trainer.errors import UserError
 
 
 def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False) -> str:
-    """The name of the attention function that transformers should call; raises UserError for what is not installed.
+    """Return the name of the attention function that transformers should call. Raises UserError if it cannot be used.
 
-    With `ring`, `setup_split_attention` replaces it once the process groups stand.
+    With `ring`, `setup_split_attention` replaces it once the process groups exist.
     """
     if ring and attn_implementation == "eager":
         raise UserError("--attn_implementation", "eager with --ring_attn_size", "sdpa, flash_attention_2")
@@ -29,8 +29,7 @@ def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False
 
 
 def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:
-    """Raises UserError for a model in which packed documents would see each other, with the function named `attention` if
-    that is known."""
+    """Raise UserError if packed documents would see each other. `attention` is the function's name, if it is known."""
     from transformers import AutoConfig
 
     from trainer.models.attention.varlen import NAME, validate_attention_layers, validate_registered_attention
@@ -44,7 +43,7 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
 def setup_split_attention(
     folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False, packed: bool = False
 ) -> str:
-    """Register attention over sequences split over `sp_group`; returns its name. Raises UserError for unfit models."""
+    """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models."""
     from transformers import AutoConfig
 
     from trainer.models.attention.ring import register_ring_attention, validate_split_model

@@ -1,12 +1,12 @@
-"""Attention of one block of queries over one block of keys, with the log-sum-exp that lets blocks be merged.
+"""Attention of one block of queries over one block of keys. The log-sum-exp lets blocks be merged.
 
-`block_forward` and `block_backward` hide which kernel runs. On CPU it is torch's own flash kernel, the one behind
-scaled_dot_product_attention. The three CUDA kernels (flash-attn where installed, torch's flash and efficient
-attention) were written from their published schemas and have NOT been run: only the CPU path is tested.
+`block_forward` and `block_backward` select the kernel. On CPU it is torch's own flash kernel, which also serves
+scaled_dot_product_attention. The three CUDA kernels are flash-attn (if installed) and torch's flash and efficient
+attention. Their calls follow the published schemas and have NOT been run: only the CPU path is tested.
 
 Shapes: query, out, dout (batch, heads, q_tokens, head_dim); key, value (batch, kv_heads, k_tokens, head_dim), where
 kv_heads divides heads; lse (batch, heads, q_tokens) in fp32. `causal` needs as many queries as keys. `mask` is an
-additive mask (1, 1, q_tokens, k_tokens) in the query's dtype, in which every query sees some key.
+additive mask (1, 1, q_tokens, k_tokens) in the query's dtype. Every query must see some key in it.
 """
 
 import importlib.util
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 aten = torch.ops.aten
-LSE_ALIGNMENT = 32  # efficient attention keeps its log-sum-exp in rows padded to this many queries
-BIAS_ALIGNMENT = 8  # and wants rows of the mask to begin at multiples of this many elements
+LSE_ALIGNMENT = 32  # efficient attention pads the rows of its log-sum-exp to a multiple of this many queries
+BIAS_ALIGNMENT = 8  # efficient attention needs rows of the mask to begin at multiples of this many elements
 
 
 def block_forward(
@@ -28,7 +28,10 @@ def block_forward(
     causal: bool,
     mask: Optional[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): out = softmax(scale * query key^T + mask) value, in fp32 or the query's dtype; lse its log-denominators."""
+    """Return (out, lse): out = softmax(scale * query key^T + mask) value, in fp32 or the query's dtype.
+
+    lse is the logarithm of the softmax denominators.
+    """
     if query.device.type == "cpu":
         query, key, value, mask = _in_fp32(query, key, value, mask)
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -63,10 +66,10 @@ def block_backward(
     causal: bool,
     mask: Optional[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dquery, dkey, dvalue) that this block of keys adds, given `out` and `lse` over all keys of the row.
+    """Return (dquery, dkey, dvalue) that this block of keys adds, given `out` and `lse` over all keys of the row.
 
-    With P = exp(scale * query key^T + mask - lse), the share of these keys in the whole softmax, the gradients of
-    separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
+    P = exp(scale * query key^T + mask - lse) is the share of these keys in the whole softmax. With this P, the
+    gradients of separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
     """
     if query.device.type == "cpu":
         dout, query, key, value, out, mask = _in_fp32(dout, query, key, value, out, mask)
@@ -81,7 +84,7 @@ def block_backward(
 
 
 def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
-    """One block at a time in fp32: the partial results are not rounded, and the CPU kernel is faster than in bf16."""
+    """Convert one block to fp32. Then partial results are not rounded, and the CPU kernel is faster than in bf16."""
     return [None if tensor is None else tensor.float() for tensor in tensors]
 
 
@@ -103,7 +106,7 @@ def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal):
 
 def _torch_flash_backward(dout, query, key, value, out, lse, scale, causal):
     lengths = query.shape[1], key.shape[1]
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state, unread without dropout
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state, not read without dropout
     return aten._flash_attention_backward(
         dout, query, key, value, out, lse, None, None, *lengths, 0.0, causal, no_dropout, no_dropout, scale=scale
     )
@@ -119,7 +122,7 @@ def _efficient_forward(query, key, value, scale, causal, mask):
 def _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask):
     num_kv_heads = key.shape[1]
     key, value = (_repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
-    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf"))  # exp(x - inf) = 0 beyond the last query
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf"))  # exp(x - inf) = 0 after the last query
     no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
     dquery, dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, query, key, value, _aligned_bias(mask, query), out, lse, no_dropout, no_dropout, 0.0,
@@ -134,7 +137,7 @@ def _repeat_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _aligned_bias(mask: Optional[torch.Tensor], query: torch.Tensor) -> Optional[torch.Tensor]:
-    """The mask expanded to (batch, heads, q_tokens, k_tokens), its rows laid out as efficient attention wants them."""
+    """Expand the mask to (batch, heads, q_tokens, k_tokens), with rows aligned as efficient attention needs them."""
     if mask is None:
         return None
     num_keys = mask.shape[-1]

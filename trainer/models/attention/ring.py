@@ -1,9 +1,9 @@
 """Causal attention over a row of tokens that is split over a sequence-parallel group, as a ring of key-value blocks.
 
-Each rank keeps its queries; keys and values travel once around the ring (Liu et al. 2023, Ring Attention with Blockwise
-Transformers), and the partial results of the blocks are merged by their log-sum-exp (Milakov & Gimelshein 2018, Online
-normalizer calculation for softmax). Backward sends them around again, together with fp32 sums of their gradients.
-Between passes a rank holds its own query, key, value, out and lse only: O(tokens / sp) memory.
+Each rank keeps its queries. Keys and values travel once around the ring (Liu et al. 2023, Ring Attention with Blockwise
+Transformers). The log-sum-exp merges the partial results of the blocks (Milakov & Gimelshein 2018, Online normalizer
+calculation for softmax). Backward sends keys and values around again, together with fp32 sums of their gradients.
+Between passes, a rank holds only its own query, key, value, out and lse: O(tokens / sp) memory.
 
 Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents never attend to each other.
 """
@@ -29,11 +29,11 @@ from trainer.models.attention.varlen import (
 
 
 def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
-    """Make attention over `group` known to transformers; returns its name, to be used as `attn_implementation`.
+    """Register attention over `group` with transformers. Return its name, for use as `attn_implementation`.
 
-    mode "ring" passes keys and values around, any number of heads; "ulysses" exchanges heads for tokens. Both take and
-    give zigzag shards: query (rows, heads, tokens / sp, head_dim) to out (rows, tokens / sp, heads, head_dim). A model
-    call passes `cu_seqlens` of the whole row where documents are `packed`, and never an attention mask.
+    Mode "ring" passes keys and values around, for any number of heads. Mode "ulysses" exchanges heads for tokens. Both
+    map zigzag shards, query (rows, heads, tokens / sp, head_dim), to out (rows, tokens / sp, heads, head_dim). A model
+    call passes `cu_seqlens` of the whole row if documents are `packed`. It never passes an attention mask.
     """
     attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
 
@@ -58,10 +58,10 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = 
 
 
 def validate_split_model(config) -> None:
-    """Raises UserError for a transformers config whose layers would be computed wrongly, in silence, from a shard.
+    """Raise UserError for a transformers config whose layers would silently compute wrong results from a shard.
 
-    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch, which differs
-    between ranks.
+    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch. It differs between
+    ranks.
     """
     validate_attention_layers(config, "--ring_attn_size", "1")
     validate_registered_attention(config, "--ring_attn_size", "1")
@@ -80,10 +80,11 @@ def ring_attention(
     scale: float,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Attention within each document [bounds[n], bounds[n + 1]) of the whole row; communicates over `group`.
+    """Compute attention within each document [bounds[n], bounds[n + 1]) of the whole row, over the ranks of `group`.
 
-    query (rows, heads, tokens / sp, head_dim) and key, value (rows, kv_heads, ...), zigzag shards, give out
-    (rows, tokens / sp, heads, head_dim). A query sees the keys at distance 0 <= q - k < `window`; None: all before it.
+    Inputs are zigzag shards: query (rows, heads, tokens / sp, head_dim) and key, value (rows, kv_heads, ...). Output:
+    (rows, tokens / sp, heads, head_dim). A query sees keys at distance 0 <= q - k < `window`. With None, the distance
+    has no limit.
     """
     return _RingAttention.apply(query, key, value, bounds, window, scale, group).transpose(1, 2)
 
@@ -95,7 +96,7 @@ class Segment(NamedTuple):
     keys: slice
     distance: int  # position of the first query minus position of the first key, both in the whole row
     causal: bool  # queries and keys are the same tokens, and no window cuts them
-    windowed: bool  # some, not all, of the pairs are visible: a mask says which
+    windowed: bool  # only a part of the pairs is visible: a mask says which
 
 
 class _RingAttention(torch.autograd.Function):
@@ -135,20 +136,20 @@ class _RingAttention(torch.autograd.Function):
                 dquery[:, :, q] += dq
                 dblock[0, :, :, k] += dk
                 dblock[1, :, :, k] += dv
-            if finish_sums is not None:  # what earlier ranks summed for this block has arrived meanwhile
+            if finish_sums is not None:  # the sums of earlier ranks for this block have arrived
                 dblock += finish_sums()
             finish_sums = _start_shift(dblock, group)
-        dkey, dvalue = finish_sums()  # after as many shifts as ranks, each block's sums are home
+        dkey, dvalue = finish_sums()  # after one shift per rank, each block's sums are back at its owner
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None, None
 
 
 def find_segments(
     rank: int, source: int, sp_size: int, num_local: int, bounds: Sequence[int], window: Optional[int]
 ) -> list[Segment]:
-    """The parts of (queries of `rank`) x (keys of `source`) that contain visible pairs, every visible pair once.
+    """Return the parts of (queries of `rank`) x (keys of `source`) with visible pairs. Each visible pair occurs once.
 
-    Two ranks with 4 local tokens each, one document: rank 1 holds tokens 2 3 4 5 and rank 0 tokens 0 1 6 7, so rank 1
-    sees keys 0 1 of rank 0 with both its chunks: queries [0, 2) x keys [0, 2) and queries [2, 4) x keys [0, 2).
+    Example: two ranks with 4 local tokens each, one document. Rank 1 holds tokens 2 3 4 5, rank 0 tokens 0 1 6 7. Both
+    chunks of rank 1 see keys 0 1 of rank 0: queries [0, 2) x keys [0, 2) and queries [2, 4) x keys [0, 2).
     """
     size = num_local // 2
     halves = (enumerate((owner, 2 * sp_size - 1 - owner)) for owner in (rank, source))
@@ -168,14 +169,14 @@ def find_segments(
 
 
 def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Optional[int]) -> Segment:
-    """The segment of row positions `q` x `k`, each (start, end); `to_local` is what to add for local positions."""
+    """Return the segment of row positions `q` x `k`, each (start, end). Adding `to_local` gives local positions."""
     windowed = window is not None and q[1] - 1 - k[0] >= window
     local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
     return Segment(local_q, local_k, q[0] - k[0], diagonal and not windowed, windowed)
 
 
 def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -> Optional[torch.Tensor]:
-    """Additive mask (1, 1, queries, keys) of a segment that the window cuts; None where it is whole or causal."""
+    """Return the additive mask (1, 1, queries, keys) of a segment that the window cuts, or None if it needs no mask."""
     if not segment.windowed:
         return None
     num_queries, num_keys = (part.stop - part.start for part in (segment.queries, segment.keys))
@@ -186,14 +187,14 @@ def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
-    """Fold a block into the running fp32 `out` and `lse`, in place: the softmax over both sets of keys."""
+    """Merge a block into the running fp32 `out` and `lse`, in place. The softmax then covers both sets of keys."""
     merged = torch.logaddexp(lse, block_lse)
     out.mul_((lse - merged).exp()[..., None]).add_(block_out * (block_lse - merged).exp()[..., None])
     lse.copy_(merged)
 
 
 def _circulate(block: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (owner's rank, block) for every rank of `group`, this one's first; the next travels while the caller works."""
+    """Yield (owner's rank, block) for every rank of `group`, this rank first. The next block travels meanwhile."""
     for step in range(group.size()):
         finish = _start_shift(block, group) if step + 1 < group.size() else None
         yield (group.rank() - step) % group.size(), block
@@ -201,7 +202,7 @@ def _circulate(block: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[
 
 
 def _start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start sending `tensor` to the next rank of `group`; the result waits for and returns the previous rank's."""
+    """Start to send `tensor` to the next rank of `group`. The result waits for and returns the previous rank's one."""
     if group.size() == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)
@@ -218,5 +219,5 @@ def _start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[],
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU kernel reads head_dim as if it were contiguous, whatever its stride, and is wrong in silence."""
+    """Make head_dim contiguous. The CPU kernel ignores its stride and would silently give wrong results."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

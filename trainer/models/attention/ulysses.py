@@ -1,7 +1,7 @@
 """Attention over a split sequence by exchanging heads for tokens (Jacobs et al. 2023, DeepSpeed Ulysses).
 
-One all-to-all gives each rank all tokens of its share of the heads, a second one takes the result back. The attention
-in between is that of a packed row on one rank.
+One all-to-all gives each rank all tokens of its share of the heads. A second one takes the result back. Between them,
+attention works as for a packed row on one rank.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trainer.models.attention.varlen import varlen_attention_forward
 
 
 def validate_ulysses(num_heads: int, num_kv_heads: int, sp_size: int) -> None:
-    """Raises UserError unless `sp_size` ranks can share the heads evenly; under tp, the counts are those of one rank."""
+    """Raise UserError unless `sp_size` ranks can share the heads evenly. Under tp, the head counts are per tp rank."""
     if num_heads % sp_size == 0 and num_kv_heads % sp_size == 0:
         return
     fits = [size for size in range(1, num_kv_heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
@@ -36,9 +36,9 @@ def ulysses_attention(
     scale: float,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The same contract as trainer.models.attention.ring.ring_attention; communicates over `group`."""
+    """Compute attention over the ranks of `group`, as trainer.models.attention.ring.ring_attention specifies."""
     validate_ulysses(query.shape[1], key.shape[1], group.size())
-    module = torch.nn.Module()  # carries the head ratio to transformers' sdpa, which repeats KV heads where it must
+    module = torch.nn.Module()  # gives the head ratio to transformers' sdpa, which repeats KV heads if needed
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     cu_seqlens = torch.tensor(bounds)
     out, _ = varlen_attention_forward(
@@ -49,21 +49,21 @@ def ulysses_attention(
 
 
 def _gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(rows, heads, tokens / sp, head_dim) in zigzag order to (rows, heads / sp, tokens, head_dim) in token order."""
+    """Zigzag order (rows, heads, tokens / sp, head_dim) -> token order (rows, heads / sp, tokens, head_dim)."""
     by_rank = torch.stack(tensor.chunk(group.size(), dim=1))
     received = _AllToAll.apply(by_rank, group)  # (sp, rows, heads / sp, tokens / sp, head_dim)
     return natural_order(torch.cat(received.unbind(), dim=2), group.size(), dim=2)
 
 
 def _gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(rows, tokens, heads / sp, head_dim) in token order to (rows, tokens / sp, heads, head_dim) in zigzag order."""
+    """Token order (rows, tokens, heads / sp, head_dim) -> zigzag order (rows, tokens / sp, heads, head_dim)."""
     by_rank = torch.stack(zigzag_order(tensor, group.size()).chunk(group.size(), dim=1))
     received = _AllToAll.apply(by_rank, group)  # (sp, rows, tokens / sp, heads / sp, head_dim)
     return torch.cat(received.unbind(), dim=2)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Slice r of the first dimension goes to rank r; the gradient goes back the same way."""
+    """Send slice r of the first dimension to rank r. The gradient goes back the same way."""
 
     @staticmethod
     def forward(ctx, tensor, group):

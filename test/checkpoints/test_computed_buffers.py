@@ -1,0 +1,23 @@
+"""Buffers that no model folder holds: RoPE tables, embedding scales, multipliers."""
+
+import pytest
+import torch
+from launch import ROOT, torchrun
+from tiny_models import make_model
+
+from trainer.checkpoints.model_folder import restore_computed_buffers
+from trainer.errors import UserError
+
+
+def test_a_sharded_model_has_the_buffers_of_an_ordinary_one(tmp_path):
+    """fully_shard renames the model's class. transformers then took it for remote code and left parents' buffers empty."""
+    script = str(ROOT / "test/checkpoints/buffer_checks.py")
+    code, output = torchrun(2, script, str(tmp_path), timeout=180)
+    assert code == 0 and output.count("ok ") == 3, output[-4000:]
+
+
+def test_a_buffer_that_nobody_computes_is_named():
+    model = make_model("llama")
+    model.model.layers[1].register_buffer("forgotten", torch.ones(4), persistent=False)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.forgotten"):
+        restore_computed_buffers(model, torch.device("cpu"))

@@ -1,0 +1,56 @@
+"""Loading a model under ZeRO 3: its parameters are partitioned while they are made, so no rank holds the whole model."""
+
+import functools
+
+import torch
+
+from trainer.checkpoints import model_folder
+from trainer.distributed.mesh import Meshes
+from trainer.strategies.autotp import hpz_group
+
+
+def load_partitioned(
+    folder: str,
+    config,
+    auto_class,
+    options: dict,
+    *,
+    engine_config: dict,
+    dtype: torch.dtype,
+    meshes: Meshes,
+    device: torch.device,
+) -> torch.nn.Module:
+    """Build under zero.Init. Then fill the parameters, one at a time, from the first rank of each dp x sp group (broadcast).
+
+    `options` go to `auto_class.from_config`.
+    """
+    import deepspeed
+    from transformers.initialization import no_init_weights
+
+    partitioned = deepspeed.zero.Init(
+        config_dict_or_path=engine_config,
+        data_parallel_group=meshes.loss.get_group(),
+        zero_param_parallel_group=hpz_group(meshes),
+    )
+    build = functools.partial(auto_class.from_config, config, dtype=dtype, **options)
+    # The module that defines the model must be imported before. zero.Init undoes what decorators did to the
+    # __init__ of classes that are defined inside it. The next model of experts would then lack its config.
+    with torch.device("meta"), no_init_weights():
+        build()
+    with partitioned, no_init_weights():
+        model = build()
+    model_folder.read_generation_config(model, folder)
+    model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
+    names = list(model_folder.stored_tensors(model))
+    weights = model_folder.open_weights(model, folder, names, new={})
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    with torch.no_grad():
+        for name in names:
+            if name in buffers:
+                buffers[name].copy_(weights.read(name))
+                continue
+            with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
+                if meshes.loss.get_local_rank() == 0:
+                    parameters[name].copy_(weights.read(name))
+    model_folder.restore_computed_buffers(model, device)  # zero.Init rounded them to the compute dtype
+    return model
