@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["trainer", "trainer.*"]),
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.13",
         "transformers>=5.16,<6",
         "deepspeed>=0.19",
         "datasets>=5",
@@ -35,7 +35,7 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.8"],
-        "vllm": ["vllm>=0.32"],
+        "vllm": ["vllm>=0.32,<0.33"],
         "lora": ["peft>=0.19"],
         "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],
         "math": ["math-verify>=0.9"],

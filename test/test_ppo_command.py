@@ -453,6 +453,7 @@ WRONG = {
     "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
     "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
     "--min_p": ["--min_p", "0.1"],
+    "--stop": ["--stop", ""],
     "--lambd": ["--advantage_estimator", "rloo", "--lambd", "0.9"],
     "--no_advantage_std_norm": ["--advantage_estimator", "rloo", "--no_advantage_std_norm"],
     "--eps_clip": ["--policy_loss", "reinforce", "--eps_clip", "0.3"],

@@ -3,11 +3,10 @@
 import json
 import math
 import os
+import re
 import resource
 from dataclasses import dataclass
 from typing import Any, Optional
-
-from trainer.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -26,22 +25,12 @@ class MetricsLog:
     ):
         _remove_torn_line(os.path.join(output_dir, METRICS_FILE))
         self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (stays open as long as the log)
-        self._tensorboard = self._wandb = None
-        if use_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._mirrors, self.wandb_run_id = None, None
+        if use_tensorboard or wandb_project:
+            from trainer.mirrors import Mirrors
 
-            self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"))
-        if wandb_project:
-            import wandb
-
-            try:
-                self._wandb = wandb.init(
-                    project=wandb_project, dir=output_dir, config=config, id=wandb_run_id, resume="allow"
-                )
-            except wandb.Error as error:
-                allowed = "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"
-                raise UserError("--use_wandb", str(error).splitlines()[0], allowed) from None
-        self.wandb_run_id: Optional[str] = self._wandb.id if self._wandb else None
+            self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id)
+            self.wandb_run_id = self._mirrors.wandb_run_id
 
     def event(self, name: str, **fields) -> None:
         """Write a row that is not a step: start, resume or end."""
@@ -50,22 +39,13 @@ class MetricsLog:
     def row(self, step: int, **values) -> None:
         """Write the row of a step or of an evaluation."""
         self._append({"step": step, **values})
-        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-        if self._tensorboard:
-            for key, value in numbers.items():
-                self._tensorboard.add_scalar(key, value, step)
-        if self._wandb:
-            self._wandb.log({"step": step, **numbers}, step=step)
+        if self._mirrors:
+            self._mirrors.row(step, values)
 
     def table(self, name: str, step: int, rows: list[dict]) -> None:
         """Show rows of texts and numbers in wandb and TensorBoard. metrics.jsonl gets no texts."""
-        if self._tensorboard:
-            self._tensorboard.add_text(name, _markdown_table(rows), step)
-        if self._wandb:
-            import wandb
-
-            table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self._wandb.log({name: table}, step=step)
+        if self._mirrors:
+            self._mirrors.table(name, step, rows)
 
     def _append(self, row: dict) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -79,10 +59,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
+        if self._mirrors:
+            self._mirrors.close()
 
 
 @dataclass(frozen=True)
@@ -130,12 +108,6 @@ class Rows:
         self.found.append({"step": step, **values})
 
 
-def _markdown_table(rows: list[dict]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[" ".join(str(value).replace("|", "\\|").split()) for value in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
 def _remove_torn_line(path: str) -> None:
     """Remove a last line without a line end. A run that was killed while it wrote leaves such a line."""
     if os.path.exists(path):
@@ -157,13 +129,26 @@ def step_line(row: dict, total_steps: int) -> str:
     )
 
 
-# dense bf16 peak FLOP/s from the manufacturers' data sheets; the key is a part of the device's name
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+# dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
+PEAK_FLOPS = (
+    ("GB200", 2500e12), ("B200", 2250e12), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
+    ("H100", 989e12), ("H20", 148e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12), ("A10G", 70e12),
+    ("A10", 125e12), ("RTX 5090", 209.5e12), ("RTX 4090", 165e12),
+)  # fmt: skip
 
 
 def peak_flops(device_name: str) -> Optional[float]:
-    """Dense bf16 peak FLOP/s of a GPU; None if it is not known."""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
+    """Dense bf16 FLOP/s of a GPU; None if unknown. "NVIDIA H100 80GB HBM3" is an H100 with SXM."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    return next((flops for name, flops in PEAK_FLOPS if set(name.split()) <= words), None)
+
+
+def full_size(parameter) -> int:
+    """The number of weights of a parameter that ZeRO 3 has partitioned (`numel()` is 0), or bitsandbytes has packed."""
+    if "ds_numel" in vars(parameter):
+        return parameter.ds_numel
+    state = vars(parameter).get("quant_state")
+    return state.shape.numel() if state is not None else parameter.numel()
 
 
 def flops_per_token(config, num_params: float, mean_length: float) -> float:
@@ -173,5 +158,15 @@ def flops_per_token(config, num_params: float, mean_length: float) -> float:
     2022, appendix B). Causal attention needs half of its second term.
     """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 6 * num_params + 6 * text.num_hidden_layers * text.num_attention_heads * head_dim * mean_length
+    widths = [
+        layer.num_attention_heads * (getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads)
+        for layer in layer_configs(text)
+    ]
+    return 6 * num_params + 6 * sum(widths) * mean_length
+
+
+def layer_configs(text) -> list:
+    """The config of each layer. Some models, such as Gemma 4, have layers with heads of their own size."""
+    if vars(text).get("_heterogeneity_spec") is None:
+        return [text] * text.num_hidden_layers
+    return [text.per_layer_config[number] for number in range(text.num_hidden_layers)]

@@ -11,7 +11,7 @@ from trainer.datasets.demo import make_demo
 from trainer.rollout.checksum import CHUNK, PRIME, Checksum, bits_sum
 from trainer.rollout.decoding import FEW_KEYS, decoding_attention
 from trainer.rollout.hf import HFEngine
-from trainer.rollout.sampling import Sampling, pick_tokens, sample_seed, uniform_numbers
+from trainer.rollout.sampling import Completion, Sampling, pick_tokens, sample_seed, uniform_numbers
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]
 SEEDS = [sample_seed(0, 0, number) for number in range(len(PROMPTS))]
@@ -162,3 +162,22 @@ def test_weights_that_do_not_arrive_are_noticed(tokenizer, tmp_path):
     tensors.popitem()
     with pytest.raises(RuntimeError, match="not the weights that were sent"):
         engine.update_weights(tensors.items())
+
+
+class Words:
+    """A tokenizer that, like SentencePiece's, drops the leading space of what it decodes first."""
+
+    def decode(self, ids) -> str:
+        return "".join(f" w{number}" for number in ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("stop", [" w5", "w5", " ".join(f"w{n}" for n in range(60))])
+def test_a_stop_text_is_found_at_the_first_token_and_over_many(stop):
+    engine, prompt = object.__new__(HFEngine), [7]
+    engine.tokenizer = Words()
+    sampling, ids = Sampling(1.0, 99, (), (stop,)), [5] if len(stop) < 9 else list(range(60))
+    ends = [
+        engine._ends_in_text(prompt, Completion(ids[:count], [], False), sampling) for count in range(1, len(ids) + 1)
+    ]
+    assert ends == [False] * (len(ids) - 1) + [True]
+    assert not engine._ends_in_text([5], Completion([7], [], False), sampling)  # the prompt is not the response

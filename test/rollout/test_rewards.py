@@ -150,6 +150,31 @@ def test_a_reward_function_that_fails(case, tmp_path):
     assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
 
 
+LAZY = {
+    "return (1 / 0 for _ in responses)": "raised ZeroDivisionError: division by zero (line 4)",
+    "return map(lambda text: time.sleep(9), responses)": "no result after 0.5 s",
+    "return [1.0], {'m': (1 / 0 for _ in responses)}": "raised ZeroDivisionError: division by zero (line 4)",
+    "return itertools.count()": "2 scores for 1 responses",
+    "return [10**400]": "gave a number beyond the range of a float",
+}
+
+
+@pytest.mark.parametrize("body", LAZY)
+def test_a_lazy_or_a_huge_result_is_guarded_as_well(body, tmp_path):
+    """A generator runs when it is read; that must happen inside the guard and its time limit."""
+    lines = f"    import itertools\n    import time\n    {body}"
+    score = function_scorer(write_function(tmp_path, lines), timeout=0.5)
+    started = time.monotonic()
+    with pytest.raises(UserError) as error:
+        score(["p"], ["r"], [None], [True])
+    assert LAZY[body] in str(error.value) and time.monotonic() - started < 5
+
+
+def test_a_lazy_result_counts(tmp_path):
+    score = function_scorer(write_function(tmp_path, "    return (len(text) for text in responses)"), timeout=5)
+    assert score(["p", "p"], ["r", "rr"], [None, None], [True, True]) == ([1.0, 2.0], {})
+
+
 def test_a_reward_function_gives_scores_and_metrics(tmp_path):
     body = "    return [len(r) for r in responses], {'label': [float(x) for x in labels], 'one': 1}"
     score = function_scorer(write_function(tmp_path, body), timeout=5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import Optional
 
 import torch
@@ -29,6 +30,9 @@ class SafetensorsFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def names(self) -> list[str]:
+        return list(self._where)
 
     def dtype(self, name: str) -> str:
         return self._where[name].get_slice(name).get_dtype()
@@ -181,6 +185,28 @@ def read_generation_config(model, folder: str) -> None:
 
     if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
         model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def refuse_quantized(folder: str, flag: str) -> None:
+    """Raises UserError for a folder of quantized weights: read without their scales, they would be wrong in silence."""
+    with open(os.path.join(folder, "config.json")) as file:
+        found = json.load(file).get("quantization_config")
+    if found:
+        method = found.get("quant_method", "an unknown method")
+        raise UserError(flag, f"{folder} holds weights quantized by {method}", "a folder of bf16, fp16 or fp32 weights")
+
+
+def unread_tensors(model, folder: str) -> list[str]:
+    """Names in the safetensors of `folder` that are not part of the model, and not known to be superfluous."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if find_weights(folder) != "safetensors" or get_model_conversion_mapping(model, add_legacy=False):
+        return []
+    known = set(model.state_dict()) | set(model.all_tied_weights_keys)
+    superfluous = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    superfluous += [] if model.get_output_embeddings() else [r"^lm_head\."]  # a classifier made from a language model
+    unread = sorted(set(SafetensorsFolder(folder).names()) - known)
+    return [name for name in unread if not any(re.search(pattern, name) for pattern in superfluous)]
 
 
 def find_weights(folder: str, flag: str = "") -> str:

@@ -162,28 +162,6 @@ def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[Me
     return metrics
 
 
-CARD_FLAGS = (
-    "pretrain dataset dataset_split max_len train_batch_size max_epochs learning_rate lr_scheduler lr_warmup_ratio "
-    "weight_decay seed param_dtype backend"
-)
-
-
-def write_model_card(folder: str, command: str, args, progress, ledger) -> None:
-    """Write the README.md of a saved model: its base, its data and its flags."""
-    flags = dataclasses.asdict(args)  # a command may lack some of CARD_FLAGS
-    facts = {"command": command, **{name: flags[name] for name in CARD_FLAGS.split() if name in flags}}
-    facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
-    library = "peft" if args.lora_rank else "transformers"
-    front = yaml.safe_dump({"base_model": args.pretrain, "library_name": library, "tags": [command]})
-    with open(os.path.join(folder, "README.md"), "w") as file:
-        file.write(
-            f"---\n{front}---\n\n# Trained from {args.pretrain}\n\n| | |\n|---|---|\n{rows}\n"
-            f"Data: {ledger.summary()}.\n\nMade with {packages}.\n"
-        )
-
-
 def versions() -> dict[str, str]:
     packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors"]
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}

@@ -144,11 +144,12 @@ def set_up(args, is_demo: bool) -> Setup:
 
 def choose_attention(args) -> str:
     """The name of the attention function. Without packing and splitting, it is a function of transformers."""
-    if not (args.packing_samples or args.ring_attn_size > 1 or args.attn_implementation == "flash_attention_2"):
-        return args.attn_implementation
+    wanted = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
+    if not (args.packing_samples or args.ring_attn_size > 1 or wanted == "flash_attention_2"):
+        return wanted
     from trainer.models.attention.choice import resolve_attention
 
-    return resolve_attention(args.attn_implementation, args.packing_samples, args.ring_attn_size > 1)
+    return resolve_attention(wanted, args.packing_samples, args.ring_attn_size > 1)
 
 
 def use_cores(args, strategy) -> None:
@@ -219,17 +220,27 @@ def build_loader(
 
 def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain"):
     """Load the model of `folder`, which `flag` asked for, and switch its dropout off."""
-    from trainer.checkpoints.model_folder import find_weights
-    from trainer.models.model_loading import disable_dropout
+    from trainer.checkpoints.model_folder import find_weights, refuse_quantized, unread_tensors
+    from trainer.models.model_loading import disable_dropout, has_sdpa
 
     find_weights(folder, flag)
+    refuse_quantized(folder, flag)
+    attention = setup.attention
+    if attention == "sdpa" and not has_sdpa(folder, auto_class, args.trust_remote_code):
+        if args.attn_implementation == "sdpa":
+            raise UserError("--attn_implementation", f"sdpa, which the model of {folder} does not have", "auto, eager")
+        attention = "eager"
+        setup.strategy.print(f"attention of {folder}: eager, since transformers has no sdpa for this model")
     if args.packing_samples:
         from trainer.models.attention.choice import validate_packed_model
 
         validate_packed_model(folder, args.trust_remote_code, setup.attention)
     model = setup.strategy.load_model(
-        folder, auto_class, attn_implementation=setup.attention, trust_remote_code=args.trust_remote_code
+        folder, auto_class, attn_implementation=attention, trust_remote_code=args.trust_remote_code
     )
+    if unread := unread_tensors(model, folder):
+        names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
+        setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     if args.ring_attn_size > 1:
         from trainer.models.attention.ring import validate_split_model
 
@@ -292,7 +303,7 @@ def open_run(args, setup: Setup, command: str) -> str:
 def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_end: Optional[Callable] = None) -> None:
     """Prepare the model, resume if requested, train, and save. `at_end(model)` runs before the save."""
     from trainer.cli.outputs import save_policy, start_metrics
-    from trainer.metrics import flops_per_token
+    from trainer.metrics import flops_per_token, full_size
     from trainer.training.checkpointing import Checkpoints, Trained
     from trainer.training.loop import train
 
@@ -302,7 +313,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
 
         add_adapter_of_flags(args, strategy, model)
     # a frozen weight needs no gradient: 4 FLOPs per token instead of 6
-    num_params = sum(parameter.numel() * (1 if parameter.requires_grad else 2 / 3) for parameter in model.parameters())
+    num_params = sum(full_size(p) * (1 if p.requires_grad else 2 / 3) for p in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
     model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)
@@ -355,7 +366,8 @@ def loop_options(args, total_steps: int):
 
 def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
     """Write the trained model and its card. With `average`, write the average that --ema_beta keeps."""
-    from trainer.cli.outputs import saved_models, write_model_card
+    from trainer.cli.model_card import write_model_card
+    from trainer.cli.outputs import saved_models
 
     save_path = saved_models(args, run.output_dir)[average]
     setup.strategy.save_model(model, setup.tokenizer, save_path)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainer.datasets.answers import AnswerOptions, answer_options, collate_sequences, tokenize_answer
-from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
+from trainer.datasets.rows import check_keys, digest_of, map_cached, quiet, tokenizer_state
 from trainer.datasets.sft_samples import render_sample
 from trainer.errors import UserError
 
@@ -53,7 +53,8 @@ def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: 
         labels = [True, False] * len(pairs)
         return {**twice, completion_key: [side for pair in pairs for side in pair], label_key: labels}
 
-    return rows.map(two_rows, batched=True, remove_columns=rows.column_names)
+    with quiet():
+        return rows.map(two_rows, batched=True, remove_columns=rows.column_names)
 
 
 def tokenize_unpaired(

@@ -53,7 +53,8 @@ def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
     gathered: list = [None] * dist.get_world_size(group)
     if len(gathered) == 1:
         return [value]
-    dist.all_gather_object(gathered, value, group=group)
+    # rank 0 may come late: it hashes and writes files meanwhile
+    dist.all_gather_object(gathered, value, group=group or make_patient_group(dist.group.WORLD))
     return gathered
 
 
@@ -70,7 +71,7 @@ def broadcast_object(value):
     """Return rank 0's `value` on every rank (broadcast over all ranks)."""
     box = [value]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=make_patient_group(dist.group.WORLD))
     return box[0]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.errors import UserError
+from trainer.metrics import layer_configs
 
 FLAG = "--tensor_parallel_size"
 
@@ -112,14 +113,13 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
     divides the hidden size (see `fsdp_placement`).
     """
     text = config.get_text_config()
-    sizes = {
-        name: getattr(text, name)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        if getattr(text, name, None)
-    }
-    fits = [n for n in range(1, min(sizes.values()) + 1) if all(size % n == 0 for size in sizes.values())]
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    # layers may differ; dict.fromkeys keeps the order of the names
+    sizes = list(dict.fromkeys((n, getattr(layer, n, None)) for n in names for layer in layer_configs(text)))
+    sizes = [(name, size) for name, size in sizes if size]
+    fits = [n for n in range(1, min(size for _, size in sizes) + 1) if all(size % n == 0 for _, size in sizes)]
     if tp not in fits:
-        found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        found = ", ".join(f"{name} {size}" for name, size in sizes)
         raise UserError(FLAG, f"{tp} does not divide every one of {found}", ", ".join(map(str, fits)))
     if text.vocab_size % tp and text.hidden_size % fsdp:
         even = [n for n in fits if text.vocab_size % n == 0]

@@ -44,6 +44,17 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
     return tokenizer
 
 
+def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
+    """Whether transformers computes this model's attention with scaled_dot_product_attention. Remote code is not asked."""
+    from transformers import AutoConfig
+
+    config, classes = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), auto_class._model_mapping
+    if type(config) not in classes:
+        return True
+    found = classes[type(config)]
+    return (found[0] if isinstance(found, tuple) else found)._supports_sdpa
+
+
 def disable_dropout(model: torch.nn.Module) -> None:
     """Switch off, in place, dropout and jitter of a transformers model: they would depend on micro-batch and rank.
     The config that is saved with the model keeps its rates."""

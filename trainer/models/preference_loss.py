@@ -78,6 +78,7 @@ def orpo_loss(policy: AnswerLogProbs, beta: float) -> torch.Tensor:
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
+    log_p = log_p.clamp(max=-torch.finfo(torch.float32).eps)  # p = 1 in fp32 has no finite odds, and a gradient of NaN
     return log_p - torch.log(-torch.expm1(log_p))
 
 

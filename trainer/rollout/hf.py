@@ -113,7 +113,8 @@ class HFEngine:
             log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
-            going_on = self._append([completions[row] for row in rows], tokens.tolist(), picked.tolist(), sampling)
+            pairs = [(prompts[row], completions[row]) for row in rows]
+            going_on = self._append(pairs, tokens.tolist(), picked.tolist(), sampling)
             if not going_on:
                 break
             if 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
@@ -133,21 +134,29 @@ class HFEngine:
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
-    def _append(self, completions: list[Completion], tokens, log_probs, sampling: Sampling) -> list[int]:
-        """Add a token to each completion that has not ended. Returns the positions of those that continue."""
+    def _append(self, pairs: list[tuple], tokens, log_probs, sampling: Sampling) -> list[int]:
+        """Add a token to each completion, of (prompt, completion) pairs, that has not ended. Returns the positions of
+        those that continue."""
         going_on = []
-        for index, completion in enumerate(completions):
+        for index, (prompt, completion) in enumerate(pairs):
             if completion.finished:
                 continue
             completion.token_ids.append(tokens[index])
             completion.log_probs.append(log_probs[index])
-            completion.finished = tokens[index] in sampling.stop_ids or self._ends_in_text(completion, sampling)
+            in_text = self._ends_in_text(prompt, completion, sampling)
+            completion.finished = tokens[index] in sampling.stop_ids or in_text
             if not completion.finished:
                 going_on.append(index)
         return going_on
 
-    def _ends_in_text(self, completion: Completion, sampling: Sampling) -> bool:
+    def _ends_in_text(self, prompt: Sequence[int], completion: Completion, sampling: Sampling) -> bool:
+        """Whether a stop text is in the last tokens. They are decoded after the token before them: a first token would
+        lose its leading space."""
         if not sampling.stop_texts:
             return False
-        text = self.tokenizer.decode(completion.token_ids[-STOP_TEXT_TOKENS:])
+        # a token stands for one byte or more
+        most = max(STOP_TEXT_TOKENS, *(len(text.encode()) for text in sampling.stop_texts))
+        window = [*prompt[-1:], *completion.token_ids][-most - 1 :]
+        before, text = self.tokenizer.decode(window[:1]), self.tokenizer.decode(window)
+        text = text.removeprefix(before)
         return any(stop in text for stop in sampling.stop_texts)

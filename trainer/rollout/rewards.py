@@ -2,6 +2,7 @@
 
 import http.client
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.errors import UserError
@@ -62,7 +63,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
 
     def run() -> None:
         try:
-            outcome["value"] = function(*arguments)
+            outcome["value"] = _realized(function(*arguments), limit=len(arguments[1]) + 1)
         except BaseException as error:  # the user's code may raise anything, and call sys.exit()
             outcome["error"] = error
 
@@ -74,6 +75,14 @@ def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
     if "error" in outcome:
         raise UserError(where, f"raised {_told(outcome['error'])}")
     return outcome["value"]
+
+
+def _realized(result: Any, limit: int) -> Any:
+    """A reward's result with lists in place of lazy values, such as a generator or a `map`. They run here, where errors
+    and time are guarded; of an endless one, `limit` values are taken."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return _realized(result[0], limit), {name: _realized(value, limit) for name, value in result[1].items()}
+    return list(itertools.islice(result, limit)) if isinstance(result, Iterator) else result
 
 
 def _told(error: BaseException) -> str:
@@ -102,6 +111,8 @@ def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict
 def _numbers(where: str, values: Any, count: int) -> list[float]:
     try:
         numbers = [float(value) for value in values]
+    except OverflowError:
+        raise UserError(where, "gave a number beyond the range of a float", "finite numbers") from None
     except (TypeError, ValueError):
         raise UserError(where, f"gave {type(values).__name__} {str(values)[:60]}", "a list of numbers") from None
     if len(numbers) != count:

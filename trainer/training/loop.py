@@ -216,7 +216,8 @@ class StepLog:
             tqdm.write(step_line(row, options.total_steps) + note)
         if self.progress.skipped_in_a_row >= options.max_skipped_steps:
             found = f"loss or gradient norm not finite in {options.max_skipped_steps} steps in a row"
-            raise UserError(f"step {step}", f"{found}; samples {batch.sample_ids}")
+            shown = ", ".join(map(str, batch.sample_ids[:20])) + ", ..." * (len(batch.sample_ids) > 20)
+            raise UserError(f"step {step}", f"{found}; samples [{shown}]")
         if options.check_replicas_every and step % options.check_replicas_every == 0:
             self.strategy.check_replicas(model)
 

@@ -4,6 +4,7 @@ import importlib.util
 from typing import Optional
 
 from trainer.errors import UserError
+from trainer.metrics import layer_configs
 
 
 def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False) -> str:
@@ -52,7 +53,7 @@ def setup_split_attention(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
     if sp_mode == "ulysses":
-        text = config.get_text_config()
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        validate_ulysses(text.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
+        for layer in layer_configs(config.get_text_config()):
+            kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
     return register_ring_attention(sp_group, sp_mode, packed)

@@ -1,0 +1,9 @@
+"""Ranks wait for rank 0 for as long as its work takes, while a hang in training still ends the run."""
+
+from launch import ROOT, torchrun
+
+
+def test_a_slow_rank_0_is_waited_for():
+    code, output = torchrun(2, str(ROOT / "test/distributed/slow_rank_0.py"), timeout=120)
+    assert "training does not wait so long" in output and "AssertionError" not in output, output[-3000:]
+    assert code in (0, 1), output[-3000:]

@@ -1,0 +1,65 @@
+"""Copies of a run's metrics in wandb and TensorBoard."""
+
+import os
+from typing import Optional
+
+from trainer.errors import UserError
+
+
+class Mirrors:
+    """What --use_tensorboard and --use_wandb ask for. Only rank 0 makes one."""
+
+    def __init__(
+        self,
+        output_dir: str,
+        use_tensorboard: bool,
+        wandb_project: Optional[str],
+        config: Optional[dict],
+        wandb_run_id: Optional[str],
+    ):
+        self._tensorboard = self._wandb = None
+        if use_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"))
+        if wandb_project:
+            import wandb
+
+            options = {"dir": output_dir, "config": config, "id": wandb_run_id, "resume": "allow"}
+            try:
+                self._wandb = wandb.init(project=wandb_project, **options)
+            except wandb.Error as error:
+                allowed = "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"
+                raise UserError("--use_wandb", str(error).splitlines()[0], allowed) from None
+        self.wandb_run_id: Optional[str] = self._wandb.id if self._wandb else None
+
+    def row(self, step: int, values: dict) -> None:
+        """Copy the numbers of a step or of an evaluation."""
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        if self._tensorboard:
+            for key, value in numbers.items():
+                self._tensorboard.add_scalar(key, value, step)
+        if self._wandb:
+            self._wandb.log({"step": step, **numbers}, step=step)
+
+    def table(self, name: str, step: int, rows: list[dict]) -> None:
+        """Show rows of texts and numbers."""
+        if self._tensorboard:
+            self._tensorboard.add_text(name, _markdown_table(rows), step)
+        if self._wandb:
+            import wandb
+
+            table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self._wandb.log({name: table}, step=step)
+
+    def close(self) -> None:
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _markdown_table(rows: list[dict]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[" ".join(str(value).replace("|", "\\|").split()) for value in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
