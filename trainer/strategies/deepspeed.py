@@ -205,29 +205,12 @@ class DeepspeedStrategy:
         return plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
-        import deepspeed
-
-        from trainer.distributed.host_offload import keep_on_host
+        from trainer.strategies.zero_loading import prepare_frozen
 
         self._folders.pop(model)
-        offload = offload and self.device.type != "cpu"
-        if self.zero_stage < 3 and self.sizes.tp == 1:
-            for parameter in filter(torch.is_floating_point, model.parameters()):
-                # not the RoPE tables, which are fp32 in the trained model
-                parameter.data = parameter.data.to(self.param_dtype)
-            model.eval()
-            return keep_on_host(model, self.device) if offload else model.to(device=self.device)
-        # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
         config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
-        config["zero_optimization"]["stage"] = 3 if self.zero_stage == 3 else 0
-        if offload and self.zero_stage == 3:
-            config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-        autotp.return_sharded_logits(model, self.meshes.root["tp"])
-        engine.eval()  # an engine's eval() does not return the engine
-        if offload and self.zero_stage < 3:
-            keep_on_host(model, self.device)
-        return engine
+        facts = {"dtype": self.param_dtype, "device": self.device, "tp_mesh": self.meshes.root["tp"]}
+        return prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
 
     def _restore_masters(self, model, weights) -> None:
         """Set fp32 masters from an fp32 model folder. The engine made them from weights rounded to `param_dtype`."""

@@ -1,12 +1,13 @@
-"""Loading a model under ZeRO 3: its parameters are partitioned while they are made, so no rank holds the whole model."""
+"""Models that DeepSpeed does not train yet or never: loading under ZeRO 3, and frozen models of every stage."""
 
 import functools
 
 import torch
 
 from trainer.checkpoints import model_folder
+from trainer.distributed.host_offload import keep_on_host
 from trainer.distributed.mesh import Meshes
-from trainer.strategies.autotp import hpz_group
+from trainer.strategies.autotp import hpz_group, return_sharded_logits
 
 
 def load_partitioned(
@@ -20,7 +21,7 @@ def load_partitioned(
     meshes: Meshes,
     device: torch.device,
 ) -> torch.nn.Module:
-    """Build under zero.Init. Then fill the parameters, one at a time, from the first rank of each dp x sp group (broadcast).
+    """Build under zero.Init, so no rank holds the whole model. Then fill the parameters, one at a time, from the first rank of each dp x sp group (broadcast).
 
     `options` go to `auto_class.from_config`.
     """
@@ -54,3 +55,28 @@ def load_partitioned(
                     parameters[name].copy_(weights.read(name))
     model_folder.restore_computed_buffers(model, device)  # zero.Init rounded them to the compute dtype
     return model
+
+
+def prepare_frozen(
+    model, config: dict, *, offload: bool, dtype: torch.dtype, device: torch.device, tp_mesh
+) -> torch.nn.Module:
+    """A frozen model, ready to compute; `config` is that of an engine without an optimizer."""
+    import deepspeed
+
+    zero = config["zero_optimization"]
+    if zero["stage"] < 3 and tp_mesh.size() == 1:
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            # not the RoPE tables: the trained model's are fp32
+            parameter.data = parameter.data.to(dtype)
+        model.eval()
+        return keep_on_host(model, device) if offload else model.to(device=device)
+    # without an optimizer ZeRO 1 and 2 have nothing to partition, and DeepSpeed refuses them
+    zero["stage"] = 3 if zero["stage"] == 3 else 0
+    if offload and zero["stage"] == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    return_sharded_logits(model, tp_mesh)
+    engine.eval()  # an engine's eval() does not return the engine
+    if offload and zero["stage"] < 3:
+        keep_on_host(model, device)
+    return engine
