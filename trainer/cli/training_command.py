@@ -238,7 +238,7 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     model = setup.strategy.load_model(
         folder, auto_class, attn_implementation=attention, trust_remote_code=args.trust_remote_code
     )
-    if unread := unread_tensors(model, folder):
+    if setup.strategy.is_rank_0() and (unread := unread_tensors(model, folder)):  # only rank 0 opens every file for it
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     if args.ring_attn_size > 1:
