@@ -4,7 +4,6 @@ import glob
 import os
 from typing import TYPE_CHECKING
 
-from trainer.datasets.rows import one_line
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,12 +22,26 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:
     try:
         splits = _read_kind(kind, patterns, names, where)
         for rows in splits.values():
-            rows.data.validate(full=True)  # arrow accepts bytes that are not UTF-8 as text until they are read
+            _validate_once(rows)
     except UserError:
         raise
     except Exception as error:  # the reader's errors name neither file nor line: search for them here
-        raise _explain(error, kind, names, where) from None
+        from trainer.datasets.read_errors import explain
+
+        raise explain(error, kind, names, where) from None
     return splits
+
+
+def _validate_once(rows: "Dataset") -> None:
+    """Find bytes that are not UTF-8: Arrow takes them for text until they are read. An empty file tells later runs."""
+    import datasets
+
+    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_validated")
+    marker = os.path.join(folder, rows._fingerprint)
+    if not os.path.exists(marker):
+        rows.data.validate(full=True)
+        os.makedirs(folder, exist_ok=True)
+        open(marker, "w").close()
 
 
 def _read_kind(kind: str, patterns: dict[str, list[str]], names: list[str], where: str) -> dict[str, "Dataset"]:
@@ -43,22 +56,3 @@ def _read_kind(kind: str, patterns: dict[str, list[str]], names: list[str], wher
     import datasets
 
     return datasets.load_dataset(kind, data_files=patterns)
-
-
-def _explain(error: Exception, kind: str, names: list[str], where: str) -> UserError:
-    from trainer.datasets.csv_files import find_csv_fault
-    from trainer.datasets.json_faults import find_json_fault
-
-    find_fault = {"json": find_json_fault, "csv": find_csv_fault}.get(kind)
-    for name in names if find_fault else []:
-        fault = find_fault(name)
-        if fault:
-            return _fault_error(where, name, *fault)
-    causes = f"{one_line(error)} {one_line(error.__cause__)}"
-    if "corresponds to no data" in causes or "No columns to parse" in causes:
-        return UserError(where, "no rows")
-    return UserError(where, f"cannot be read: {one_line(error.__cause__ or error)}")
-
-
-def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
-    return UserError(f"{where} {place}" if where.endswith(name) else f"{where} {name} {place}", found)

@@ -1,17 +1,14 @@
 """Rows from files, folders and the hub, mixed into one dataset."""
 
 import os
-import re
 from typing import TYPE_CHECKING
 
-from trainer.datasets.files import FORMATS, read_files
-from trainer.datasets.rows import one_line, quiet
+from trainer.datasets.files import read_files
+from trainer.datasets.rows import quiet
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def load_rows(
@@ -68,20 +65,11 @@ def _load_set(path: str, flag: str, split: str) -> "Dataset":
     elif os.path.isfile(local):
         splits = read_files({"train": [local]}, where)
     else:
-        splits = _read_hub(path, where)
+        from trainer.datasets.hub import read_hub
+
+        splits = read_hub(path, where)
     if split not in splits:
         raise UserError(where, f"no split {split!r}", ", ".join(splits))
     if len(splits[split]) == 0:
         raise UserError(where, "no rows")
     return splits[split]
-
-
-def _read_hub(name: str, where: str) -> dict[str, "Dataset"]:
-    import datasets
-
-    if os.path.splitext(name)[1].lower() in FORMATS or not HUB_NAME.fullmatch(name):
-        raise UserError(where, "file not found")
-    try:
-        return datasets.load_dataset(name)
-    except Exception as error:  # absent, private, offline or several configurations: the library's message says which
-        raise UserError(where, f"no such file or folder, and the hub does not give it: {one_line(error)}") from None
