@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from launch import run_process
 
-from trainer.models import cpu_matmul
-from trainer.models.cpu_matmul import SMALL, choose_cpu_matmul
+from trainer.models import cpu_matmul, onednn_products
+from trainer.models.cpu_matmul import choose_cpu_matmul
+from trainer.models.onednn_products import SMALL
 
 ROWS, INNER, COLUMNS = 190, 230, 170
 LAYOUTS = {
@@ -130,9 +131,9 @@ def test_others_stay_torchs_own(capfd):
 
 def test_a_factor_too_large_to_copy_stays_torchs_own(capfd, monkeypatch):
     a, b = torch.randn(300, 400), torch.randn(300, 200)
-    monkeypatch.setattr(cpu_matmul, "LARGE_COPY", a.numel())
+    monkeypatch.setattr(onednn_products, "LARGE_COPY", a.numel())
     assert len(calls_of_onednn(capfd, lambda: a.t() @ b)) == 1
-    monkeypatch.setattr(cpu_matmul, "LARGE_COPY", a.numel() - 1)
+    monkeypatch.setattr(onednn_products, "LARGE_COPY", a.numel() - 1)
     assert not calls_of_onednn(capfd, lambda: a.t() @ b)
     assert len(calls_of_onednn(capfd, lambda: a.t().contiguous() @ b)) == 1
 

@@ -27,6 +27,10 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
     An error is reported once, and in one line if its cause is known.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from trainer.distributed.lifeline import end_with_parent
+
+        end_with_parent()
     try:
         main(sys.argv[1:] if argv is None else argv)
     except Interrupted as reason:

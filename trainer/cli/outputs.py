@@ -1,11 +1,13 @@
 """The run folder: its name, checks that it may be written, config.yaml and the start of metrics.jsonl."""
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import socket
 import tempfile
 import time
 from typing import Optional
@@ -15,25 +17,62 @@ import yaml
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE, MetricsLog
 
+LOCK_FILE = ".lock"
+_locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
+
 
 def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool, resumes: bool) -> str:
     """Return the run folder; rank 0 makes it. Raises UserError if it holds a run that is not resumed or overwritten."""
-    from trainer.distributed.collectives import broadcast_object
+    from trainer.distributed.collectives import broadcast_object, wait_for_all
 
     folder = broadcast_object(output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    if not strategy.is_rank_0():
-        return folder
+    if strategy.is_rank_0():
+        _open(folder, overwrite, resumes)
+    if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):  # more than one node
+        from trainer.distributed.shared_folder import check_shared_folder
+
+        wait_for_all()
+        check_shared_folder("--output_dir", folder, LOCK_FILE)
+    return folder
+
+
+def _open(folder: str, overwrite: bool, resumes: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError("--output_dir", f"{folder} is a file", "a folder")
     if _holds_run(folder) and not resumes:
         if not overwrite:
             allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
+        lock_folder(folder)
         for name in (METRICS_FILE, "config.yaml", "tensorboard", "checkpoints", "rollouts.jsonl"):
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     make_writable("--output_dir", folder)
-    return folder
+    lock_folder(folder)
+
+
+def lock_folder(folder: str) -> None:
+    """Make this process the only writer of a run folder until it ends. Raises UserError if another run writes there.
+
+    The kernel frees the lock when its process dies, so no lock is ever stale. The file says who holds it.
+    """
+    path = os.path.realpath(os.path.join(folder, LOCK_FILE))
+    if path in _locks:
+        return
+    lock = _locks[path] = os.open(path, os.O_RDWR | os.O_CREAT)
+    for seconds in [0.25] * 20 + [0]:  # a run that was just killed may need a moment to go
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            time.sleep(seconds)
+        except OSError:
+            return  # a file system without locks
+    else:
+        found = f"{folder} is being written by another run ({os.read(lock, 500).decode()})"
+        raise UserError("--output_dir", found, "another folder, or end that run first")
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def _holds_run(folder: str) -> bool:

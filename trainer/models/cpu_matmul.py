@@ -2,20 +2,16 @@
 torch also has oneDNN, and calls it for bf16. It uses AVX-512 on AMD's too, and is up to twice as fast there."""
 
 import os
-import warnings
 
 import torch
 
 from trainer.errors import UserError
 
-SMALL = 2**22  # multiply-adds of a product; below this, oneDNN gains little, or less than its call costs
-LARGE_COPY = 2**25  # elements of a factor that oneDNN must copy first; MKL needs no copy
 # Settings of oneDNN and of torch: the number of products whose code is kept, 1024 by default. Each one occupies some
 # MiB. So lengths that never repeat would fill one or two GiB.
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 CACHED = 32
 
-_kernels = []  # a registration with torch lasts as long as its Library object
 _in_use = False
 
 
@@ -30,14 +26,10 @@ def choose_cpu_matmul(choice: str) -> str:
         raise UserError("--cpu_matmul", "onednn, but this build of torch does not contain it", "auto, mkl")
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     _in_use = choice == "onednn" or (choice == "auto" and is_there and is_avx512 and _is_amd())
-    if _in_use and not _kernels:
-        library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            for name, replace in (("mm", _mm), ("mm.out", _mm_out), ("addmm", _addmm), ("addmm.out", _addmm_out)):
-                plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-                library.impl(name, replace(plain), "CPU", with_keyset=True)
-        _kernels.append(library)
+    if _in_use:
+        from trainer.models.onednn_products import install
+
+        install(is_in_use=lambda: _in_use)
     return chosen()
 
 
@@ -51,63 +43,3 @@ def _is_amd() -> bool:
             return any(line.split() == ["vendor_id", ":", "AuthenticAMD"] for line in lines)
     except OSError:  # not Linux
         return False
-
-
-def _is_ours(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether `a` b is a large fp32 product that is fast in oneDNN. torch reports errors of invalid products."""
-    if not _in_use or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
-        return False
-    if not (a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]):
-        return False
-    is_copied = not a.is_contiguous() and a.numel() > LARGE_COPY
-    return a.numel() * b.shape[1] >= SMALL and min(b.shape) > 1 and not is_copied
-
-
-def _is_bias(bias: torch.Tensor, b: torch.Tensor, beta, alpha) -> bool:
-    return bias.shape == (b.shape[1],) and bias.is_contiguous() and beta == alpha == 1
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, bias=None) -> torch.Tensor:
-    """Return a b + bias, for (rows, inner), (inner, columns) and (columns,)."""
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    (rows, inner), columns = a.shape, b.shape[1]
-    if bias is None and a.t().is_contiguous() and columns * (inner + rows) < rows * inner:
-        # the transposed product: oneDNN reads its first factor row by row, and this copies less than all of `a`
-        return linear(b.t(), a, None, "none", [], "").t().contiguous()
-    is_dense = b.is_contiguous() or b.t().is_contiguous()  # with gaps between rows, oneDNN has only slow code
-    return linear(a, (b if is_dense else b.contiguous()).t(), bias, "none", [], "")
-
-
-def _mm(plain):
-    def mm(keys, a, b):
-        return _product(a, b) if _is_ours(a, b) else plain(keys, a, b)
-
-    return mm
-
-
-def _mm_out(plain):
-    def mm_out(keys, a, b, *, out):
-        if _is_ours(a, b, out) and out.shape == (a.shape[0], b.shape[1]):
-            return out.copy_(_product(a, b))
-        return plain(keys, a, b, out=out)
-
-    return mm_out
-
-
-def _addmm(plain):
-    def addmm(keys, bias, a, b, *, beta=1, alpha=1):
-        if _is_ours(a, b, bias) and _is_bias(bias, b, beta, alpha):
-            return _product(a, b, bias)
-        return plain(keys, bias, a, b, beta=beta, alpha=alpha)
-
-    return addmm
-
-
-def _addmm_out(plain):
-    def addmm_out(keys, bias, a, b, *, beta=1, alpha=1, out):
-        is_ours = _is_ours(a, b, bias, out) and _is_bias(bias, b, beta, alpha)
-        if is_ours and out.shape == (a.shape[0], b.shape[1]):
-            return out.copy_(_product(a, b, bias))
-        return plain(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
-
-    return addmm_out
