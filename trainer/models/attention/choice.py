@@ -47,7 +47,7 @@ def setup_split_attention(
     """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models."""
     from transformers import AutoConfig
 
-    from trainer.models.attention.ring import register_ring_attention, validate_split_model
+    from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
     from trainer.models.attention.ulysses import validate_ulysses
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -57,3 +57,13 @@ def setup_split_attention(
             kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
     return register_ring_attention(sp_group, sp_mode, packed)
+
+
+def fit_attention(model, is_split: bool) -> None:
+    """Let attention of a loaded model know its documents and positions. Raise UserError for unfit split models."""
+    from trainer.models.attention.model_call import remember_call
+    from trainer.models.attention.split_attention import validate_split_model
+
+    if is_split:
+        validate_split_model(model.config)
+    remember_call(model)
