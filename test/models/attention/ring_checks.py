@@ -259,7 +259,7 @@ def check_refusals() -> None:
     tensors = [torch.zeros(1, size, 4, 8)] * 3
     for mode in MODES:
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode)]
-        for mask, option in ((torch.ones(1, 1, 4, 4), {}), (None, {"softcap": 30.0}), (None, {"s_aux": torch.ones(1)}),
+        for mask, option in ((torch.ones(1, 1, 4, 4), {}), (None, {"position_bias": torch.ones(1)}),
                              (None, {"dropout": 0.1}), (None, {"is_causal": False})):  # fmt: skip
             expect_refusal("--ring_attn_size", call, torch.nn.Module(), *tensors, mask, **option)
         windowed = torch.nn.Module()

@@ -5,9 +5,12 @@ Logits and gradients on two ranks against eager attention of each sample alone.
 
 import datetime
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from unusual_models import MODELS, SAMPLES, alone, assert_same_gradients, make_config, make_model
 
 from trainer.cli.entry import end_well

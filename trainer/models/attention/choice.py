@@ -39,6 +39,12 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
     validate_attention_layers(config, "--packing_samples", "leave it out")
     if attention == NAME:
         validate_registered_attention(config, "--packing_samples", "leave it out")
+    elif attention == "flash_attention_2" and _has_chunks(config):
+        raise UserError("--attn_implementation", f"{attention} for chunked_attention layers", "auto, sdpa")
+
+
+def _has_chunks(config) -> bool:
+    return "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def setup_split_attention(

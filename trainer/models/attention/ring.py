@@ -157,9 +157,9 @@ def find_segments(
 def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Optional[int]) -> Segment:
     """Return the segment of row positions `q` x `k`, each (start, end). Adding `to_local` gives local positions."""
     windowed = window is not None and q[1] - 1 - k[0] >= window
-    windowed = windowed or (diagonal and q != k)  # keys before the first query: neither causal nor all visible
+    windowed = windowed or (diagonal and q != k and q[1] - q[0] > 1)  # neither a square nor all visible
     local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
-    return Segment(local_q, local_k, q[0] - k[0], diagonal and not windowed, windowed)
+    return Segment(local_q, local_k, q[0] - k[0], diagonal and q == k and not windowed, windowed)
 
 
 def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -> Optional[torch.Tensor]:

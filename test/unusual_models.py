@@ -16,7 +16,13 @@ SMALL = {
     "initializer_range": 0.2,
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MANY_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+MANY_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 4, **WINDOW}
 GEMMA4 = {
@@ -50,7 +56,10 @@ MODELS = {
     "Exaone4": WINDOW,
 }
 SAMPLES = [
-    {"input_ids": (7 * torch.arange(start, start + n)).remainder(97).tolist(), "loss_mask": [i % 4 != 1 for i in range(n)]}
+    {
+        "input_ids": (7 * torch.arange(start, start + n)).remainder(97).tolist(),
+        "loss_mask": [i % 4 != 1 for i in range(n)],
+    }
     for start, n in ((3, 13), (50, 9), (11, 1), (23, 22))
 ]
 
