@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    DogeConfig,
     LlamaConfig,
     MistralConfig,
-    PhimoeConfig,
     Qwen3Config,
 )
 
@@ -263,7 +263,7 @@ def check_refusals() -> None:
                              (None, {"dropout": 0.1}), (None, {"is_causal": False})):  # fmt: skip
             expect_refusal("--ring_attn_size", call, torch.nn.Module(), *tensors, mask, **option)
         windowed = torch.nn.Module()
-        windowed.config = PhimoeConfig(sliding_window=7)
+        windowed.config = DogeConfig(sliding_window=7)
         expect_refusal("--ring_attn_size", call, windowed, *tensors)
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode, packed=True)]
         expect_refusal("--packing_samples", call, torch.nn.Module(), *tensors)
