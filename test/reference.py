@@ -129,6 +129,8 @@ def main(argv: list[str]) -> None:
     samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32, **quantization(args))
 
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa, the default of transformers, drops the soft cap without a word
     if args.lora_rank:
         model = add_lora(model, args)
     model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has

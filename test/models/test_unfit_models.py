@@ -51,7 +51,6 @@ def test_models_that_hand_over_their_windows_give_packed_documents_the_logits_th
     [
         ("StableLm", {}, "stablelm does not pass cu_seqlens to its attention"),
         ("Nemotron", {}, "nemotron does not pass cu_seqlens to its attention"),
-        ("Phimoe", {**EXPERTS, "sliding_window": 4}, "phimoe does not pass its sliding window to its attention"),
         ("Doge", {"sliding_window": 4}, "doge does not pass its sliding window to its attention"),
         ("Doge", {}, "doge has attention with attention_mask"),
     ],
@@ -69,8 +68,7 @@ def test_what_a_model_keeps_from_its_attention_is_missed(name, options, found, c
     [
         ("RecurrentGemma", "recurrent_gemma has layers of recurrent"),
         ("Jamba", "jamba has layers of "),
-        ("Gemma2", "gemma2 with attn_logit_softcapping"),
-        ("GptOss", "gpt_oss has its own kind of attention"),
+        ("HYV4", "hy_v4 has layers of indexed_attention"),
         ("Bloom", "bloom has its own kind of attention"),
         ("Falcon", "falcon has its own kind of attention"),
     ],
@@ -81,9 +79,14 @@ def test_a_config_says_what_packing_cannot_do(name, found, tmp_path):
         validate_packed_model(str(tmp_path), attention="varlen")
 
 
-def test_a_soft_cap_is_left_to_other_attention(tmp_path):
-    transformers.Gemma2Config().save_pretrained(tmp_path)
-    validate_packed_model(str(tmp_path), attention="flash_attention_2")
+def test_chunks_are_cut_only_by_our_attention(tmp_path):
+    transformers.Llama4TextConfig().save_pretrained(tmp_path)
+    validate_packed_model(str(tmp_path), attention="varlen")
+    with pytest.raises(UserError, match="--attn_implementation: flash_attention_2 for chunked_attention layers"):
+        validate_packed_model(str(tmp_path), attention="flash_attention_2")
+    transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--packing_samples: llama has layers of chunked_attention"):
+        validate_packed_model(str(tmp_path), attention="varlen")
 
 
 def test_a_window_that_never_cuts_is_no_fault():

@@ -4,7 +4,9 @@ import functools
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+
+from trainer.models.attention.model_call import keep_call
 
 _aten = torch.ops.aten
 # Products of matrices and attention cost most to compute again. They are small compared with the results between them:
@@ -22,9 +24,8 @@ KEPT = [
 
 def recompute_layers(model: torch.nn.Module, selective: bool = False) -> None:
     """Compute each decoder layer again in the backward pass. With `selective`, keep the results of `KEPT`."""
-    options = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    contexts = functools.partial(create_selective_checkpoint_contexts, KEPT) if selective else noop_context_fn
+    options = {"use_reentrant": False, "context_fn": functools.partial(keep_call, contexts)}
     model.gradient_checkpointing_enable(options)
 
 

@@ -45,12 +45,12 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
 
 
 def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
-    """Whether transformers computes this model's attention with scaled_dot_product_attention. Remote code is not asked."""
+    """Whether transformers computes this model's attention correctly with sdpa, which drops soft caps (Gemma 2)."""
     from transformers import AutoConfig
 
     config, classes = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), auto_class._model_mapping
-    if type(config) not in classes:
-        return True
+    if type(config) not in classes or getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return type(config) not in classes
     found = classes[type(config)]
     return (found[0] if isinstance(found, tuple) else found)._supports_sdpa
 

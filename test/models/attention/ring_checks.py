@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    DogeConfig,
     LlamaConfig,
     MistralConfig,
-    PhimoeConfig,
     Qwen3Config,
 )
 
@@ -24,7 +24,7 @@ from trainer.cli.entry import end_well
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded, shifted_labels
 from trainer.datasets.sequence_split import split_micro_batch, zigzag_shard
 from trainer.errors import UserError
-from trainer.models.attention.ring import register_ring_attention
+from trainer.models.attention.split_attention import register_ring_attention
 from trainer.models.token_losses import token_log_probs
 
 MODES = ("ring", "ulysses")
@@ -259,11 +259,11 @@ def check_refusals() -> None:
     tensors = [torch.zeros(1, size, 4, 8)] * 3
     for mode in MODES:
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode)]
-        for mask, option in ((torch.ones(1, 1, 4, 4), {}), (None, {"softcap": 30.0}), (None, {"s_aux": torch.ones(1)}),
+        for mask, option in ((torch.ones(1, 1, 4, 4), {}), (None, {"position_bias": torch.ones(1)}),
                              (None, {"dropout": 0.1}), (None, {"is_causal": False})):  # fmt: skip
             expect_refusal("--ring_attn_size", call, torch.nn.Module(), *tensors, mask, **option)
         windowed = torch.nn.Module()
-        windowed.config = PhimoeConfig(sliding_window=7)
+        windowed.config = DogeConfig(sliding_window=7)
         expect_refusal("--ring_attn_size", call, windowed, *tensors)
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode, packed=True)]
         expect_refusal("--packing_samples", call, torch.nn.Module(), *tensors)

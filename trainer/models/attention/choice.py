@@ -39,6 +39,12 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
     validate_attention_layers(config, "--packing_samples", "leave it out")
     if attention == NAME:
         validate_registered_attention(config, "--packing_samples", "leave it out")
+    elif attention == "flash_attention_2" and _has_chunks(config):
+        raise UserError("--attn_implementation", f"{attention} for chunked_attention layers", "auto, sdpa")
+
+
+def _has_chunks(config) -> bool:
+    return "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def setup_split_attention(
@@ -47,7 +53,7 @@ def setup_split_attention(
     """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models."""
     from transformers import AutoConfig
 
-    from trainer.models.attention.ring import register_ring_attention, validate_split_model
+    from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
     from trainer.models.attention.ulysses import validate_ulysses
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -57,3 +63,13 @@ def setup_split_attention(
             kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
     return register_ring_attention(sp_group, sp_mode, packed)
+
+
+def fit_attention(model, is_split: bool) -> None:
+    """Let attention of a loaded model know its documents and positions. Raise UserError for unfit split models."""
+    from trainer.models.attention.model_call import remember_call
+    from trainer.models.attention.split_attention import validate_split_model
+
+    if is_split:
+        validate_split_model(model.config)
+    remember_call(model)

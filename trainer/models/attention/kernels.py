@@ -6,7 +6,8 @@ attention. Their calls follow the published schemas and have NOT been run: only 
 
 Shapes: query, out, dout (batch, heads, q_tokens, head_dim); key, value (batch, kv_heads, k_tokens, head_dim), where
 kv_heads divides heads; lse (batch, heads, q_tokens) in fp32. `causal` needs as many queries as keys. `mask` is an
-additive mask (1, 1, q_tokens, k_tokens) in the query's dtype. Every query must see some key in it.
+additive mask (1, 1, q_tokens, k_tokens) in the query's dtype. Every query must see some key in it. With `softcap`, scores
+become softcap * tanh(scores / softcap) before the mask: only flash-attn has that, so other blocks use soft_cap.py.
 """
 
 import importlib.util
@@ -27,11 +28,16 @@ def block_forward(
     scale: float,
     causal: bool,
     mask: Optional[torch.Tensor],
+    softcap: Optional[float] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse): out = softmax(scale * query key^T + mask) value, in fp32 or the query's dtype.
 
     lse is the logarithm of the softmax denominators.
     """
+    if softcap is not None and not _capped_by_flash_attn(query, mask):
+        from trainer.models.attention.soft_cap import capped_forward
+
+        return capped_forward(query, key, value, scale, causal, mask, softcap)
     if query.device.type == "cpu":
         query, key, value, mask = _in_fp32(query, key, value, mask)
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -45,7 +51,7 @@ def block_forward(
 
         out, lse, *_ = _flash_attn_forward(
             query, key, value, dropout_p=0.0, softmax_scale=scale, causal=causal,
-            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+            window_size_left=-1, window_size_right=-1, softcap=softcap or 0.0, alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
     else:
         lengths = query.shape[1], key.shape[1]
@@ -65,12 +71,17 @@ def block_backward(
     scale: float,
     causal: bool,
     mask: Optional[torch.Tensor],
+    softcap: Optional[float] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dquery, dkey, dvalue) that this block of keys adds, given `out` and `lse` over all keys of the row.
 
     P = exp(scale * query key^T + mask - lse) is the share of these keys in the whole softmax. With this P, the
     gradients of separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
     """
+    if softcap is not None and not _capped_by_flash_attn(query, mask):
+        from trainer.models.attention.soft_cap import capped_backward
+
+        return capped_backward(dout, query, key, value, out, lse, scale, causal, mask, softcap)
     if query.device.type == "cpu":
         dout, query, key, value, out, mask = _in_fp32(dout, query, key, value, out, mask)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -79,8 +90,9 @@ def block_backward(
     if mask is not None or query.dtype == torch.float32:
         return _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask)
     dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in (dout, query, key, value, out))
-    run = _flash_attn_backward if _has_flash_attn() else _torch_flash_backward
-    return tuple(grad.transpose(1, 2) for grad in run(dout, query, key, value, out, lse.contiguous(), scale, causal))
+    block = dout, query, key, value, out, lse.contiguous(), scale, causal
+    grads = _flash_attn_backward(*block, softcap) if _has_flash_attn() else _torch_flash_backward(*block)
+    return tuple(grad.transpose(1, 2) for grad in grads)
 
 
 def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
@@ -92,13 +104,17 @@ def _has_flash_attn() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal):
+def _capped_by_flash_attn(query: torch.Tensor, mask: Optional[torch.Tensor]) -> bool:
+    return query.is_cuda and mask is None and query.dtype != torch.float32 and _has_flash_attn()
+
+
+def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal, softcap):
     from flash_attn.flash_attn_interface import _flash_attn_backward as backward
 
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     backward(
         dout.contiguous(), query, key, value, out, lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        window_size_left=-1, window_size_right=-1, softcap=softcap or 0.0, alibi_slopes=None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return grads

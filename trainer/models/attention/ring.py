@@ -5,7 +5,10 @@ Transformers). The log-sum-exp merges the partial results of the blocks (Milakov
 calculation for softmax). Backward sends keys and values around again, together with fp32 sums of their gradients.
 Between passes, a rank holds only its own query, key, value, out and lse: O(tokens / sp) memory.
 
-Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents never attend to each other.
+Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents never attend to each other. On one rank
+(no group), the same code serves packed rows whose attention has sinks or a soft cap.
+
+A sink is one more score in the softmax of each query, without a key. A query's own rank adds it once, after all blocks.
 """
 
 import itertools
@@ -14,61 +17,11 @@ from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
-from transformers import AttentionInterface
+import torch.nn.functional as F
 
-from trainer.errors import UserError
 from trainer.models.attention.kernels import block_backward, block_forward
-from trainer.models.attention.ulysses import ulysses_attention
-from trainer.models.attention.varlen import (
-    UNSUPPORTED,
-    document_bounds,
-    validate_attention_layers,
-    validate_call,
-    validate_registered_attention,
-)
 
-
-def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
-    """Register attention over `group` with transformers. Return its name, for use as `attn_implementation`.
-
-    Mode "ring" passes keys and values around, for any number of heads. Mode "ulysses" exchanges heads for tokens. Both
-    map zigzag shards, query (rows, heads, tokens / sp, head_dim), to out (rows, tokens / sp, heads, head_dim). A model
-    call passes `cu_seqlens` of the whole row if documents are `packed`. It never passes an attention mask.
-    """
-    attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
-
-    def forward(
-        module, query, key, value, attention_mask=None, *,
-        scaling=None, dropout=0.0, cu_seqlens=None, cu_seqlens_host=None, sliding_window=None, **kwargs,
-    ):  # fmt: skip
-        others = {"attention_mask": attention_mask, "dropout": dropout or None}
-        others |= {name: kwargs.get(name) for name in UNSUPPORTED}
-        validate_call(module, "--ring_attn_size", "1", cu_seqlens, sliding_window, others, packed)
-        is_causal = kwargs.get("is_causal")
-        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            raise UserError("--ring_attn_size", "attention that is not causal", "1")
-        if key.shape != value.shape:
-            raise UserError("--ring_attn_size", "keys and values of different head_dim", "1")
-        bounds = [0, query.shape[2] * group.size()] if cu_seqlens is None else document_bounds(cu_seqlens_host)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attention(query, key, value, bounds, sliding_window, scaling, group), None
-
-    AttentionInterface.register(mode, forward)
-    return mode
-
-
-def validate_split_model(config) -> None:
-    """Raise UserError for a transformers config whose layers would silently compute wrong results from a shard.
-
-    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch. It differs between
-    ranks.
-    """
-    validate_attention_layers(config, "--ring_attn_size", "1")
-    validate_registered_attention(config, "--ring_attn_size", "1")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
-    for found in sorted(rope_types & {"dynamic", "longrope"}):
-        raise UserError("--ring_attn_size", f"{config.model_type} with {found} rotary embeddings", "1")
+TILE = 1024  # queries that share one window mask; a long document with a window takes many masks, not a huge one
 
 
 def ring_attention(
@@ -78,15 +31,24 @@ def ring_attention(
     bounds: Sequence[int],
     window: Optional[int],
     scale: float,
-    group: dist.ProcessGroup,
+    group: Optional[dist.ProcessGroup],
+    softcap: Optional[float] = None,
+    sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Compute attention within each document [bounds[n], bounds[n + 1]) of the whole row, over the ranks of `group`.
 
-    Inputs are zigzag shards: query (rows, heads, tokens / sp, head_dim) and key, value (rows, kv_heads, ...). Output:
-    (rows, tokens / sp, heads, head_dim). A query sees keys at distance 0 <= q - k < `window`. With None, the distance
-    has no limit.
+    Inputs are zigzag shards: query (rows, heads, tokens / sp, head_dim), key (rows, kv_heads, ...) and value (rows,
+    kv_heads, ..., value_dim). Output: (rows, tokens / sp, heads, value_dim). A query sees keys at distance
+    0 <= q - k < `window`. With None, the distance has no limit. Scores become softcap * tanh(scores / softcap). `sinks`
+    (heads,) are scores without a key (Xiao et al. 2023; gpt-oss). The gradient of the sinks is the share of this rank's
+    queries. Without a group, inputs are whole rows.
     """
-    return _RingAttention.apply(query, key, value, bounds, window, scale, group).transpose(1, 2)
+    value_dim = value.shape[-1]
+    if value_dim != key.shape[-1]:  # zeros change neither scores nor outputs, and kernels need one size
+        size = max(value_dim, key.shape[-1])
+        query, key, value = (F.pad(tensor, (0, size - tensor.shape[-1])) for tensor in (query, key, value))
+    out = _RingAttention.apply(query, key, value, sinks, bounds, window, scale, softcap, group)
+    return out[..., :value_dim].transpose(1, 2)
 
 
 class Segment(NamedTuple):
@@ -101,37 +63,43 @@ class Segment(NamedTuple):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bounds, window, scale, group):
+    def forward(ctx, query, key, value, sinks, bounds, window, scale, softcap, group):
         query, key, value = (_unit_stride(tensor) for tensor in (query, key, value))
-        ctx.bounds, ctx.window, ctx.scale, ctx.group = bounds, window, scale, group
+        ctx.bounds, ctx.window, ctx.scale, ctx.softcap, ctx.group = bounds, window, scale, softcap, group
+        rank, size = _place(group)
         out = torch.zeros_like(query, dtype=torch.float32)
         lse = out.new_full(query.shape[:3], float("-inf"))
         for source, (block_key, block_value) in _circulate(torch.stack((key, value)), group):
-            for segment in find_segments(group.rank(), source, group.size(), query.shape[2], bounds, window):
+            for segment in find_segments(rank, source, size, query.shape[2], bounds, window):
                 q, k = segment.queries, segment.keys
                 part = block_forward(
                     query[:, :, q], block_key[:, :, k], block_value[:, :, k],
-                    scale, segment.causal, _window_mask(segment, window, query),
+                    scale, segment.causal, _window_mask(segment, window, query), softcap,
                 )  # fmt: skip
                 _merge(out[:, :, q], lse[:, :, q], *part)
+        if sinks is not None:
+            without_sink = lse.clone()
+            lse = torch.logaddexp(lse, sinks.float()[:, None])
+            out *= (without_sink - lse).exp()[..., None]
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         group, window, dout = ctx.group, ctx.window, _unit_stride(dout)
+        rank, size = _place(group)
         dquery = torch.zeros_like(query, dtype=torch.float32)
         finish_sums = None
         for source, block in _circulate(torch.stack((key, value)), group):
             dblock = torch.zeros_like(block, dtype=torch.float32)
-            for segment in find_segments(group.rank(), source, group.size(), query.shape[2], ctx.bounds, window):
+            for segment in find_segments(rank, source, size, query.shape[2], ctx.bounds, window):
                 q, k = segment.queries, segment.keys
                 dq, dk, dv = block_backward(
                     dout[:, :, q], query[:, :, q], block[0, :, :, k], block[1, :, :, k], out[:, :, q], lse[:, :, q],
-                    ctx.scale, segment.causal, _window_mask(segment, window, query),
+                    ctx.scale, segment.causal, _window_mask(segment, window, query), ctx.softcap,
                 )  # fmt: skip
                 dquery[:, :, q] += dq
                 dblock[0, :, :, k] += dk
@@ -140,19 +108,30 @@ class _RingAttention(torch.autograd.Function):
                 dblock += finish_sums()
             finish_sums = _start_shift(dblock, group)
         dkey, dvalue = finish_sums()  # after one shift per rank, each block's sums are back at its owner
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None, None
+        grads = dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+        return *grads, _sink_gradient(sinks, dout, out, lse), None, None, None, None, None
+
+
+def _sink_gradient(sinks: Optional[torch.Tensor], dout, out, lse) -> Optional[torch.Tensor]:
+    """Return the gradient (heads,). The sink's value is 0, so dP = 0 in dS = P (dP - D), with D = sum(dout * out)."""
+    if sinks is None:
+        return None
+    share = (sinks.float()[:, None] - lse).exp()  # (rows, heads, tokens)
+    return -(share * (dout.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def find_segments(
-    rank: int, source: int, sp_size: int, num_local: int, bounds: Sequence[int], window: Optional[int]
+    rank: int, source: int, sp_size: int, num_local: int, bounds: Sequence[int], window: Optional[int], tile: int = TILE
 ) -> list[Segment]:
     """Return the parts of (queries of `rank`) x (keys of `source`) with visible pairs. Each visible pair occurs once.
 
     Example: two ranks with 4 local tokens each, one document. Rank 1 holds tokens 2 3 4 5, rank 0 tokens 0 1 6 7. Both
     chunks of rank 1 see keys 0 1 of rank 0: queries [0, 2) x keys [0, 2) and queries [2, 4) x keys [0, 2).
+    A segment that a window cuts has at most `tile` queries, and only the keys in their reach.
     """
-    size = num_local // 2
-    halves = (enumerate((owner, 2 * sp_size - 1 - owner)) for owner in (rank, source))
+    num_chunks = 1 if sp_size == 1 else 2  # one rank holds the row in its own order, not cut in halves
+    size = num_local // num_chunks
+    halves = (enumerate((owner, 2 * sp_size - 1 - owner)[:num_chunks]) for owner in (rank, source))
     segments = []
     for (query_half, query_chunk), (key_half, key_chunk) in itertools.product(*halves):
         if key_chunk > query_chunk:
@@ -163,16 +142,24 @@ def find_segments(
             k = max(start, key_chunk * size), min(end, (key_chunk + 1) * size)
             if query_chunk != key_chunk and window is not None:  # drop queries and keys with nothing in reach
                 q, k = (q[0], min(q[1], k[1] - 1 + window)), (max(k[0], q[0] - window + 1), k[1])
-            if q[0] < q[1] and k[0] < k[1]:
+            if q[0] >= q[1] or k[0] >= k[1]:
+                continue
+            if window is None or q[1] - 1 - k[0] < window:
                 segments.append(_segment(q, k, to_local, query_chunk == key_chunk, window))
+                continue
+            for first in range(q[0], q[1], tile):
+                last = min(first + tile, q[1])
+                keys = max(k[0], first - window + 1), min(k[1], last)
+                segments.append(_segment((first, last), keys, to_local, query_chunk == key_chunk, window))
     return segments
 
 
 def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Optional[int]) -> Segment:
     """Return the segment of row positions `q` x `k`, each (start, end). Adding `to_local` gives local positions."""
     windowed = window is not None and q[1] - 1 - k[0] >= window
+    windowed = windowed or (diagonal and q != k and q[1] - q[0] > 1)  # neither a square nor all visible
     local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
-    return Segment(local_q, local_k, q[0] - k[0], diagonal and not windowed, windowed)
+    return Segment(local_q, local_k, q[0] - k[0], diagonal and q == k and not windowed, windowed)
 
 
 def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -> Optional[torch.Tensor]:
@@ -193,17 +180,23 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_
     lse.copy_(merged)
 
 
-def _circulate(block: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+def _place(group: Optional[dist.ProcessGroup]) -> tuple[int, int]:
+    """Return (rank, size) of a group. No group is one rank."""
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _circulate(block: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (owner's rank, block) for every rank of `group`, this rank first. The next block travels meanwhile."""
-    for step in range(group.size()):
-        finish = _start_shift(block, group) if step + 1 < group.size() else None
-        yield (group.rank() - step) % group.size(), block
+    rank, size = _place(group)
+    for step in range(size):
+        finish = _start_shift(block, group) if step + 1 < size else None
+        yield (rank - step) % size, block
         block = finish() if finish else block
 
 
-def _start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+def _start_shift(tensor: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Callable[[], torch.Tensor]:
     """Start to send `tensor` to the next rank of `group`. The result waits for and returns the previous rank's one."""
-    if group.size() == 1:
+    if _place(group)[1] == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(group.rank() + 1) % group.size())

@@ -35,15 +35,20 @@ def ulysses_attention(
     window: Optional[int],
     scale: float,
     group: dist.ProcessGroup,
+    softcap: Optional[float] = None,
+    sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Compute attention over the ranks of `group`, as trainer.models.attention.ring.ring_attention specifies."""
     validate_ulysses(query.shape[1], key.shape[1], group.size())
     module = torch.nn.Module()  # gives the head ratio to transformers' sdpa, which repeats KV heads if needed
     module.num_key_value_groups = query.shape[1] // key.shape[1]
+    if sinks is not None:
+        sinks = sinks.chunk(group.size())[group.rank()]
     cu_seqlens = torch.tensor(bounds)
     out, _ = varlen_attention_forward(
         module, *(_gather_tokens(tensor, group) for tensor in (query, key, value)), None,
         cu_seqlens=cu_seqlens, cu_seqlens_host=cu_seqlens, sliding_window=window, scaling=scale,
+        softcap=softcap, s_aux=sinks,
     )  # fmt: skip
     return _gather_heads(out, group)
 

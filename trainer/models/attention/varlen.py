@@ -5,7 +5,6 @@ crosses documents, and no (tokens x tokens) mask is built.
 """
 
 import itertools
-import math
 from typing import Optional
 
 import torch
@@ -13,12 +12,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.errors import UserError
+from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
 
 NAME = "varlen"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models that attention here does not support
 # the attributes in which configs name the kinds of their layers, and the kinds that this attention can serve
 LAYER_NAMES = ("layer_types", "layers_block_type", "block_types")
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# transformers has no sdpa for them because of their sinks; their attention needs nothing else
+MODELS_WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 
 
 def varlen_attention_forward(
@@ -27,49 +28,49 @@ def varlen_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Optional[torch.Tensor],
-    *,
-    cu_seqlens: Optional[torch.Tensor] = None,
-    cu_seqlens_host: Optional[torch.Tensor] = None,
-    max_length_q: Optional[int] = None,
-    sliding_window: Optional[int] = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document of a packed row. Inputs are (1, heads, tokens, head_dim).
 
-    Returns (1, tokens, heads, head_dim), as transformers expects. Raises UserError for a model that does not pass all
-    that this needs, see `validate_call`.
+    Returns (1, tokens, heads, head_dim), as transformers expects. Raises UserError for a call that this attention
+    cannot serve, see `read_call`.
     """
-    others = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in UNSUPPORTED}}
-    validate_call(module, "--packing_samples", "leave it out", cu_seqlens, sliding_window, others)
-    if _has_kernel(query, max_length_q, kwargs.get("dropout")):
-        return _varlen_kernel(query, key, value, cu_seqlens, max_length_q, sliding_window, kwargs.get("scaling")), None
+    call = read_call(module, query, attention_mask, kwargs, "--packing_samples", "leave it out", packed=True)
+    if call.softcap is not None or call.sinks is not None:
+        from trainer.models.attention.ring import ring_attention
+
+        bounds = call.bounds(query.shape[2])
+        return ring_attention(
+            call.query, key, value, bounds, call.window, call.scale, None, call.softcap, call.sinks
+        ), None
+    if _has_kernel(call):
+        return _varlen_kernel(call, key, value), None
     outputs = []
-    for start, end in itertools.pairwise(document_bounds(cu_seqlens_host)):
-        document = (tensor[:, :, start:end] for tensor in (query, key, value))
-        mask = _window_mask(end - start, sliding_window, query.device)
-        outputs.append(sdpa_attention_forward(module, *document, mask, **kwargs)[0])
+    for start, end in itertools.pairwise(call.bounds(query.shape[2])):
+        document = (tensor[:, :, start:end] for tensor in (call.query, key, value))
+        mask = _window_mask(end - start, call.window, query.device)
+        outputs.append(sdpa_attention_forward(module, *document, mask, scaling=call.scale, is_causal=True)[0])
     return torch.cat(outputs, dim=1), None
 
 
-@torch.compiler.disable  # otherwise every new list of bounds would be compiled again
-def document_bounds(cu_seqlens_host: torch.Tensor) -> list[int]:
-    """Return where each document of a packed row begins, and where the last one ends."""
-    return cu_seqlens_host.tolist()
-
-
-def _has_kernel(query: torch.Tensor, max_length: Optional[int], dropout: Optional[float]) -> bool:
+def _has_kernel(call: AttentionCall) -> bool:
     """Return whether torch's own kernel for packed attention can run. NOT tested: no GPU was available."""
-    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return fits and max_length is not None and not dropout
+    fits = call.query.is_cuda and call.query.dtype in (torch.bfloat16, torch.float16)
+    return fits and call.max_length is not None
 
 
-def _varlen_kernel(query, key, value, cu_seqlens, max_length: int, window: Optional[int], scale: Optional[float]):
+def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    tokens_first = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    left = -1 if window is None else window - 1  # the kernel does not count the query itself
+    tokens_first = (tensor[0].transpose(0, 1) for tensor in (call.query, key, value))
+    left = -1 if call.window is None else call.window - 1  # the kernel does not count the query itself
+    cu_seqlens, max_length = call.cu_seqlens, call.max_length
+    if call.chunk is not None:
+        bounds = call.bounds(call.query.shape[2])
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=call.query.device)
+        max_length = min(max_length, call.chunk)
     ends = (cu_seqlens, cu_seqlens, max_length, max_length)
-    return varlen_attn(*tokens_first, *ends, scale=scale, window_size=(left, 0), enable_gqa=True)[None]
+    return varlen_attn(*tokens_first, *ends, scale=call.scale, window_size=(left, 0), enable_gqa=True)[None]
 
 
 def validate_attention_layers(config, flag: str, allowed: str) -> None:
@@ -89,34 +90,18 @@ def validate_registered_attention(config, flag: str, allowed: str) -> None:
     Such a model calls no registered function, or needs more than causal attention within a window."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        raise UserError(flag, f"{config.model_type} with attn_logit_softcapping", allowed)
+    text = config.get_text_config()
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and text.model_type not in CHUNKED_MODELS:
+        raise UserError(flag, f"{config.model_type} has layers of chunked_attention", allowed)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # remote code: only a call can show whether it fits
         return
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class = found[0] if isinstance(found, tuple) else found
-    # Models without sdpa have attention with more inputs than query, key and value: sinks, position biases. The other
-    # refused models have attention code in the layer itself. That code sees neither documents nor shards.
-    if not (model_class._supports_sdpa and model_class._can_set_attn_implementation()):
+    # Other models without sdpa have inputs that attention here does not know. Models whose implementation cannot be set
+    # have attention code in the layer itself. That code sees neither documents nor shards.
+    fits = model_class._supports_sdpa or text.model_type in MODELS_WITH_SINKS
+    if not (fits and model_class._can_set_attn_implementation()):
         raise UserError(flag, f"{config.model_type} has its own kind of attention", allowed)
-
-
-def validate_call(module, flag: str, allowed: str, cu_seqlens, window, others: dict, packed: bool = True) -> None:
-    """Raise UserError if a model does not pass documents and window to attention, or uses one of `others` (not None).
-
-    Attention functions call this. `module` is the module of the layer."""
-    config = getattr(module, "config", None)
-    name = getattr(config, "model_type", type(module).__name__)
-    if packed and cu_seqlens is None:
-        raise UserError("--packing_samples", f"{name} does not pass cu_seqlens to its attention", "leave it out")
-    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) is not False
-    # a window as wide as the longest text of the model cuts nothing
-    has_window = has_window and config.sliding_window < getattr(config, "max_position_embeddings", math.inf)
-    if window is None and has_window and not getattr(config, "layer_types", None):
-        raise UserError(flag, f"{name} does not pass its sliding window to its attention", allowed)
-    for what, given in others.items():
-        if given is not None:
-            raise UserError(flag, f"{name} has attention with {what}", allowed)
 
 
 def _window_mask(length: int, window: Optional[int], device: torch.device) -> Optional[torch.Tensor]:
