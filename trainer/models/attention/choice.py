@@ -41,6 +41,17 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
         validate_registered_attention(config, "--packing_samples", "leave it out")
 
 
+def fit_layers(model, sp_group) -> None:
+    """Check the loaded model if `sp_group` splits sequences, and make its layers with a state right. Raises UserError."""
+    from trainer.models.recurrent_layers import restart_at_documents
+
+    if sp_group is not None:
+        from trainer.models.attention.ring import validate_split_model
+
+        validate_split_model(model.config)
+    restart_at_documents(model, sp_group)
+
+
 def setup_split_attention(
     folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False, packed: bool = False
 ) -> str:
@@ -54,6 +65,8 @@ def setup_split_attention(
     validate_split_model(config)
     if sp_mode == "ulysses":
         for layer in layer_configs(config.get_text_config()):
+            if not hasattr(layer, "num_attention_heads"):  # Mamba
+                continue
             kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
     return register_ring_attention(sp_group, sp_mode, packed)

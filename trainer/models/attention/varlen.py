@@ -73,13 +73,17 @@ def _varlen_kernel(query, key, value, cu_seqlens, max_length: int, window: Optio
 
 
 def validate_attention_layers(config, flag: str, allowed: str) -> None:
-    """Raise UserError for a transformers config with layers that never call a registered attention function.
+    """Raise UserError for a transformers config with layers that would see other documents, or only a part of a sequence.
 
-    Chunked, linear and state-space layers would see other documents, or only this rank's part of a sequence.
+    Such layers never call a registered attention function, and `recurrent_layers` does not know them either.
     """
     text = config.get_text_config()
-    layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()}
-    for found in sorted(layers - ATTENTION_LAYERS):
+    layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()} - ATTENTION_LAYERS
+    if layers:
+        from trainer.models.recurrent_layers import known_layers
+
+        layers -= known_layers(config)
+    for found in sorted(layers):
         raise UserError(flag, f"{config.model_type} has layers of {found}", allowed)
 
 
@@ -91,6 +95,9 @@ def validate_registered_attention(config, flag: str, allowed: str) -> None:
 
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise UserError(flag, f"{config.model_type} with attn_logit_softcapping", allowed)
+    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if set(layers) == {"linear_attention"}:  # no attention at all; `validate_attention_layers` knows these layers
+        return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # remote code: only a call can show whether it fits
         return
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
