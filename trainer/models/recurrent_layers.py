@@ -74,9 +74,20 @@ def restart_at_documents(model: torch.nn.Module, sp_group: Optional[dist.Process
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = _keeping_documents(module._gradient_checkpointing_func, row)
     for mixer in mixers:
-        # Ranks call the mixer for different numbers of batches: ZeRO 3 must gather its weights once, as a whole.
-        mixer._z3_leaf = True
+        _gather_as_a_whole(mixer)
         mixer.forward = _restarting(mixer.forward, row, sp_group)
+
+
+def _gather_as_a_whole(mixer: torch.nn.Module) -> None:
+    """Make ZeRO 3 gather the weights of a mixer once per call. Its ranks have different numbers of batches, and gathers
+    for each batch would not meet. ZeRO 3 sees the gradients of positional inputs only, and layers name their inputs."""
+
+    def call(self, hidden_states, *args, **kwargs):
+        return mixer_class.__call__(self, hidden_states, *args, **kwargs)
+
+    mixer_class = type(mixer)
+    mixer.__class__ = type(mixer_class.__name__, (mixer_class,), {"__call__": call})
+    mixer._z3_leaf = True
 
 
 class _Row:
@@ -186,21 +197,21 @@ def _in_batches(forward: Callable, hidden: torch.Tensor, batches: Batches) -> to
 
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Zigzag shards (rows, tokens / sp, hidden) -> (rows, tokens, hidden) in the order of the text (all-gather)."""
-    return natural_order(torch.cat(_AllGather.apply(hidden, group).unbind(), dim=1), group.size())
+    return natural_order(torch.cat(_AllGather.apply(hidden, group).chunk(group.size()), dim=1), group.size())
 
 
 class _AllGather(torch.autograd.Function):
-    """(...) of each rank -> (ranks, ...) on all. The gradient of a part is the sum of what all ranks send back for it."""
+    """(rows, ...) of each rank -> (ranks * rows, ...) on all. The gradient of a part is the sum of all ranks' for it."""
 
     @staticmethod
     def forward(ctx, tensor, group):
         ctx.group = group
-        gathered = tensor.new_empty(group.size(), *tensor.shape)
+        gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
         dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
         return gathered
 
     @staticmethod
     def backward(ctx, grad):
-        own = grad.new_empty(grad.shape[1:])
+        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
