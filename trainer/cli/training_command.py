@@ -241,10 +241,6 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     if setup.strategy.is_rank_0() and (unread := unread_tensors(model, folder)):  # only rank 0 opens every file for it
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
-    if args.packing_samples or args.ring_attn_size > 1:
-        from trainer.models.attention.choice import fit_attention
-
-        fit_attention(model, args.ring_attn_size > 1)
     disable_dropout(model)
     if args.gradient_checkpointing or args.selective_checkpointing:
         from trainer.models.activations import offload_layer_inputs, recompute_layers
@@ -252,6 +248,12 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         recompute_layers(model, selective=args.selective_checkpointing)
         if args.activation_offload:
             offload_layer_inputs(model)
+    if args.packing_samples or args.ring_attn_size > 1:
+        from trainer.models.attention.choice import fit_attention
+        from trainer.models.recurrent_layers import restart_at_documents
+
+        fit_attention(model, args.ring_attn_size > 1)
+        restart_at_documents(model, setup.sp_group)
     return model
 
 

@@ -60,6 +60,8 @@ def setup_split_attention(
     validate_split_model(config)
     if sp_mode == "ulysses":
         for layer in layer_configs(config.get_text_config()):
+            if not hasattr(layer, "num_attention_heads"):  # Mamba
+                continue
             kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
     return register_ring_attention(sp_group, sp_mode, packed)

@@ -74,13 +74,17 @@ def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) 
 
 
 def validate_attention_layers(config, flag: str, allowed: str) -> None:
-    """Raise UserError for a transformers config with layers that never call a registered attention function.
+    """Raise UserError for a transformers config with layers that would see other documents, or only a part of a sequence.
 
-    Chunked, linear and state-space layers would see other documents, or only this rank's part of a sequence.
+    Such layers never call a registered attention function, and `recurrent_layers` does not know them either.
     """
     text = config.get_text_config()
-    layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()}
-    for found in sorted(layers - ATTENTION_LAYERS):
+    layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()} - ATTENTION_LAYERS
+    if layers:
+        from trainer.models.recurrent_layers import known_layers
+
+        layers -= known_layers(config)
+    for found in sorted(layers):
         raise UserError(flag, f"{config.model_type} has layers of {found}", allowed)
 
 
@@ -91,8 +95,11 @@ def validate_registered_attention(config, flag: str, allowed: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config()
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and text.model_type not in CHUNKED_MODELS:
+    layers = getattr(text, "layer_types", None) or ()
+    if "chunked_attention" in layers and text.model_type not in CHUNKED_MODELS:
         raise UserError(flag, f"{config.model_type} has layers of chunked_attention", allowed)
+    if layers and set(layers) == {"linear_attention"}:  # no attention at all; `validate_attention_layers` knows these
+        return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # remote code: only a call can show whether it fits
         return
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
