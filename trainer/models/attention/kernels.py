@@ -9,11 +9,12 @@ kv_heads divides heads; lse (batch, heads, q_tokens) in fp32. `causal` needs as 
 additive mask (1, 1, q_tokens, k_tokens) in the query's dtype. Every query must see some key in it.
 """
 
-import importlib.util
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
+
+from trainer.models.attention.flash import flash_fits, has_flash_attn
 
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32  # efficient attention pads the rows of its log-sum-exp to a multiple of this many queries
@@ -37,10 +38,10 @@ def block_forward(
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if mask is not None or query.dtype == torch.float32:
+    if mask is not None or not flash_fits(query, value):
         return _efficient_forward(query, key, value, scale, causal, mask)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (batch, tokens, heads, head_dim)
-    if _has_flash_attn():
+    if has_flash_attn():
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -76,20 +77,16 @@ def block_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if mask is not None or query.dtype == torch.float32:
+    if mask is not None or not flash_fits(query, value):
         return _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask)
     dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in (dout, query, key, value, out))
-    run = _flash_attn_backward if _has_flash_attn() else _torch_flash_backward
+    run = _flash_attn_backward if has_flash_attn() else _torch_flash_backward
     return tuple(grad.transpose(1, 2) for grad in run(dout, query, key, value, out, lse.contiguous(), scale, causal))
 
 
 def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
     """Convert one block to fp32. Then partial results are not rounded, and the CPU kernel is faster than in bf16."""
     return [None if tensor is None else tensor.float() for tensor in tensors]
-
-
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
 
 
 def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal):

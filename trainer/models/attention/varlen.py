@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.errors import UserError
+from trainer.models.attention.flash import flash_fits
 
 NAME = "varlen"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models that attention here does not support
@@ -41,7 +42,7 @@ def varlen_attention_forward(
     """
     others = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in UNSUPPORTED}}
     validate_call(module, "--packing_samples", "leave it out", cu_seqlens, sliding_window, others)
-    if _has_kernel(query, max_length_q, kwargs.get("dropout")):
+    if _has_kernel(query, value, max_length_q, kwargs.get("dropout")):
         return _varlen_kernel(query, key, value, cu_seqlens, max_length_q, sliding_window, kwargs.get("scaling")), None
     outputs = []
     for start, end in itertools.pairwise(document_bounds(cu_seqlens_host)):
@@ -57,10 +58,9 @@ def document_bounds(cu_seqlens_host: torch.Tensor) -> list[int]:
     return cu_seqlens_host.tolist()
 
 
-def _has_kernel(query: torch.Tensor, max_length: Optional[int], dropout: Optional[float]) -> bool:
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, max_length: Optional[int], dropout: Optional[float]) -> bool:
     """Return whether torch's own kernel for packed attention can run. NOT tested: no GPU was available."""
-    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return fits and max_length is not None and not dropout
+    return query.is_cuda and flash_fits(query, value) and max_length is not None and not dropout
 
 
 def _varlen_kernel(query, key, value, cu_seqlens, max_length: int, window: Optional[int], scale: Optional[float]):
