@@ -44,10 +44,11 @@ class VLLMEngine:
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":
+            # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
         else:
             cache_bytes = _cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
-            options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
             _keep_plain_weights()
             _communicate_by_gloo()
         # vLLM seeds torch's generators, which training draws from, and it tries its model while it starts
@@ -59,7 +60,6 @@ class VLLMEngine:
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=tp_size,
                 max_model_len=max_len,
-                max_num_seqs=batch_size,
                 logprobs_mode="processed_logprobs",  # log-probs of the distribution at the temperature
                 generation_config="vllm",  # ignore the folder's own sampling settings
                 trust_remote_code=trust_remote_code,

@@ -100,6 +100,8 @@ class DeepspeedStrategy:
             set_accelerator(CPU_Accelerator())
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only one, number 0
+            os.environ["LOCAL_RANK"] = str(self.device.index)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         autotp.use_mesh_groups(self.meshes)
 
@@ -181,9 +183,8 @@ class DeepspeedStrategy:
         weights = self._read(model, with_masters=self.param_dtype != torch.float32)
         use_parameters(optimizer, {parameter: model.get_parameter(name) for parameter, name in names.items()})
         config = self._engine_config(with_optimizer=True, plan=self._tp_plan(model))
-        engine, wrapped, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        options = {"config": config, "dist_init_required": False}
+        engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, **options)
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
         self._note_reached(model)
         if self.param_dtype != torch.float32:
@@ -245,11 +246,8 @@ class DeepspeedStrategy:
             if not parameter.requires_grad or weights.dtype(name) == self.options.param_dtype.upper():
                 continue
             full = autotp.local_part(parameter, weights.read(name).to(self.device).float(), tp_rank)
-            if self.zero_stage == 0:
-                parameter.master.data.copy_(full)
-                continue
             if self.zero_stage < 3:
-                safe_set_full_fp32_param(parameter, full)
+                safe_set_full_fp32_param(parameter, full) if self.zero_stage else parameter.master.data.copy_(full)
                 continue
             # DeepSpeed's setter of full values fails if the last rank's partition is padded
             size = parameter.ds_tensor.ds_numel

@@ -33,6 +33,7 @@ def engine_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
     if plan:
         config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
