@@ -165,7 +165,7 @@ class LayoutArguments:
     check_replicas_every: Optional[int] = arg(
         None, "every N steps, check that replicas on different ranks are bitwise equal", type="PositiveInt"
     )
-    deterministic: bool = arg(True, "deterministic CUDA kernels (false may be faster)")
+    deterministic: bool = arg(True, "on CUDA: kernels that give the same bits in every run (false may be faster)")
 
 
 @dataclass

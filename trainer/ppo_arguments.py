@@ -36,7 +36,9 @@ class RolloutArguments:
         None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"
     )
     rollout_batch_size: int = arg(128, "prompts per rollout, over all ranks", type="PositiveInt")
-    micro_rollout_batch_size: int = arg(32, "responses that one rank generates at a time", type="PositiveInt")
+    micro_rollout_batch_size: int = arg(
+        32, "responses that one rank generates at a time (on CUDA, vllm decides)", type="PositiveInt"
+    )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
     generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from launch import ROOT, torchrun
 from tiny_models import make_model
+from transformers import LlamaForCausalLM
 
 from trainer.checkpoints.model_folder import restore_computed_buffers
 from trainer.errors import UserError
@@ -21,3 +22,11 @@ def test_a_buffer_that_nobody_computes_is_named():
     model.model.layers[1].register_buffer("forgotten", torch.ones(4), persistent=False)
     with pytest.raises(UserError, match=r"model\.layers\.1\.forgotten"):
         restore_computed_buffers(model, torch.device("cpu"))
+
+
+def test_buffers_are_computed_on_the_cpu_wherever_they_go():
+    """A GPU computes other last bits of powers and cosines. The meta device stands for it: nothing is computed there."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(make_model("llama").config)
+    restore_computed_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from tiny_models import make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention import varlen
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from trainer.cli.train_sft import parse
 from trainer.cli.training_command import validate_shared
@@ -117,3 +119,54 @@ def test_gradients_of_distributed_tensors_pass_through_the_host(mesh):
 def test_what_excludes_each_other_is_refused(flags):
     with pytest.raises(UserError, match=flags[0]):
         validate_shared(parse(["--pretrain", "x", "--dataset", "y", *flags])[0], ())
+
+
+def counted_attention(op: str, calls: list) -> str:
+    """Register attention that only scales the query, by a kernel that GPUs have and CPUs lack. `calls` counts it."""
+    if op == "_varlen_attn":
+
+        def forward(query, *others):
+            calls.append(op)
+            return 2 * query, query.new_zeros(1), query.new_zeros(1)
+
+        varlen._varlen_attn.register_kernel("cpu")(forward)
+        varlen._varlen_attn_backward.register_kernel("cpu")(
+            lambda grad, query, key, value, *others: (2 * grad, torch.zeros_like(key), torch.zeros_like(value))
+        )
+        bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+
+        def run(query, key):
+            return torch.ops.torch_attn._varlen_attn(query, key, key, bounds, bounds, 2, 2)[0]
+    else:
+
+        @torch.library.custom_op(f"flash_attn::{op}", mutates_args=())
+        def scaled(query: torch.Tensor) -> torch.Tensor:
+            calls.append(op)
+            return 2 * query
+
+        scaled.register_autograd(lambda ctx, grad: 2 * grad)
+
+        def run(query, key):
+            return getattr(torch.ops.flash_attn, op)(query)
+
+    def attention(module, query, key, value, *args, **kwargs):
+        return run(query, key).transpose(1, 2), None
+
+    AttentionInterface.register("counted", attention)
+    return "counted"
+
+
+@pytest.mark.parametrize("op", ["_varlen_attn", "_flash_attn_forward", "_flash_attn_varlen_forward"])
+def test_the_kernels_of_gpus_run_once(op):
+    calls, grads = [], []
+    model = make_model("llama")
+    model.set_attn_implementation(counted_attention(op, calls))
+    for selective in (False, True):
+        copied = copy.deepcopy(model)
+        if selective:
+            recompute_layers(copied, selective=True)
+        found = forward_and_backward(copied)[1]
+        grads.append({name: grad for name, grad in found.items() if grad is not None})  # keys may be left unused
+        assert len(calls) == model.config.num_hidden_layers, selective
+        calls.clear()
+    assert grads[0].keys() == grads[1].keys() and all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])

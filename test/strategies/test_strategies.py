@@ -4,7 +4,9 @@ import os
 import sys
 
 import pytest
+import torch
 from launch import ROOT, run_process, torchrun
+from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demo import make_demo
 
@@ -12,6 +14,8 @@ from trainer.datasets.demo import make_demo
 @pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2), ("ddp", 1)])
 def test_strategy_stands_alone(backend, num_stages, tmp_path):
     make_demo(str(tmp_path / "demo"))
+    demo_model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo/model", dtype=torch.float16)
+    demo_model.save_pretrained(tmp_path / "demo/fp16")
     script = str(ROOT / "test/strategies/strategy_checks.py")
     code, output = torchrun(2, script, backend, str(tmp_path / "demo"), timeout=400)
     assert code == 0, output[-6000:]

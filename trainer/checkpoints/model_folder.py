@@ -140,9 +140,9 @@ def _own_class(model) -> type:
 
 
 def restore_computed_buffers(model, device: torch.device) -> None:
-    """Compute again, in fp32 on `device`, the buffers that no model folder holds (RoPE tables, embedding scales).
+    """Compute again, in fp32, the buffers that no model folder holds (RoPE tables, embedding scales).
 
-    This is for a model built on the meta device, or in a context that rounded them to the compute dtype.
+    They are computed on the CPU and then moved to `device`: a GPU would give other last bits. This is for a model built on the meta device, or in a context that rounded them to the compute dtype.
 
     Raises:
         UserError: transformers leaves one of them without a value.
@@ -156,7 +156,7 @@ def restore_computed_buffers(model, device: torch.device) -> None:
             buffer._is_hf_initialized = True
             continue
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        model.get_submodule(path)._buffers[leaf] = torch.full(buffer.shape, _unset(dtype), dtype=dtype, device=device)
+        model.get_submodule(path)._buffers[leaf] = torch.full(buffer.shape, _unset(dtype), dtype=dtype, device="cpu")
         computed.append(name)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers initialises only what does not have this mark
@@ -172,6 +172,8 @@ def restore_computed_buffers(model, device: torch.device) -> None:
             raise UserError(
                 type(model).__name__, f"transformers computes no value for the buffer {name}", "another model"
             )
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = buffer.to(device)
 
 
 def _unset(dtype: torch.dtype) -> float | int:

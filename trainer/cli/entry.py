@@ -45,6 +45,9 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
         if _is_out_of_memory(error):
             _tell(f"out of memory: {str(error).splitlines()[0]} (what lowers memory: {MEMORY_FLAGS})")
             _leave(EXIT_USER_ERROR)
+        if "does not have a deterministic implementation" in str(error):  # torch's words
+            _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
+            _leave(EXIT_USER_ERROR)
         if _is_lost_peer(error):
             _wait_for_other_ranks(LOST_PEER_WAIT_SECONDS, rank_0_too=True)
             _tell(f"another rank is gone: {str(error).splitlines()[0]}")

@@ -149,7 +149,8 @@ def choose_attention(args) -> str:
         return wanted
     from trainer.models.attention.choice import resolve_attention
 
-    return resolve_attention(wanted, args.packing_samples, args.ring_attn_size > 1)
+    kind = {"param_dtype": args.param_dtype, "device": args.device}
+    return resolve_attention(wanted, args.packing_samples, args.ring_attn_size > 1, **kind)
 
 
 def use_cores(args, strategy) -> None:
@@ -231,10 +232,10 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
             raise UserError("--attn_implementation", f"sdpa, which the model of {folder} does not have", "auto, eager")
         attention = "eager"
         setup.strategy.print(f"attention of {folder}: eager, since transformers has no sdpa for this model")
-    if args.packing_samples:
-        from trainer.models.attention.choice import validate_packed_model
+    if setup.attention not in ("sdpa", "eager"):
+        from trainer.models.attention.choice import validate_model
 
-        validate_packed_model(folder, args.trust_remote_code, setup.attention)
+        validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples)
     model = setup.strategy.load_model(
         folder, auto_class, attn_implementation=attention, trust_remote_code=args.trust_remote_code
     )
@@ -330,20 +331,9 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
-        train(
-            strategy,
-            model,
-            optimizer,
-            scheduler,
-            run.loader,
-            loss_fn,
-            loop_options(args, total_steps),
-            metrics=metrics,
-            checkpoints=checkpoints,
-            progress=progress,
-            flops_per_token=flops,
-            eval_loader=run.eval_loader,
-        )
+        options, states = loop_options(args, total_steps), {"checkpoints": checkpoints, "progress": progress}
+        states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader}
+        train(strategy, model, optimizer, scheduler, run.loader, loss_fn, options, **states)
         if at_end:
             at_end(model)
         if not args.no_save:

@@ -110,8 +110,9 @@ def seed_everything(seed: int, deterministic: bool, device: torch.device) -> Non
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        from trainer.distributed.determinism import use_deterministic_kernels
+
+        use_deterministic_kernels()
 
 
 @dataclass(frozen=True)

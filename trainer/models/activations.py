@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.nn.attention.varlen  # defines torch_attn::_varlen_attn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
@@ -19,12 +20,21 @@ KEPT = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._flash_attention_forward.default,
+    torch.ops.torch_attn._varlen_attn.default,
 ]
+FLASH_ATTN = ("_flash_attn_forward", "_flash_attn_varlen_forward")  # the operations of flash-attn 2, once it is loaded
+
+
+def _keep_costly_results() -> tuple:
+    """Return the contexts of a layer's forward pass and of its repetition."""
+    loaded = [getattr(torch.ops.flash_attn, name).default for name in FLASH_ATTN if hasattr(torch.ops.flash_attn, name)]
+    return create_selective_checkpoint_contexts(KEPT + loaded)
 
 
 def recompute_layers(model: torch.nn.Module, selective: bool = False) -> None:
-    """Compute each decoder layer again in the backward pass. With `selective`, keep the results of `KEPT`."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, KEPT) if selective else noop_context_fn
+    """Compute each decoder layer again in the backward pass. With `selective`, keep what costs most."""
+    contexts = _keep_costly_results if selective else noop_context_fn
     options = {"use_reentrant": False, "context_fn": functools.partial(keep_call, contexts)}
     model.gradient_checkpointing_enable(options)
 

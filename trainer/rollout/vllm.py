@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from trainer.distributed.determinism import without_refusals
 from trainer.errors import UserError
 from trainer.rollout.checksum import Checksum
 from trainer.rollout.sampling import Completion, Sampling
@@ -43,13 +44,15 @@ class VLLMEngine:
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":
+            # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
         else:
             cache_bytes = _cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
-            options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
             _keep_plain_weights()
             _communicate_by_gloo()
-        with torch.random.fork_rng(self._rng_devices):  # vLLM seeds torch's generators, which training draws from
+        # vLLM seeds torch's generators, which training draws from, and it tries its model while it starts
+        with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             self._llm = _start(
                 model=folder,
                 dtype=str(dtype).removeprefix("torch."),
@@ -57,7 +60,6 @@ class VLLMEngine:
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=tp_size,
                 max_model_len=max_len,
-                max_num_seqs=batch_size,
                 logprobs_mode="processed_logprobs",  # log-probs of the distribution at the temperature
                 generation_config="vllm",  # ignore the folder's own sampling settings
                 trust_remote_code=trust_remote_code,
@@ -99,7 +101,7 @@ class VLLMEngine:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         seeds = seeds if sampling.temperature else [None] * len(prompts)
         params = [_sampling_params(sampling, seed) for seed in seeds]
-        with torch.random.fork_rng(self._rng_devices), _uncompiled(self.device):
+        with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._llm.generate(asked, params, use_tqdm=False)
         return [_completion(output.outputs[0]) for output in outputs]
 
@@ -137,9 +139,12 @@ def _completion(output) -> Completion:
 
 
 @contextlib.contextmanager
-def _uncompiled(device: torch.device) -> Iterator[None]:
-    """Compile nothing on CPU. Otherwise vLLM's function that ranks log-probs takes a C++ compiler about a minute."""
-    with torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext():
+def _as_vllm_needs(device: torch.device) -> Iterator[None]:
+    """Compile nothing on CPU: vLLM's function that ranks log-probs would take a C++ compiler about a minute.
+
+    On CUDA, leave torch's strict mode: vLLM sums probabilities with operations that strict mode refuses.
+    """
+    with torch.compiler.set_stance("force_eager") if device.type == "cpu" else without_refusals():
         yield
 
 

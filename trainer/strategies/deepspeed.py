@@ -18,7 +18,7 @@ from trainer.checkpoints import model_folder
 from trainer.datasets.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.errors import UserError
-from trainer.optimizers.adamw import state_tensors
+from trainer.optimizers.adamw import state_tensors, use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.strategies import autotp
 from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
@@ -34,7 +34,7 @@ class DeepspeedStrategy:
         self.zero_stage = 2 if options.zero_stage is None else options.zero_stage
         self._validate(options)
         self.options, self.seed = options, options.seed
-        self.param_dtype = DTYPES[options.param_dtype]
+        self.param_dtype, self._scaled = DTYPES[options.param_dtype], options.param_dtype == "fp16"
         self.sizes = mesh.resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=options.dp_replicate_size,
@@ -42,7 +42,7 @@ class DeepspeedStrategy:
             tp=options.tensor_parallel_size,
         )
         self.device = mesh.resolve_device(options.device)
-        if options.param_dtype == "fp16" and self.device.type == "cpu":
+        if self._scaled and self.device.type == "cpu":
             found = "fp16 with --backend deepspeed on CPU; DeepSpeed refuses it"
             raise UserError("--param_dtype", found, "bf16, fp32")
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
@@ -100,6 +100,8 @@ class DeepspeedStrategy:
             set_accelerator(CPU_Accelerator())
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only one, number 0
+            os.environ["LOCAL_RANK"] = str(self.device.index)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         autotp.use_mesh_groups(self.meshes)
 
@@ -117,7 +119,7 @@ class DeepspeedStrategy:
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
-        """The model of a Hugging Face folder. Under ZeRO 3 it is partitioned while it is loaded."""
+        """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -133,13 +135,15 @@ class DeepspeedStrategy:
             facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
             engine_config = self._engine_config(with_optimizer=False)
             model = load_partitioned(folder, config, auto_class, options, engine_config=engine_config, **facts)
-        else:
-            options |= {"dtype": torch.float32, "weights_only": True}
-            if self.options.load_in_4bit:
-                from trainer.strategies.quantization import in_4_bits
+        elif self.options.load_in_4bit:
+            from trainer.strategies.quantization import in_4_bits
 
-                options |= in_4_bits(self.param_dtype, self.device)
+            options |= {"dtype": torch.float32, "weights_only": True, **in_4_bits(self.param_dtype, self.device)}
             model = auto_class.from_pretrained(folder, **options)
+        else:
+            with torch.device("meta"):
+                model = auto_class.from_config(config, dtype=torch.float32, **options)
+            model_folder.read_generation_config(model, folder)
         self._folders[model] = folder
         return model
 
@@ -174,23 +178,44 @@ class DeepspeedStrategy:
 
     def _prepare_trained(self, model, optimizer, scheduler) -> tuple:
         import deepspeed
-        from deepspeed.runtime import torch_autocast
 
-        folder, new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
-        for name, tensor in new.items():
-            model.get_parameter(name).data.copy_(tensor)
-        # a stage-0 engine made earlier in this process leaves this on, and ZeRO would then reduce gradients in bf16
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        weights = self._read(model, with_masters=self.param_dtype != torch.float32)
+        use_parameters(optimizer, {parameter: model.get_parameter(name) for parameter, name in names.items()})
         config = self._engine_config(with_optimizer=True, plan=self._tp_plan(model))
-        engine, wrapped, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        options = {"config": config, "dist_init_required": False}
+        engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, **options)
         autotp.return_sharded_logits(model, self.meshes.root["tp"])
         self._note_reached(model)
-        if self.param_dtype != torch.float32 and self.zero_stage > 0:
-            names = list(model_folder.stored_tensors(model))
-            self._restore_masters(model, model_folder.open_weights(model, folder, names, new))
+        if self.param_dtype != torch.float32:
+            if self.zero_stage == 0:
+                from trainer.strategies.zero_0 import add_masters
+
+                add_masters(model, wrapped, self.param_dtype)
+            self._restore_masters(model, weights)
         return engine, wrapped, scheduler
+
+    def _read(self, model, with_masters: bool = False, offload: bool = False):
+        """Read the weights of a model that `load_model` left empty: to the device, or to host memory to be cut over tp.
+
+        Returns the weights of its folder `with_masters`, else None."""
+        folder, new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
+        is_empty, weights = next(model.parameters()).is_meta, None
+        if is_empty or with_masters:
+            names = list(model_folder.all_tensors(model) if is_empty else model_folder.stored_tensors(model))
+            weights = model_folder.open_weights(model, folder, names, new)
+        if is_empty:
+            device = torch.device("cpu") if offload or self.sizes.tp > 1 else self.device
+            for parameter in filter(torch.is_floating_point, model.parameters()):
+                parameter.data = parameter.data.to(self.param_dtype)
+            model.to_empty(device=device)
+            model.tie_weights(recompute_mapping=False)
+            for name, tensor in model_folder.all_tensors(model).items():
+                tensor.data.copy_(weights.read(name))
+            model_folder.restore_computed_buffers(model, device)
+        for name, tensor in new.items() if not is_empty else ():
+            model.get_parameter(name).data.copy_(tensor)
+        return weights
 
     def _tp_plan(self, model) -> Optional[dict[str, str]]:
         if self.sizes.tp == 1:
@@ -207,22 +232,22 @@ class DeepspeedStrategy:
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         from trainer.strategies.zero_loading import prepare_frozen
 
-        self._folders.pop(model)
+        self._read(model, offload=offload)
         config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
         facts = {"dtype": self.param_dtype, "device": self.device, "tp_mesh": self.meshes.root["tp"]}
         return prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
 
     def _restore_masters(self, model, weights) -> None:
-        """Set fp32 masters from an fp32 model folder. The engine made them from weights rounded to `param_dtype`."""
+        """Set fp32 masters from the model folder. The engine made them from weights rounded to `param_dtype`."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         tp_rank = self.meshes.root.get_local_rank("tp")
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad or weights.dtype(name) != "F32":
+            if not parameter.requires_grad or weights.dtype(name) == self.options.param_dtype.upper():
                 continue
-            full = autotp.local_part(parameter, weights.read(name).to(self.device), tp_rank)
+            full = autotp.local_part(parameter, weights.read(name).to(self.device).float(), tp_rank)
             if self.zero_stage < 3:
-                safe_set_full_fp32_param(parameter, full)
+                safe_set_full_fp32_param(parameter, full) if self.zero_stage else parameter.master.data.copy_(full)
                 continue
             # DeepSpeed's setter of full values fails if the last rank's partition is padded
             size = parameter.ds_tensor.ds_numel
@@ -243,23 +268,13 @@ class DeepspeedStrategy:
     def optimizer_step(self, optimizer, model, scheduler) -> float:
         """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
         if self.zero_stage == 0:
-            return self._step_unpartitioned(model, scheduler)
+            from trainer.strategies import zero_0
+
+            return zero_0.optimizer_step(optimizer, model, scheduler, self.options.max_norm, self._tp_group)
         model.step()
         if model.was_step_applied():
             scheduler.step()
         return float(model.get_global_grad_norm())
-
-    def _step_unpartitioned(self, model, scheduler) -> float:
-        from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
-
-        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        norm = get_grad_norm(parameters, lambda p: (self._tp_group,) if autotp.is_sharded(p) else ())
-        if torch.isfinite(norm):
-            clip_grad_by_total_norm_(parameters, self.options.max_norm, norm)
-            model.step()
-            scheduler.step()
-        model.zero_grad()
-        return norm.item()
 
     def _note_reached(self, model) -> None:
         """Note which parameters autograd reaches. The engine removes gradients and hides which ones never came."""
@@ -277,10 +292,11 @@ class DeepspeedStrategy:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
         from deepspeed.utils import safe_get_full_grad
 
-        scale = model.optimizer.loss_scale if self.param_dtype == torch.float16 else 1.0
+        scale = model.optimizer.loss_scale if self._scaled else 1.0
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad:
-                yield name, autotp.gather(parameter, safe_get_full_grad(parameter).float() / scale, self._tp_group)
+                grad = safe_get_full_grad(vars(parameter).get("master", parameter))
+                yield name, autotp.gather(parameter, grad.float() / scale, self._tp_group)
 
     # --- weights: move, compare, export
 
@@ -297,7 +313,7 @@ class DeepspeedStrategy:
         if model is not None:
             parameters = model_folder.unwrapped(model).parameters()
             tensors += [p.ds_tensor for p in parameters] if self.zero_stage == 3 else list(parameters)
-        if model is not None and optimizer is not None and self.zero_stage > 0:
+        if model is not None and optimizer is not None:
             from trainer.strategies.zero_masters import all_of
 
             tensors += all_of(optimizer, self.zero_stage)
@@ -366,6 +382,7 @@ class DeepspeedStrategy:
         """
         from trainer.checkpoints import run_state
         from trainer.checkpoints.model_writer import save_pretrained
+        from trainer.strategies.zero_masters import loss_scale_of
 
         model = roles[run_state.MAIN][0]
 
@@ -373,7 +390,9 @@ class DeepspeedStrategy:
             tensors = self.iter_full_params(model) if form.hf_weights else None
             save_pretrained(tensors, model.module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {role: self._own_state(model, scheduler) for role, (model, _, scheduler) in roles.items()}
+        own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
+        for role in own:
+            own[role]["loss_scale"] = loss_scale_of(roles[role][1]) if self._scaled else run_state.NO_LOSS_SCALE
         own[run_state.MAIN]["optim"] = self.options.optim
         shards = run_state.shards_of_roles(roles, self._shards, further)
         return run_state.save(folder, shards, state, own, self.device, form, export)
@@ -381,31 +400,17 @@ class DeepspeedStrategy:
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
         from trainer.checkpoints import run_state
-        from trainer.strategies.zero_masters import to_weights
+        from trainer.strategies.zero_masters import set_loss_scale, to_weights
 
         shards = run_state.shards_of_roles(roles, self._shards, further)
         state = run_state.load(folder, shards, self.device, self.options.optim)
         for role, (model, optimizer, scheduler) in roles.items():
             own = run_state.role_state(state, role)
-            to_weights(optimizer, self.zero_stage)
+            to_weights(model_folder.unwrapped(model), optimizer, self.zero_stage)
             run_state.set_scheduler_step(scheduler, own["scheduler_step"])
-            self._restore_loss_scale(model, own)
+            if self._scaled:
+                set_loss_scale(optimizer, own["loss_scale"])
         return state
-
-    def _own_state(self, model, scheduler) -> dict:
-        from trainer.checkpoints.run_state import NO_LOSS_SCALE
-
-        scale = NO_LOSS_SCALE
-        if self.param_dtype == torch.float16:
-            scaler = model.optimizer.loss_scaler
-            scale = {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
-        return {"scheduler_step": scheduler.last_epoch, "loss_scale": scale}
-
-    def _restore_loss_scale(self, model, own: dict) -> None:
-        if self.param_dtype == torch.float16:  # the scaler uses only the iterations since the last overflow
-            scaler = model.optimizer.loss_scaler
-            scaler.cur_scale, scaler.cur_iter = own["loss_scale"]["scale"], own["loss_scale"]["good_steps"]
-            scaler.last_overflow_iter = -1
 
     def weight_shards(self, model, optimizer) -> Iterator["TensorShard"]:
         """This rank's parts of the weights in fp32, as they are now, to read and to write."""

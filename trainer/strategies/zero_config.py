@@ -33,13 +33,11 @@ def engine_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
     if plan:
         config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
-    if options.param_dtype == "bf16" and stage == 0:
-        # the engine has no fp32 masters at stage 0; fp32 weights under autocast give the same mathematics
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif options.param_dtype == "bf16":
+    if options.param_dtype == "bf16" and stage:  # at stage 0 the engine has no masters; `zero_0` adds them
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
     elif options.param_dtype == "fp16":
         scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}

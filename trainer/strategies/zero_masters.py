@@ -10,7 +10,9 @@ from trainer.optimizers.adamw import states_of
 
 
 def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
-    """The flat masters of this rank, under ZeRO 1 to 3."""
+    """The masters of this rank. Under ZeRO 1 to 3 they are flat."""
+    if zero_stage == 0:
+        return [master for group in optimizer.param_groups for master in group["params"]]
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer, which DeepSpeed uses for bf16 under ZeRO 1
@@ -23,7 +25,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    master = safe_get_full_fp32_param(tensor) if tensor.requires_grad else None
+    master = vars(tensor).get("master")
+    if master is None and tensor.requires_grad:
+        master = safe_get_full_fp32_param(tensor)
     if master is not None:
         return master.detach()
     with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
@@ -73,8 +77,9 @@ def shards_of(name: str, tensor: torch.Tensor, parameter, optimizer, part: Part)
     if parameter is None or not parameter.requires_grad:
         yield _untrained_shard(name, tensor, parameter, part)
     elif part.zero_stage == 0:
-        yield whole_shard(f"weight/{name}", parameter, is_first)
-        for kind, state in states_of(optimizer, parameter).items():
+        master = vars(parameter).get("master", parameter)
+        yield whole_shard(f"weight/{name}", master, is_first)
+        for kind, state in states_of(optimizer, master).items():
             yield whole_shard(f"{kind}/{name}", state, is_first)
     else:
         find = stage_3_part if part.zero_stage == 3 else stage_2_part
@@ -90,9 +95,13 @@ def _untrained_shard(name: str, tensor: torch.Tensor, parameter, part: Part) -> 
     return flat_shard(f"weight/{name}", tuple(parameter.ds_shape), start, parameter.ds_tensor[:size])
 
 
-def to_weights(optimizer, zero_stage: int) -> None:
+def to_weights(model, optimizer, zero_stage: int) -> None:
     """Round loaded masters to the weights that the model computes with (all-gather over dp x sp)."""
-    if zero_stage in (1, 2):
+    if zero_stage == 0:
+        from trainer.strategies.zero_0 import update_weights
+
+        update_weights(model)
+    elif zero_stage in (1, 2):
         optimizer.update_lp_params()
     elif zero_stage == 3:
         for number in range(len(optimizer.fp32_partitioned_groups_flat)):
@@ -102,3 +111,15 @@ def to_weights(optimizer, zero_stage: int) -> None:
             kept[0].partition(kept)
             kept[0].all_gather(kept)
         optimizer.invalidate_secondary_tensor()  # hpZ gathers from copies, which would keep the old values
+
+
+def loss_scale_of(optimizer) -> dict:
+    """The state of the fp16 loss scaler."""
+    scaler = optimizer.loss_scaler
+    return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+
+def set_loss_scale(optimizer, state: dict) -> None:
+    """Restore the fp16 loss scaler. It uses only the iterations since the last overflow."""
+    scaler = optimizer.loss_scaler
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["good_steps"], -1

@@ -1,13 +1,14 @@
 """Choose the attention function of a run, and check that the model fits it."""
 
-import importlib.util
 from typing import Optional
 
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 
 
-def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False) -> str:
+def resolve_attention(
+    attn_implementation: str, packed: bool, ring: bool = False, *, param_dtype: str = "bf16", device: str = "auto"
+) -> str:
     """Return the name of the attention function that transformers should call. Raises UserError if it cannot be used.
 
     With `ring`, `setup_split_attention` replaces it once the process groups exist.
@@ -15,10 +16,9 @@ def resolve_attention(attn_implementation: str, packed: bool, ring: bool = False
     if ring and attn_implementation == "eager":
         raise UserError("--attn_implementation", "eager with --ring_attn_size", "sdpa, flash_attention_2")
     if attn_implementation == "flash_attention_2":
-        if importlib.util.find_spec("flash_attn") is None:
-            raise UserError(
-                "--attn_implementation", "flash_attention_2 needs flash-attn: pip install -e '.[flash]'", "sdpa, eager"
-            )
+        from trainer.models.attention.flash import validate_flash_attention
+
+        validate_flash_attention(param_dtype, device)
         return attn_implementation
     if not packed:
         return attn_implementation
@@ -45,6 +45,18 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
 
 def _has_chunks(config) -> bool:
     return "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def validate_model(folder: str, trust_remote_code: bool, attention: str, packed: bool) -> None:
+    """Raise UserError if the attention function does not fit the model of `folder`."""
+    if packed:
+        validate_packed_model(folder, trust_remote_code, attention)
+    if attention == "flash_attention_2":
+        from transformers import AutoConfig
+
+        from trainer.models.attention.flash import validate_head_dims
+
+        validate_head_dims(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
 def setup_split_attention(

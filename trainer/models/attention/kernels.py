@@ -10,11 +10,12 @@ additive mask (1, 1, q_tokens, k_tokens) in the query's dtype. Every query must 
 become softcap * tanh(scores / softcap) before the mask: only flash-attn has that, so other blocks use soft_cap.py.
 """
 
-import importlib.util
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
+
+from trainer.models.attention.flash import flash_fits, has_flash_attn
 
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32  # efficient attention pads the rows of its log-sum-exp to a multiple of this many queries
@@ -34,7 +35,7 @@ def block_forward(
 
     lse is the logarithm of the softmax denominators.
     """
-    if softcap is not None and not _capped_by_flash_attn(query, mask):
+    if softcap is not None and not _capped_by_flash_attn(query, value, mask):
         from trainer.models.attention.soft_cap import capped_forward
 
         return capped_forward(query, key, value, scale, causal, mask, softcap)
@@ -43,10 +44,10 @@ def block_forward(
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if mask is not None or query.dtype == torch.float32:
+    if mask is not None or not flash_fits(query, value):
         return _efficient_forward(query, key, value, scale, causal, mask)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (batch, tokens, heads, head_dim)
-    if _has_flash_attn():
+    if has_flash_attn():
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -78,7 +79,7 @@ def block_backward(
     P = exp(scale * query key^T + mask - lse) is the share of these keys in the whole softmax. With this P, the
     gradients of separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
     """
-    if softcap is not None and not _capped_by_flash_attn(query, mask):
+    if softcap is not None and not _capped_by_flash_attn(query, value, mask):
         from trainer.models.attention.soft_cap import capped_backward
 
         return capped_backward(dout, query, key, value, out, lse, scale, causal, mask, softcap)
@@ -87,11 +88,11 @@ def block_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if mask is not None or query.dtype == torch.float32:
+    if mask is not None or not flash_fits(query, value):
         return _efficient_backward(dout, query, key, value, out, lse, scale, causal, mask)
     dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in (dout, query, key, value, out))
     block = dout, query, key, value, out, lse.contiguous(), scale, causal
-    grads = _flash_attn_backward(*block, softcap) if _has_flash_attn() else _torch_flash_backward(*block)
+    grads = _flash_attn_backward(*block, softcap) if has_flash_attn() else _torch_flash_backward(*block)
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
@@ -100,12 +101,8 @@ def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
     return [None if tensor is None else tensor.float() for tensor in tensors]
 
 
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
-def _capped_by_flash_attn(query: torch.Tensor, mask: Optional[torch.Tensor]) -> bool:
-    return query.is_cuda and mask is None and query.dtype != torch.float32 and _has_flash_attn()
+def _capped_by_flash_attn(query: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor]) -> bool:
+    return query.is_cuda and mask is None and flash_fits(query, value) and has_flash_attn()
 
 
 def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal, softcap):

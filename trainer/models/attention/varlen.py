@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.errors import UserError
 from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
+from trainer.models.attention.flash import flash_fits
 
 NAME = "varlen"
 # the attributes in which configs name the kinds of their layers, and the kinds that this attention can serve
@@ -43,7 +44,7 @@ def varlen_attention_forward(
         return ring_attention(
             call.query, key, value, bounds, call.window, call.scale, None, call.softcap, call.sinks
         ), None
-    if _has_kernel(call):
+    if _has_kernel(call, value):
         return _varlen_kernel(call, key, value), None
     outputs = []
     for start, end in itertools.pairwise(call.bounds(query.shape[2])):
@@ -53,10 +54,9 @@ def varlen_attention_forward(
     return torch.cat(outputs, dim=1), None
 
 
-def _has_kernel(call: AttentionCall) -> bool:
+def _has_kernel(call: AttentionCall, value: torch.Tensor) -> bool:
     """Return whether torch's own kernel for packed attention can run. NOT tested: no GPU was available."""
-    fits = call.query.is_cuda and call.query.dtype in (torch.bfloat16, torch.float16)
-    return fits and call.max_length is not None
+    return call.query.is_cuda and flash_fits(call.query, value) and call.max_length is not None
 
 
 def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""--deterministic is strict where it is promised, costs no filling of memory, and tells an operation that breaks it."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import run_process
+
+from trainer.distributed.determinism import row_cumsum, without_refusals
+from trainer.errors import UserError
+from trainer.training.verify_resume import verify_replay
+
+# seeding for CUDA sets only flags, so it needs no GPU; put_ has no deterministic kernel on any device
+CHECK = """
+import os, torch
+from trainer.cli.entry import run_command
+from trainer.distributed.mesh import seed_everything
+
+def main(argv):
+    seed_everything(1, False, torch.device("cuda"))
+    assert not torch.are_deterministic_algorithms_enabled() and "FLASH_ATTENTION_DETERMINISTIC" not in os.environ
+    seed_everything(1, True, torch.device("cuda"))
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1" and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    print("strict")
+    torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+
+run_command(main, [])
+"""
+
+
+def test_strict_and_told_in_one_line():
+    code, output = run_process([sys.executable, "-c", CHECK], timeout=120)
+    assert "strict" in output, output
+    assert code == 2 and "error: --deterministic: put_ does not have a deterministic implementation" in output
+    assert "Traceback" not in output
+
+
+def test_without_refusals_restores_the_mode():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with without_refusals():
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_row_cumsum():
+    rows = torch.rand(3, 50, dtype=torch.float64)
+    assert row_cumsum(rows).equal(rows.cumsum(-1)) and row_cumsum(rows[:1]).equal(rows[:1].cumsum(-1))
+
+
+def test_verify_resume_needs_deterministic_kernels():
+    options = SimpleNamespace(deterministic=False)
+    trained = SimpleNamespace(strategy=SimpleNamespace(device=torch.device("cuda"), options=options))
+    with pytest.raises(UserError, match="--verify_resume: with --deterministic false"):
+        verify_replay(SimpleNamespace(trained=trained), None, lambda progress: [])
