@@ -123,9 +123,14 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     }
     if args.rollout_engine == "vllm":
         return _vllm_engine(args, setup, options)
+    from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
-    return HFEngine(setup.folder, setup.tokenizer, **options)
+    engine = HFEngine(setup.folder, setup.tokenizer, **options)
+    if engine.kind_of_rows is UncachedRows:
+        name = type(engine.model).__name__
+        setup.strategy.print(f"rollout engine: no cache for {name}, so each token reads the whole text again")
+    return engine
 
 
 def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dict):

@@ -1,11 +1,17 @@
-"""Faster generation with transformers' KV cache: memory is reserved once, and shared key heads are not copied."""
+"""How a batch of rows continues token by token: with transformers' cache, or without one where a model has none that fits.
 
+The cache is fast: memory for keys and values is reserved once, and shared key heads are not copied.
+"""
+
+import inspect
+from collections.abc import Sequence
+from math import inf
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -33,11 +39,11 @@ class _ReservedLayer(DynamicLayer):
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def reorder_cache(self, rows: torch.Tensor) -> None:
         end = self.get_seq_length()
         if end == 0:  # this layer takes its keys from another one
             return
-        self._rooms = tuple(room[indices] for room in self._rooms)
+        self._rooms = tuple(room[rows] for room in self._rooms)
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
 
@@ -86,3 +92,99 @@ def _by_products(query, key, value, mask: Optional[torch.Tensor], scaling: Optio
     if mask is not None:
         scores = scores.view(*query.shape[:-1], -1).masked_fill(~mask, float("-inf")).flatten(0, 1)
     return torch.bmm(scores.softmax(-1), value.flatten(0, 1)).view(*query.shape[:-1], -1)
+
+
+# --- rows that continue
+
+
+def can_cache(model) -> bool:
+    """Whether a token that `model` reads with transformers' cache gets the logits that it has without the cache.
+
+    It does not in three cases. The model has a cache class of its own. It keeps states in its modules (RecurrentGemma).
+    Or its Mamba layers limit the size of time steps, which transformers does only without a cache (Nemotron-H, Zamba 2).
+    """
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return False
+    if not model._supports_default_dynamic_cache():
+        return False
+    layers = DynamicCache(config=model.config).layers
+    known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+    has_states = any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+    has_keys = any(isinstance(layer, DynamicLayer) for layer in layers)
+    plain = all(type(layer) in known or isinstance(layer, LinearAttentionLayer) for layer in layers)
+    limits = [vars(module).get("time_step_limit") or (0, inf) for module in model.modules()]
+    unlimited = all(low <= 0 and high == inf for low, high in limits)
+    return plain and has_keys and has_states >= model._is_stateful and unlimited
+
+
+class CachedRows:
+    """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once."""
+
+    def __init__(self, model, prompts: Sequence[Sequence[int]], pad_token_id: int, max_new_tokens: int):
+        self.model, self.known = model, inspect.signature(model.forward).parameters
+        # equal prompts have one row; their rows then continue from copies of the same cache
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        self.copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
+        longest = max(map(len, places))
+        ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in places]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in places]
+        self.ids, self.mask = (torch.tensor(rows, device=model.device) for rows in (ids, mask))
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        self.cache = make_cache(model.config, longest + max_new_tokens)
+
+    def first(self) -> torch.Tensor:
+        """The logits (rows, vocab) after each prompt."""
+        logits = self._logits(self.ids)
+        if len(self.ids) == len(self.copies):
+            return logits
+        self.keep(self.copies)
+        return logits[self.copies]
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append a token to each row. The logits (rows, vocab) after it."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
+        self.positions = self.positions[:, -1:] + 1
+        return self._logits(tokens[:, None])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Continue only with these rows, in this order."""
+        self.cache.reorder_cache(rows)
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
+
+    def _logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        options = {"position_ids": self.positions, "logits_to_keep": 1}
+        options = {name: value for name, value in options.items() if name in self.known}
+        out = self.model(
+            input_ids=input_ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **options
+        )
+        return out.logits[:, -1]
+
+
+class UncachedRows:
+    """Rows of tokens that are read again for each new token. Rows of one length run together, so nothing is padded."""
+
+    def __init__(self, model, prompts: Sequence[Sequence[int]], pad_token_id: int, max_new_tokens: int):
+        self.model, self.rows = model, [list(prompt) for prompt in prompts]
+        self.options = {"use_cache": False}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self.options["logits_to_keep"] = 1
+
+    def first(self) -> torch.Tensor:
+        """The logits (rows, vocab) after each prompt."""
+        logits: list = [None] * len(self.rows)
+        for length in {len(row) for row in self.rows}:
+            places = [place for place, row in enumerate(self.rows) if len(row) == length]
+            ids = torch.tensor([self.rows[place] for place in places], device=self.model.device)
+            for place, row in zip(places, self.model(input_ids=ids, **self.options).logits[:, -1]):
+                logits[place] = row
+        return torch.stack(logits)
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append a token to each row. The logits (rows, vocab) after it."""
+        for row, token in zip(self.rows, tokens.tolist()):
+            row.append(token)
+        return self.first()
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Continue only with these rows, in this order."""
+        self.rows = [self.rows[row] for row in rows.tolist()]

@@ -1,4 +1,4 @@
-"""The embedded rollout engine: a full replica of the policy on every rank, and batched generation with a KV cache.
+"""The embedded rollout engine: a full replica of the policy on every rank, and batched generation.
 
 It works on any platform and with any layout of the training weights. The price is one full copy of the weights per
 rank, in the compute dtype. Input and output are tokens.
@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from trainer.checkpoints.model_folder import restore_computed_buffers, stored_tensors
+from trainer.models.model_loading import has_sdpa
 from trainer.rollout.checksum import Checksum
-from trainer.rollout.decoding import make_cache, register_attention
+from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, register_attention
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 
 STOP_TEXT_TOKENS = 32  # so many of the last tokens are decoded to find a stop text
@@ -35,16 +36,19 @@ class HFEngine:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, trust_remote_code) else "eager"
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-        model.set_attn_implementation(register_attention())  # only now: transformers has accepted sdpa for this model
+        if attention == "sdpa":  # only now: transformers has accepted sdpa for this model
+            model.set_attn_implementation(register_attention())
         model.to_empty(device=device)
         model.tie_weights(recompute_mapping=False)
         restore_computed_buffers(model, device)
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
+        self.kind_of_rows = CachedRows if can_cache(model) else UncachedRows
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
@@ -91,25 +95,10 @@ class HFEngine:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
-        # equal prompts are read once; their rows then continue from copies of the same cache
-        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=self.device)
-        input_ids, attention_mask = self._left_padded(list(places))
-        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        cache = make_cache(self.model.config, input_ids.shape[1] + sampling.max_new_tokens)
+        going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, sampling.max_new_tokens)
+        tokens = None
         for step in range(sampling.max_new_tokens):
-            out = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            logits = out.logits[:, -1].float()  # (rows, vocab)
-            if step == 0 and len(places) < len(prompts):
-                cache.batch_select_indices(copies)
-                logits, attention_mask, position_ids = logits[copies], attention_mask[copies], position_ids[copies]
+            logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
             log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
@@ -119,20 +108,9 @@ class HFEngine:
                 break
             if 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
                 kept = torch.tensor(going_on, device=self.device)
-                cache.batch_select_indices(kept)
-                attention_mask, position_ids, tokens = attention_mask[kept], position_ids[kept], tokens[kept]
-                rows = [rows[index] for index in going_on]
-            input_ids = tokens[:, None]
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], 1)
-            position_ids = position_ids[:, -1:] + 1
+                going.keep(kept)
+                tokens, rows = tokens[kept], [rows[index] for index in going_on]
         return completions
-
-    def _left_padded(self, prompts) -> tuple[torch.Tensor, torch.Tensor]:
-        longest = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id
-        ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _append(self, pairs: list[tuple], tokens, log_probs, sampling: Sampling) -> list[int]:
         """Add a token to each completion, of (prompt, completion) pairs, that has not ended. Returns the positions of
