@@ -22,7 +22,21 @@ SPECIAL_TEXTS = [
     "{{ messages }}",
     "{% generation %}",
 ]
-WORDS = ["hi", "Zwei", "größer", "数字", "🙂", "e\u0301", "x = 1", "'quoted \"text\"'", "\\n", "a\n\nb", "<b>", "né", "—"]
+WORDS = [
+    "hi",
+    "Zwei",
+    "größer",
+    "数字",
+    "🙂",
+    "e\u0301",
+    "x = 1",
+    "'quoted \"text\"'",
+    "\\n",
+    "a\n\nb",
+    "<b>",
+    "né",
+    "—",
+]
 STRING = {"type": "string", "description": "The name of a city"}
 TOOLS = [
     {
@@ -86,7 +100,9 @@ def text(draw: Draw) -> str:
     words = [draw.one(WORDS) for _ in range(1 + int(draw.random() * 4))]
     if draw.chance(0.12):
         words.insert(int(draw.random() * 3), draw.one(SPECIAL_TEXTS))
-    return draw.one(["", "", "", "", " ", "\n", "\n\n"]) + " ".join(words) + draw.one(["", "", "", "", " ", "\n", "\t\n"])
+    return (
+        draw.one(["", "", "", "", " ", "\n", "\n\n"]) + " ".join(words) + draw.one(["", "", "", "", " ", "\n", "\t\n"])
+    )
 
 
 def answer(draw: Draw, thoughts: str) -> dict:
@@ -117,7 +133,9 @@ def conversation(seed: int) -> tuple[list[dict], list[dict] | None]:
     """(messages, tools) of 1 to 5 turns. The same seed gives the same conversation."""
     draw = Draw(seed)
     kind = seed % 4  # 0 and 1: plain, 2: thoughts, 3: tools
-    thoughts = "none" if kind < 2 else draw.one(["none", "inline", "reasoning_content", "reasoning_content", "thinking"])
+    thoughts = (
+        "none" if kind < 2 else draw.one(["none", "inline", "reasoning_content", "reasoning_content", "thinking"])
+    )
     messages = [{"role": "system", "content": text(draw)}] if draw.chance(0.4) else []
     tools = [tool for tool in TOOLS if draw.chance(0.7)] if kind == 3 and draw.chance(0.8) else None
     as_text, is_none = draw.chance(0.4), draw.chance(0.3)

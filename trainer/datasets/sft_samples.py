@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 2
+TOKENIZER_VERSION = 3
 COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
 
 
@@ -106,7 +106,7 @@ def tokenize_sft(
         flag=flag,
     )
     counts = samples.with_format("numpy").select_columns(
-        ["num_tokens", "num_loss_tokens", "truncated", "stop_trained"]
+        ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
     )[:]
     kept = np.flatnonzero(counts["num_loss_tokens"])
     ledger = DataLedger(
@@ -119,7 +119,10 @@ def tokenize_sft(
         num_stop_trained=int(counts["stop_trained"][kept].sum()),
     )
     if not len(kept):
-        raise UserError(flag, f"no sample is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+        empty = int(counts["empty"].sum())
+        wanted = "answers that are not empty" if empty * 2 > len(rows) else f"answers that fit into --max_len {max_len}"
+        found = f"no sample is left: {empty} answers are empty, {len(rows) - empty} are cut off ({ledger.summary()})"
+        raise UserError(flag, found, wanted)
     samples = samples.select_columns(COLUMNS)
     return (samples if len(kept) == len(rows) else samples.select(kept)), ledger
 
@@ -178,7 +181,7 @@ def _features() -> "Features":
 
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
     names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
-    return Features(names | {name: Value("bool") for name in ("truncated", "stop_trained")})
+    return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         input_ids, loss_mask = tokenize(row, tokenizer, options)
     except UserError as error:
         raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
-    truncated = len(input_ids) > options.max_len
+    truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
     targets = [token for token, is_target in zip(input_ids, loss_mask, strict=True) if is_target]
@@ -199,6 +202,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         "digest": digest_of(input_ids),
         "row": index,
         "truncated": truncated,
+        "empty": empty,
         "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
     }
 
