@@ -91,7 +91,7 @@ def tokenize_sft(
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
     mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
-    key = input_key or _default_key(rows.column_names, mode)
+    key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
     options = _Options(mode, key, output_key, input_template, multiturn, max_len)
     _check_options(options, rows.column_names, tokenizer, flag)
     samples = map_cached(
@@ -105,9 +105,8 @@ def tokenize_sft(
         options=options,
         flag=flag,
     )
-    counts = samples.with_format("numpy").select_columns(
-        ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
-    )[:]
+    counted = ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
+    counts = samples.with_format("numpy").select_columns(counted)[:]
     kept = np.flatnonzero(counts["num_loss_tokens"])
     ledger = DataLedger(
         num_rows=len(rows),
@@ -129,10 +128,6 @@ def tokenize_sft(
 
 def _chat_column(columns: list[str]) -> str | None:
     return next((name for name in ("messages", "conversations") if name in columns), None)
-
-
-def _default_key(columns: list[str], mode: str) -> str | None:
-    return {"pretrain": "text", "chat": _chat_column(columns), "keys": None}[mode]
 
 
 def _mode(
