@@ -79,7 +79,7 @@ class DataArguments:
     dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
     input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
-    tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: Jinja text or a file")
+    tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: name, file or Jinja")
 
 
 @dataclass

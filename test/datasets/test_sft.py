@@ -169,6 +169,14 @@ def test_rows_without_a_loss_token_are_left_out_and_counted():
     assert error.where == "--dataset" and "2 excluded" in error.found and "--max_len 20" in error.allowed
 
 
+def test_no_sample_left_names_the_reason_that_counted_most():
+    long, empty = {"q": "hi", "a": "no " * 30}, {"q": "hi", "a": ""}
+    error = error_of([empty, empty, long], tiny(), input_key="q", output_key="a", max_len=2)
+    assert "2 answers are empty, 1 are cut off" in error.found and error.allowed == "answers that are not empty"
+    error = error_of([empty, long, long], tiny(), input_key="q", output_key="a", max_len=2)
+    assert "1 answers are empty, 2 are cut off" in error.found and "--max_len 2" in error.allowed
+
+
 def test_pretrain_mode_is_text_and_eos_with_loss_on_all_but_the_first():
     texts = (DATA / "tinystories-sample" / "tinystories_sample.txt").read_text(encoding="utf-8").split("\n\n")
     tokenizer = stories()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 2
+TOKENIZER_VERSION = 3
 SIDES = ("chosen", "rejected")
 # the result for a pair; only pairs with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"

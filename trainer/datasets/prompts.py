@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
-TOKENIZER_VERSION = 2
+TOKENIZER_VERSION = 3
 
 
 @dataclass

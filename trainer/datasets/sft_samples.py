@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 2
+TOKENIZER_VERSION = 3
 COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
 
 
@@ -91,7 +91,7 @@ def tokenize_sft(
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
     mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
-    key = input_key or _default_key(rows.column_names, mode)
+    key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
     options = _Options(mode, key, output_key, input_template, multiturn, max_len)
     _check_options(options, rows.column_names, tokenizer, flag)
     samples = map_cached(
@@ -105,9 +105,8 @@ def tokenize_sft(
         options=options,
         flag=flag,
     )
-    counts = samples.with_format("numpy").select_columns(
-        ["num_tokens", "num_loss_tokens", "truncated", "stop_trained"]
-    )[:]
+    counted = ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
+    counts = samples.with_format("numpy").select_columns(counted)[:]
     kept = np.flatnonzero(counts["num_loss_tokens"])
     ledger = DataLedger(
         num_rows=len(rows),
@@ -119,17 +118,16 @@ def tokenize_sft(
         num_stop_trained=int(counts["stop_trained"][kept].sum()),
     )
     if not len(kept):
-        raise UserError(flag, f"no sample is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+        empty = int(counts["empty"].sum())
+        wanted = "answers that are not empty" if empty * 2 > len(rows) else f"answers that fit into --max_len {max_len}"
+        found = f"no sample is left: {empty} answers are empty, {len(rows) - empty} are cut off ({ledger.summary()})"
+        raise UserError(flag, found, wanted)
     samples = samples.select_columns(COLUMNS)
     return (samples if len(kept) == len(rows) else samples.select(kept)), ledger
 
 
 def _chat_column(columns: list[str]) -> str | None:
     return next((name for name in ("messages", "conversations") if name in columns), None)
-
-
-def _default_key(columns: list[str], mode: str) -> str | None:
-    return {"pretrain": "text", "chat": _chat_column(columns), "keys": None}[mode]
 
 
 def _mode(
@@ -178,7 +176,7 @@ def _features() -> "Features":
 
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
     names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
-    return Features(names | {name: Value("bool") for name in ("truncated", "stop_trained")})
+    return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
@@ -187,7 +185,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         input_ids, loss_mask = tokenize(row, tokenizer, options)
     except UserError as error:
         raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
-    truncated = len(input_ids) > options.max_len
+    truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
     targets = [token for token, is_target in zip(input_ids, loss_mask, strict=True) if is_target]
@@ -199,6 +197,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         "digest": digest_of(input_ids),
         "row": index,
         "truncated": truncated,
+        "empty": empty,
         "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
     }
 

@@ -7,27 +7,32 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from trainer.datasets import training_templates
 from trainer.datasets.rows import is_stop_token
 from trainer.errors import UserError
 
+REASON = "it drops the thoughts, or calls of tools do not fit its format"
 FLAG = "--tokenizer_chat_template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
 
 def load_chat_template(value: str | None, tokenizer: Any) -> None:
-    """Set tokenizer.chat_template to a Jinja text or to the text of a file. None keeps the tokenizer's own template.
+    """Set tokenizer.chat_template to the template of a name, a file, or a Jinja text. None keeps the tokenizer's own.
 
     Raises: UserError for a file that does not exist, and for a text that is not a valid Jinja template.
     """
     if value is None:
         return
     template = value
-    if not _is_jinja(value):
+    if value in training_templates.names():
+        template = training_templates.read(value)
+    elif not _is_jinja(value):
         if not os.path.isfile(value):
-            raise UserError(
-                FLAG, f"{value!r} is neither a file nor a Jinja template", "a path, or a text with {{ or {%"
-            )
+            known = ", ".join(training_templates.names())
+            found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
+            raise UserError(FLAG, found, f"a path, a text with {{{{ or {{%, or one of {known}")
         with open(value, encoding="utf-8") as file:
             template = file.read()
         if not _is_jinja(template):
@@ -66,31 +71,52 @@ def render_chat(
     with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
     Messages after the last trained turn are left out: they have no loss and change none.
 
-    The mask comes from the {% generation %} markers if the template has them. Otherwise it is the difference between
-    the conversation before the turn and the conversation with it. In both cases it must hold the answer's text.
+    A stock template of a known model is masked by its training version, which has the same text. There, only a turn
+    that the text shows as the model wrote it is trained, so not one whose thoughts the template drops.
+    Else the mask comes from the template's {% generation %} markers. Without them, it is the difference between the
+    conversation before the turn and the conversation with it. In each case it must hold the answer's text.
 
     Raises: UserError if the template or the tokenizer leaves doubt about the mask.
     """
     template = chat_template(tokenizer, tools)
+    messages = _without_empty_content(template, messages)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
     if not trained:
         input_ids = _render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
     messages = messages[: trained[-1] + 1]
-    find_spans = _marked_spans if GENERATION_TAG.search(template) else _difference_spans
-    input_ids, spans = find_spans(tokenizer, messages, trained, tools)
+    marked = GENERATION_TAG.search(template)
+    found = None
+    if not marked or training_templates.is_ours(template):
+        text = _render(tokenizer, messages, tokenize=False, tools=tools)
+        found = training_templates.written_spans(tokenizer, template, messages, tools, text)
+    if found:
+        spans = {turn: span for turn, span in found[1].items() if turn in trained and span[1] > span[0]}
+        input_ids = found[0]
+        if not spans:
+            where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
+            raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
+    else:
+        input_ids, spans = (_marked_spans if marked else _difference_spans)(tokenizer, messages, trained, tools)
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
-        _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end])
+        _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
         loss_mask[start:end] = [1] * (end - start)
     return input_ids, loss_mask
 
 
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
-    chat_template(tokenizer, tools)
+    messages = _without_empty_content(chat_template(tokenizer, tools), messages)
     return _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+
+
+def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:
+    """The messages, with content None in those that only call tools if the template (DeepSeek) asks for that."""
+    if not TAKES_CALLS_WITHOUT_CONTENT.search(template):
+        return messages
+    return [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
 
 
 def _has_answer(message: dict) -> bool:
@@ -185,24 +211,29 @@ def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int
     return end
 
 
-def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int]) -> None:
-    """Check that the masked tokens hold the answer. Both texts pass through the tokenizer, which may be lossy."""
-    masked = _squash(tokenizer, ids)
-    answer = _squash(
-        tokenizer, tokenizer((message.get("content") or "").strip(), add_special_tokens=False)["input_ids"]
-    )
-    if answer not in masked:
+def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int], exact: bool) -> None:
+    """Check that the masked tokens hold the answer and the names of its tool calls.
+
+    All texts pass through the tokenizer, which may be lossy. exact: markers say where the answer begins.
+    """
+
+    def as_decoded(text: str) -> str:
+        return _squash(tokenizer, tokenizer(text.strip(), add_special_tokens=False)["input_ids"])
+
+    masked, answer = _squash(tokenizer, ids), as_decoded(message.get("content") or "")
+    names = [as_decoded((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
+    if answer not in masked or any(masked.count(name) < names.count(name) for name in names):
         found = f"the tokens masked as message {turn + 1} do not hold its text: the template changes or misplaces it"
         raise UserError("the chat template", found, REMEDY)
-    marked = GENERATION_TAG.search(template)
-    if not marked and "add_generation_prompt" not in template and not masked.startswith(answer):
+    if not exact and "add_generation_prompt" not in template and not masked.startswith(answer):
         found = "ignores add_generation_prompt, so the header of a turn cannot be separated from the answer"
         raise UserError("the chat template", found, REMEDY)
 
 
 def _squash(tokenizer: Any, ids: list[int]) -> str:
-    """Decoded text without white space. Templates trim white space, and tokenizers move it."""
-    return "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
+    """Decoded text without white space, which templates trim, and without the tags of thoughts, which prompts may hold."""
+    text = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
+    return text.replace("<think>", "").replace("</think>", "")
 
 
 def check_input_template(input_template: str | None) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 2
+TOKENIZER_VERSION = 3
 KEPT, EMPTY, CUT_AWAY = "kept", "empty", "cut away"
 
 
