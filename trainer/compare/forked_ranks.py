@@ -6,6 +6,8 @@ have one thread only, and must not have used CUDA.
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import signal
@@ -31,18 +33,33 @@ class Ending:
     seconds: float
 
 
-def import_libraries() -> None:
-    """Import what every training command needs. Ranks that are forked later have it."""
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    import deepspeed
-    import peft
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-    import transformers.modeling_utils  # noqa: F401
+# What the libraries import only when a run asks for it.
+LATE_IMPORTS = (
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "peft",
+    "setuptools.dist",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "transformers.optimization",
+    "transformers.trainer_pt_utils",
+)
 
+
+def import_libraries() -> None:
+    """Import what every training command needs, so that ranks that are forked later have it."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    get_checkpoint_conversion_mapping("llama")  # compiles the patterns of every architecture, once
     torch.set_num_threads(1)
-    for library in (deepspeed, peft):
-        assert library.__version__
+    gc.freeze()
 
 
 def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: float) -> Ending:

@@ -195,7 +195,9 @@ SETTINGS = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, **MROPE}}},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
-    "granitemoehybrid": {"layer_types": 2 * (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 10)},
+    "granitemoehybrid": {
+        "layer_types": 2 * (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 10)
+    },
     "hunyuan_v1_dense": {"head_dim": 128, **GROUPED},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, **GROUPED},
     "laguna": {"layer_types": 10 * (["full_attention"] + ["sliding_attention"] * 3)},
@@ -226,7 +228,9 @@ ENCODER = "an encoder, or the decoder of an encoder-decoder model: not trained a
 SKIPPED = {
     **dict.fromkeys(("mllama", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "gemma3", "gemma3n", "gemma4"), IMAGES),
     **dict.fromkeys(("gemma4_unified", "phi4_multimodal", "emu3", "got_ocr2", "fuyu"), IMAGES),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "a draft model that reads another model's states"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "a draft model that reads another model's states"
+    ),
     "mllama": "a model of images and text",
     "emu3": "a model of images and text",
     "got_ocr2": "a model of images and text",
