@@ -27,7 +27,7 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
     comparison.worst_gradient, comparison.noise = compare_gradients(gradients, others)
     floor = NOISE * global_norm(gradients)
     with _open(gradients) as a, _open(others) as b:
-        known = set(a.keys())
+        known = set(a.keys()) & set(b.keys())
 
         def is_noise(name: str):
             return _noise_elements(a.get_tensor(name), b.get_tensor(name), floor) if name in known else None

@@ -33,7 +33,7 @@ SIZES = (
     (
         2,
         "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
-        "num_experts_per_token moe_k moe_top_k moe_topk n_group num_expert_group index_n_heads indexer_n_heads mamba_n_groups n_groups "
+        "num_experts_per_token moe_k moe_top_k moe_topk n_group num_expert_group mamba_n_groups n_groups "
         "num_shared_experts n_shared_experts moe_num_shared_experts zero_expert_num num_global_key_value_heads",
     ),
     (
@@ -46,7 +46,8 @@ SIZES = (
     ),
     (
         16,
-        "q_lora_rank kv_lora_rank o_lora_rank global_head_dim mamba_chunk_size chunk_size block_size dim_model_base "
+        # with few index heads, whose scores are sums of relus, keys would tie at 0, and a choice between them is arbitrary
+        "index_n_heads indexer_n_heads q_lora_rank kv_lora_rank o_lora_rank global_head_dim mamba_chunk_size chunk_size block_size dim_model_base "
         "query_pre_attn_scalar index_topk",
     ),
     (4, "qk_rope_head_dim rotary_dim time_step_rank mamba_dt_rank"),
