@@ -66,6 +66,12 @@ def trained(model) -> list[tuple[str, torch.nn.Parameter]]:
     return [(n.removeprefix("base_model.model.").replace(".modules_to_save.default", ""), p) for n, p in named]
 
 
+def stored_buffers(model) -> dict[str, torch.Tensor]:
+    """The buffers of a model folder, such as the biases that balance experts: training leaves them as they are."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor.float() for name, tensor in model.state_dict().items() if name not in parameters}
+
+
 def svd_orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """What five rounds of Muon's polynomial make of a matrix: of its singular values, in fp64."""
     u, s, v = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
@@ -172,7 +178,7 @@ def main(argv: list[str]) -> None:
                 mean_part.backward()
                 loss += mean_part.item()
             if step == 1 and args.parity_dump:
-                dump({name: parameter.grad for name, parameter in named}, args.parity_dump, "grads_step1")
+                dump({name: p.grad for name, p in named if p.grad is not None}, args.parity_dump, "grads_step1")
             max_norm = args.max_norm or math.inf
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
             row = {"step": step, "epoch": epoch, "loss": loss, "grad_norm": grad_norm, "tokens": num_loss_tokens}
@@ -189,7 +195,8 @@ def main(argv: list[str]) -> None:
             print(f"step {step}/{total_steps} | loss {loss:.9g} | grad_norm {grad_norm:.9g}", flush=True)
         log.write(json.dumps({"event": "end", "steps": total_steps}) + "\n")
     if args.parity_dump:
-        dump(dict(named), args.parity_dump, "weights_final")
+        buffers = {} if args.lora_rank else stored_buffers(model)
+        dump(dict(named) | buffers, args.parity_dump, "weights_final")
 
 
 if __name__ == "__main__":

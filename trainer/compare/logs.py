@@ -21,6 +21,7 @@ class Step:
     loss: float
     grad_norm: float
     batch_hash: str | None = None  # None: a text log has no hash
+    lr: float | None = None  # None: not in the log
 
 
 @dataclass(frozen=True)
@@ -122,4 +123,6 @@ def _checked(path: Path, step: int, row: dict) -> Step:
             raise UserError(str(path), f"step {step} has {found}")
         if not math.isfinite(value):
             raise UserError(str(path), f"step {step} has {key} {value}, which is not finite")
-    return Step(float(row["loss"]), float(row["grad_norm"]), row.get("batch_hash"))
+    lr = row.get("lr")
+    lr = float(lr) if isinstance(lr, (int, float)) and math.isfinite(lr) else None
+    return Step(float(row["loss"]), float(row["grad_norm"]), row.get("batch_hash"), lr)

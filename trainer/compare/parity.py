@@ -41,8 +41,10 @@ class Comparison:
     batch_hash_equal: bool | None  # None: not in both logs
     mean_signed_rel_loss: float
     biased: bool | None  # None: too few steps to decide
+    max_update: float | None = None  # the largest difference of two weights that noise explains; None: lr not logged
     worst_gradient: dict | None = None  # {"name", "rel"}, from the parity dumps
     worst_weight: dict | None = None
+    noise: dict[str, float] = field(default_factory=dict)  # gradients not judged: name, and share of the global norm
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -67,13 +69,19 @@ def compare_runs(reference: Run, run: Run, thresholds: Thresholds) -> Comparison
     rows = [_row(step, reference.steps[step], run.steps[step]) for step in reference.steps]
     mean, biased = mean_and_bias([row.rel_loss for row in rows], thresholds.loss)
     equal, differs_at = _compare_batches(reference, run)
-    comparison = Comparison(run.name, reference.name, rows, thresholds, equal, mean, biased)
+    comparison = Comparison(run.name, reference.name, rows, thresholds, equal, mean, biased, _max_update(reference))
     if differs_at is not None:
         comparison.failures.append(f"batch_hash differs first at step {differs_at}: the runs saw different data")
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
     judge(comparison, f"the loss at step {loss.step}", loss.rel_loss, thresholds.loss)
     judge(comparison, f"the grad norm at step {grad_norm.step}", grad_norm.rel_grad_norm, thresholds.grad_norm)
     return comparison
+
+
+def _max_update(run: Run) -> float | None:
+    """Twice the sum of the learning rates: Adam's update is about one learning rate, in either direction."""
+    rates = [step.lr for step in run.steps.values()]
+    return None if None in rates else 2 * sum(rates)
 
 
 def judge(comparison: Comparison, what: str, rel: float, threshold: float | None) -> None:

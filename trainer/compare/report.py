@@ -19,6 +19,8 @@ def comparison_text(comparison: Comparison, max_rows: int) -> str:
     for kind, worst in (("gradient", comparison.worst_gradient), ("weight", comparison.worst_weight)):
         if worst:
             lines.append(_largest(kind, worst["rel"], f"in {worst['name']}", thresholds.dump))
+    for tensor, size in comparison.noise.items():
+        lines.append(f"noise, not judged: the gradient of {tensor}, {size:.1e} of the norm of all gradients")
     lines += [f"bias: {bias_text(comparison)}", f"batch_hash: {_batch_text(comparison)}", verdict_text(comparison)]
     return "\n".join(lines)
 
@@ -98,6 +100,7 @@ MEASURED = (
     "biased",
     "worst_gradient",
     "worst_weight",
+    "noise",
     "batch_hash_equal",
 )
 
@@ -115,6 +118,7 @@ def measured(comparison: Comparison) -> dict:
         comparison.biased,
         comparison.worst_gradient,
         comparison.worst_weight,
+        comparison.noise,
         comparison.batch_hash_equal,
     )
     return dict(zip(MEASURED, values, strict=True))

@@ -1,0 +1,70 @@
+"""The zoo: tiny models have every layer kind of their architecture, a few of them train, and the page is kept by rows."""
+
+import json
+import sys
+
+import pytest
+from launch import ROOT, run_process
+
+from trainer.compare.zoo_models import SETTINGS, SKIPPED, published, tiny_config, zoo_names
+
+# One of each kind: dense, biased, sliding, sparse, latent attention, state space, gated, soft caps, tied, fused.
+MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
+          "bamba", "gpt2", "opt")  # fmt: skip
+CONFIGURATIONS = ("fsdp2-2r", "zero3", "ring2-packed", "save")
+REFUSED = {"ring2-packed": {"qwen3_5_text", "deepseek_v3", "gpt_oss", "granitemoehybrid", "bamba"}}  # or trained, and right
+
+
+def layer_kinds(config) -> set:
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def test_tiny_models_have_every_kind_of_layer():
+    from transformers import CONFIG_MAPPING
+
+    assert len(zoo_names()) >= 100 and not set(zoo_names()) & set(SKIPPED)
+    for name in zoo_names():
+        whole, tiny = CONFIG_MAPPING[name](**SETTINGS.get(name, {})), tiny_config(name)
+        assert layer_kinds(tiny) == layer_kinds(whole), name
+        for kinds in ("mlp_layer_types", "layers_block_type", "block_types"):
+            assert set(getattr(tiny, kinds, None) or ()) == set(getattr(whole, kinds, None) or ()), (name, kinds)
+
+
+def test_every_model_of_the_zoo_is_found_by_a_published_name():
+    assert "Qwen3.5-27B" in published("qwen3_5_text")
+    assert [name for name in zoo_names() if not published(name)] == []
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zoo")
+    command = [sys.executable, "-m", "trainer.compare.zoo", "--output", str(folder / "models.md"), "--jobs", "2"]
+    command += ["--models", *MODELS, "--configurations", *CONFIGURATIONS]
+    code, output = run_process(command, timeout=600)
+    assert code == 0, output[-6000:]
+    return json.loads((folder / "models.json").read_text())["models"], (folder / "models.md").read_text()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_cells_that_pass(results, model):
+    row = results[0][model]
+    assert not row["problem"] and set(row["cells"]) == set(CONFIGURATIONS)
+    for name, cell in row["cells"].items():
+        allowed = ("pass", "refused") if model in REFUSED.get(name, ()) else ("pass",)
+        assert cell["verdict"] in allowed, (name, cell)
+
+
+def test_the_page_names_the_models_and_the_reasons(results):
+    rows, page = results
+    assert "| `qwen2`: Qwen2-7B" in page and "12 architectures, 48 cells" in page
+    for row in rows.values():
+        for cell in row["cells"].values():
+            assert cell["verdict"] != "refused" or cell["note"].split(":")[0] in page
+
+
+def test_the_committed_page_is_what_its_results_say():
+    from trainer.compare.zoo import CONFIGURATIONS as ALL
+    from trainer.compare.zoo_page import page_text, read_results
+
+    page = ROOT / "docs/models.md"
+    assert page.read_text() == page_text(read_results(page), ALL)
