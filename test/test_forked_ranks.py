@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_hang_is_ended_with_all_it_started(tmp_path):
     for rank in (0, 1):
         pid = int((tmp_path / f"pid{rank}").read_text())
         for _ in range(100):
-            if not os.path.exists(f"/proc/{pid}") or "\nState:\tZ" in open(f"/proc/{pid}/status").read():
+            if not os.path.exists(f"/proc/{pid}") or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
                 break
             time.sleep(0.05)
         else:
