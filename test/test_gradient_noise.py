@@ -27,7 +27,16 @@ def compare(tmp_path, reference: tuple[dict, dict], run: tuple[dict, dict], lr: 
     log = write_rows(tmp_path / "log.jsonl", rows)
     dumps = [write_dump(tmp_path / name, w, g) for name, (g, w) in (("a", reference), ("b", run))]
     out = tmp_path / "out.json"
-    command = ["--logs", f"a={log}", f"b={log}", "--dumps", f"a={dumps[0]}", f"b={dumps[1]}", "--dump_threshold", "1e-4"]
+    command = [
+        "--logs",
+        f"a={log}",
+        f"b={log}",
+        "--dumps",
+        f"a={dumps[0]}",
+        f"b={dumps[1]}",
+        "--dump_threshold",
+        "1e-4",
+    ]
     return main([*command, "--json", str(out)]), json.loads(out.read_text())["comparisons"][0]
 
 

@@ -12,7 +12,9 @@ from trainer.compare.zoo_models import SETTINGS, SKIPPED, published, tiny_config
 MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
           "bamba", "gpt2", "opt")  # fmt: skip
 CONFIGURATIONS = ("fsdp2-2r", "zero3", "ring2-packed", "save")
-REFUSED = {"ring2-packed": {"qwen3_5_text", "deepseek_v3", "gpt_oss", "granitemoehybrid", "bamba"}}  # or trained, and right
+REFUSED = {
+    "ring2-packed": {"qwen3_5_text", "deepseek_v3", "gpt_oss", "granitemoehybrid", "bamba"}
+}  # or trained, and right
 
 
 def layer_kinds(config) -> set:

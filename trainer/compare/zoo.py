@@ -54,7 +54,7 @@ BATCHES = "--max_samples 16 --max_len 64 --train_batch_size 8 --micro_train_batc
 TRAINING = (
     *BATCHES.split(),
     "--apply_chat_template",
-    *"--learning_rate 1e-3 --lr_scheduler constant --param_dtype fp32".split(),
+    *["--learning_rate", "1e-3", "--lr_scheduler", "constant", "--param_dtype", "fp32"],
 )
 
 

@@ -190,7 +190,7 @@ FAMILIES = {
 GROUPED = {"num_key_value_heads": 8}
 MROPE = {"rope_type": "default", "mrope_section": [22, 22, 20]}
 SETTINGS = {
-    **{name: GROUPED for name in ("llama", "qwen2", "qwen3", "granite", "olmo2", "seed_oss", "stablelm", "nemotron")},
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "granite", "olmo2", "seed_oss", "stablelm", "nemotron"), GROUPED),
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, **MROPE}}},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
@@ -245,9 +245,38 @@ SKIPPED = {
     "git": "a model of images and text",
     "reformer": "its hashing attention draws random numbers in every pass",
     **dict.fromkeys(
-        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra "
-        "ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert "
-        "roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod".split(),
+        [
+            "bart",
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "trocr",
+            "whisper",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xlnet",
+            "xmod",
+        ],
         ENCODER,
     ),
 }
