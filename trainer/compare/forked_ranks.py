@@ -104,7 +104,8 @@ def _be_rank(function, rank, num_ranks, port, leader, log: Path, writer: int, ti
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (for the whole life of the rank)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=sys.stderr)
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ.update({name: str(value) for name, value in here.items()})

@@ -46,9 +46,9 @@ SIZES = (
     ),
     (
         16,
-        # with few index heads, whose scores are sums of relus, keys would tie at 0, and a choice between them is arbitrary
-        "index_n_heads indexer_n_heads q_lora_rank kv_lora_rank o_lora_rank global_head_dim mamba_chunk_size chunk_size block_size dim_model_base "
-        "query_pre_attn_scalar index_topk",
+        # scores of index heads are sums of relus: with few heads, keys tie at 0, and a choice between them is arbitrary
+        "index_n_heads indexer_n_heads q_lora_rank kv_lora_rank o_lora_rank global_head_dim mamba_chunk_size chunk_size "
+        "block_size dim_model_base query_pre_attn_scalar index_topk",
     ),
     (4, "qk_rope_head_dim rotary_dim time_step_rank mamba_dt_rank"),
     (
@@ -188,11 +188,16 @@ def _rope(rope: dict, small: dict) -> dict:
 
 
 def randomize(model, seed: int = 0) -> None:
-    """Move norms, biases and stored vectors away from their zeros and ones, in place. They would hide a wrong factor."""
+    """Move norms, biases and stored vectors away from their zeros and ones, in place. They would hide a wrong factor.
+
+    Stored buffers move little: a bias that keeps an expert from all tokens would leave its router without a gradient.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for name, tensor in model.state_dict().items():
             if tensor.ndim == 1 and tensor.is_floating_point():
-                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                tensor.add_((0.1 if name in parameters else 0.01) * noise)
