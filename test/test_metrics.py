@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import transformers
 
-from trainer.metrics import MetricSum, full_size, peak_flops
+from trainer.metrics import MetricSum, flops_per_token, full_size, peak_flops
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,
@@ -31,3 +32,7 @@ def test_a_metric_says_what_it_is_a_mean_over():
     assert MetricSum(6.0, count=2).means("x", 3) == {"x": 3.0} and MetricSum(0.0, count=0).means("x", 3) == {}
     both = MetricSum(1.0, squares=1.0) + MetricSum(3.0, squares=9.0)
     assert both.means("x", 2) == {"x": 2.0, "x_std": 1.0}
+
+
+def test_a_model_without_attention_has_flops_of_its_parameters_alone():
+    assert flops_per_token(transformers.FalconMambaConfig(num_hidden_layers=2), 10.0, 100.0) == 60.0

@@ -161,6 +161,7 @@ def flops_per_token(config, num_params: float, mean_length: float) -> float:
     widths = [
         layer.num_attention_heads * (getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads)
         for layer in layer_configs(text)
+        if hasattr(layer, "num_attention_heads")  # Mamba has none
     ]
     return 6 * num_params + 6 * sum(widths) * mean_length
 

@@ -67,7 +67,6 @@ def test_what_a_model_keeps_from_its_attention_is_missed(name, options, found, c
     ("name", "found"),
     [
         ("RecurrentGemma", "recurrent_gemma has layers of recurrent"),
-        ("Jamba", "jamba has layers of "),
         ("HYV4", "hy_v4 has layers of indexed_attention"),
         ("Bloom", "bloom has its own kind of attention"),
         ("Falcon", "falcon has its own kind of attention"),

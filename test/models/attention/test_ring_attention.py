@@ -76,7 +76,14 @@ def test_ulysses_names_the_group_sizes_that_work():
 
 
 def test_models_that_a_shard_cannot_compute_are_refused():
-    for config in (LlamaConfig(), MistralConfig(sliding_window=7), Gemma2Config(), Gemma3TextConfig(), GptOssConfig()):
+    for config in (
+        LlamaConfig(),
+        MistralConfig(sliding_window=7),
+        Gemma2Config(),
+        Gemma3TextConfig(),
+        GptOssConfig(),
+        Qwen3NextConfig(),
+    ):
         validate_split_model(config)
     long_rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
@@ -85,7 +92,6 @@ def test_models_that_a_shard_cannot_compute_are_refused():
     for config, found in (
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
         (Phi3Config(rope_parameters=long_rope), "longrope"),
-        (Qwen3NextConfig(), "linear_attention"),
         (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
         (RecurrentGemmaConfig(), "recurrent"),
         (BloomConfig(), "its own kind of attention"),
