@@ -105,9 +105,13 @@ def compare_in_groups(
 
 
 def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
-    """(prompts,) True if the mean score of a prompt's samples is between the bounds, not on one (DAPO, section 3.2)."""
-    means = scores.view(-1, group_size).mean(1)
-    return (means > low) & (means < high)
+    """(prompts,) True if the scores of a prompt's samples differ, and their mean is between the bounds, not on one.
+
+    DAPO, section 3.2: a group of equal scores has the advantage 0.
+    """
+    groups = scores.view(-1, group_size)
+    means = groups.mean(1)
+    return (means > low) & (means < high) & (groups.amax(1) > groups.amin(1))
 
 
 # --- rewards and advantages of tokens
