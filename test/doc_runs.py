@@ -31,7 +31,7 @@ SMALL_PPO = {  # what makes a run of train_ppo short
     "--generate_max_len": "12",
     "--rollout_batch_size": "4",
     "--micro_rollout_batch_size": "8",
-    "--train_batch_size": "8",
+    "--train_batch_size": "4",
     "--micro_train_batch_size": "2",
 }
 MAX_STEPS, MAX_STEPS_OF_RESUMED = 2, 3

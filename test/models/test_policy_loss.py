@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.models import policy_loss as losses
+from trainer.training.advantages import kl_estimate
 
 numbers = st.floats(-2, 2, allow_nan=False)
 tokens = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20)
@@ -93,3 +94,27 @@ def test_the_three_means(loss_agg):
     mean = total / sum(losses.num_targets(length, loss_agg) for length in lengths)
     expected = {"token": 21 / 6, "sequence": (1.5 + 3 + 5) / 3, "fixed_length": (3 / 8 + 3 / 8 + 15 / 8) / 3}
     assert mean == pytest.approx(expected[loss_agg])
+
+
+@pytest.mark.parametrize("size", [-800.0, -20.5, -19.5, 0.3, 19.5, 20.5, 800.0])
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_huge_log_ratio_is_finite_and_the_gradient_inside_the_bounds_is_that_of_the_formula(size, advantage):
+    """One token whose policy is e^size times as likely as the old one, or the reference e^size times as the policy."""
+    held = min(max(size, -20), 20)
+    for name, formula in {
+        "ppo": lambda x: losses.ppo_loss(x, torch.tensor([advantage], dtype=x.dtype), 1e-9, 1e9),  # clips nothing
+        "cispo": lambda x: losses.cispo_loss(x, x, torch.tensor([advantage], dtype=x.dtype), 1, 1e9),
+        "k3": lambda x: (kl_estimate(-x, torch.zeros_like(x), "k3"), None),
+    }.items():
+        log_ratio = torch.tensor([size], dtype=torch.float64, requires_grad=True)
+        loss, _ = formula(log_ratio)
+        [gradient] = torch.autograd.grad(loss.sum(), log_ratio)
+        assert loss.isfinite().all() and gradient.isfinite().all(), (name, loss, gradient)
+        if name == "k3":
+            assert loss.item() == pytest.approx(math.expm1(held) - held)
+            assert gradient.item() == pytest.approx(math.expm1(size) if abs(size) < 20 else 0)
+        elif name == "cispo":
+            assert gradient.item() == pytest.approx(-advantage * math.exp(held))
+        elif advantage > 0 or size > 0:
+            assert loss.item() == pytest.approx(-advantage * math.exp(held))
+            assert gradient.item() == pytest.approx(-advantage * math.exp(size) if abs(size) < 20 else 0)

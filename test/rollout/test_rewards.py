@@ -132,6 +132,12 @@ FUNCTIONS = {
     "pair of lists": ("    return [1, 2], [3, 4]", "gave tuple ([1, 2], [3, 4])"),
     "exit": ("    import sys\n    sys.exit('enough')", "raised SystemExit: enough (line 3)"),
     "hang": ("    import time\n    time.sleep(60)", "no result after 0.5 s"),
+    "pairs": ("    import torch\n    return torch.ones(2, 2)", "gave Tensor tensor([[1., 1.], [1., 1.]])"),
+    "huge": (
+        "    return [1e308, -1e308]",
+        "score 1e+308 for response 1 of 2 (allowed: finite numbers from -1e+15 to 1e+15)",
+    ),
+    "std": ("    return [1, 2], {'std': 1}", "metric std, a name that the log has for the scores"),
 }
 
 
@@ -176,10 +182,20 @@ def test_a_lazy_result_counts(tmp_path):
 
 
 def test_a_reward_function_gives_scores_and_metrics(tmp_path):
-    body = "    return [len(r) for r in responses], {'label': [float(x) for x in labels], 'one': 1}"
-    score = function_scorer(write_function(tmp_path, body), timeout=5)
+    singles = "'one': 1, 'np': numpy.float32(0.5), 'int': numpy.int64(2), '0d': torch.tensor(3.0), 'n': torch.ones(2)"
+    body = f"    import numpy, torch\n    metrics = {{'label': [float(x) for x in labels], {singles}}}\n"
+    body += "    return [len(r) for r in responses], metrics"
+    score = function_scorer(write_function(tmp_path, body), timeout=60)  # the first call may import torch
     asked = ["", ""], ["a", "abc"], ["2", "3"], [True, False]
-    assert score(*asked) == ([1.0, 3.0], {"label": [2.0, 3.0], "one": [1.0, 1.0]})
+    expected = {
+        "label": [2.0, 3.0],
+        "one": [1.0] * 2,
+        "np": [0.5] * 2,
+        "int": [2.0] * 2,
+        "0d": [3.0] * 2,
+        "n": [1.0] * 2,
+    }
+    assert score(*asked) == ([1.0, 3.0], expected)
     assert score([], [], [], []) == ([], {})
 
 

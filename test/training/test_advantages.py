@@ -131,6 +131,8 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens_alone():
 def test_dynamic_filtering_keeps_groups_that_can_teach():
     scores = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     assert adv.groups_in_range(scores, 2, 0.0, 1.0).tolist() == [False, True, False]
+    equal = torch.tensor([0.5, 0.5, 0.4, 0.6])  # inside the bounds, but equal scores have the advantage 0
+    assert adv.groups_in_range(equal, 2, 0.0, 1.0).tolist() == [False, True]
 
 
 def test_reinforce_sums_the_penalty_and_the_score_behind_each_token():

@@ -208,5 +208,6 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         overlong_buffer_len=args.overlong_buffer_len,
         overlong_penalty_factor=args.overlong_penalty_factor,
         filtering_range=tuple(args.dynamic_filtering_range) if args.dynamic_filtering else None,
+        num_episodes=args.num_episodes if args.dynamic_filtering and not args.max_steps else None,
         freezing_actor_steps=args.freezing_actor_steps,
     )

@@ -30,13 +30,19 @@ def stop_ids(setup: training_command.Setup) -> tuple[int, ...]:
 
 
 def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
-    """Optimizer steps of the whole run, over all rollouts. The last rollout of an episode may be shorter."""
+    """Optimizer steps of the whole run: --max_steps, or those of all rollouts. An episode's last one may be shorter.
+
+    Raises UserError if even the largest rollout is smaller than an optimizer step.
+    """
     size, num = args.rollout_batch_size, len(order.prompts)
     prompts = [min(size, num - start) for start in range(0, num, size)]
     sizes = [count * args.n_samples_per_prompt for count in prompts] * args.num_episodes
     if frozen is not None:
         sizes = [len(samples) for samples in frozen]
-    return args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
+    if args.train_batch_size > max(sizes):
+        found = f"{args.train_batch_size}, but a rollout has {max(sizes)} responses"
+        raise UserError("--train_batch_size", found, f"up to {max(sizes)}, or larger rollouts")
+    return args.max_steps or args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
 
 
 def frozen_rollouts(args: PPOArguments) -> Optional[list]:
@@ -46,6 +52,8 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
     if not args.rollouts_from:
         return None
     frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
+    if not frozen:
+        raise UserError("--rollouts_from", f"{args.rollouts_from} holds no rollout", "a rollouts.jsonl of train_ppo")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
@@ -255,7 +263,9 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
             batches, _ = make_batches(read, 0, pad)
             found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
             parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same scores on every rank
-        for number, sample in enumerate(samples):
-            sample.score = sum(weight * part[number] for weight, part in zip(weights, parts))
+        totals = [sum(weight * value for weight, value in zip(weights, values)) for values in zip(*parts)]
+        totals, _ = check_scores("--reward_weights", totals, len(samples))
+        for sample, total in zip(samples, totals):
+            sample.score = total
 
     return score

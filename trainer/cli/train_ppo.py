@@ -71,9 +71,9 @@ def run(argv: list[str]) -> None:
     strategy, tokenizer = setup.strategy, setup.tokenizer
     prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load_data, render_prompt_text)
     frozen = build.frozen_rollouts(args)
-    output_dir = training_command.open_run(args, setup, COMMAND)
     order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
-    total_steps = args.max_steps or build.count_steps(args, order, frozen)
+    total_steps = build.count_steps(args, order, frozen)
+    output_dir = training_command.open_run(args, setup, COMMAND)
     make_batches = build.make_batches_of(args, setup)
     options = ppo_options(args, build.stop_ids(setup))
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches)
@@ -103,7 +103,7 @@ def run(argv: list[str]) -> None:
             with roles.average.in_place():
                 training_command.save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
         if metrics:
-            metrics.event("end", steps=total_steps)
+            metrics.event("end", steps=progress.step)
 
 
 def main() -> None:

@@ -12,6 +12,17 @@ from typing import Optional
 
 import torch
 
+MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8
+
+
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp a log-ratio at +-20 before its exp: e^800 is inf, and inf times an advantage of 0 is NaN.
+
+    The gradient inside the bounds is unchanged, and 0 outside. The bounds are those of verl (core_algos.py: policy loss
+    and k3) and of OpenRLHF (models/loss.py).
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
 
 def ppo_loss(
     log_ratio: torch.Tensor,
@@ -26,7 +37,7 @@ def ppo_loss(
     `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). For GSPO (Zheng et
     al. 2025, equation 7), each token's log_ratio is the mean over the tokens of its sequence.
     """
-    ratio = log_ratio.exp()
+    ratio = bounded(log_ratio).exp()
     free, held = ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
     gain = torch.minimum(free, held)
     clipped = held < free
@@ -50,7 +61,7 @@ def cispo_loss(
     sg stops the gradient of the weight only. Every token keeps a gradient (MiniMax-M1, Chen et al. 2025, equations 4
     and 5).
     """
-    ratio = log_ratio.detach().exp()
+    ratio = bounded(log_ratio.detach()).exp()
     weight = ratio.clamp(1 - eps_low, 1 + eps_high)
     return -weight * advantages * log_probs, weight != ratio
 

@@ -4,7 +4,7 @@ import http.client
 import importlib.util
 import itertools
 import json
-import math
+import numbers
 import os
 import threading
 import time
@@ -19,6 +19,8 @@ from trainer.rollout.math_reward import exact_match, math_reward
 BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
 FIRST_PAUSE_SECONDS = 0.5
+LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
+RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
 # score(prompts, responses, labels, finished) -> (scores, further metrics), each with one number per response.
 # `finished` says whether the response ended with a stop token. The text does not show this.
 Scorer = Callable[[list[str], list[str], list, list[bool]], tuple[list[float], dict[str, list[float]]]]
@@ -96,31 +98,36 @@ def _told(error: BaseException) -> str:
 def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
     """Check the result of a reward and return (scores, metrics).
 
-    The result is `count` finite numbers, or a pair of these numbers and a dict of metrics. Each metric is one number,
-    or one per response. Raises UserError for anything else.
+    The result is `count` numbers up to LARGEST_SCORE, or a pair of these numbers and a dict of metrics. Each metric is
+    one number, or one per response. Raises UserError for anything else.
     """
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
     scores, metrics = result if is_pair else (result, {})
     checked = {}
     for name, values in metrics.items():
-        values = [values] * count if isinstance(values, (int, float)) else values
-        checked[str(name)] = _numbers(f"{where}: metric {name}", values, count)
+        if name in RESERVED_METRICS:
+            raise UserError(where, f"metric {name}, a name that the log has for the scores", "another name")
+        # numpy's scalars and tensors without a dimension are single numbers too
+        is_single = isinstance(values, numbers.Real) or getattr(values, "ndim", None) == 0
+        checked[str(name)] = _numbers(f"{where}: metric {name}", [values] * count if is_single else values, count)
     return _numbers(where, scores, count), checked
 
 
 def _numbers(where: str, values: Any, count: int) -> list[float]:
     try:
-        numbers = [float(value) for value in values]
+        found = [float(value) for value in values]
     except OverflowError:
         raise UserError(where, "gave a number beyond the range of a float", "finite numbers") from None
-    except (TypeError, ValueError):
-        raise UserError(where, f"gave {type(values).__name__} {str(values)[:60]}", "a list of numbers") from None
-    if len(numbers) != count:
-        raise UserError(where, f"{len(numbers)} scores for {count} responses", "one number per response")
-    for number, value in enumerate(numbers):
-        if not math.isfinite(value):
-            raise UserError(where, f"score {value} for response {number + 1} of {count}", "finite numbers")
-    return numbers
+    except (TypeError, ValueError, RuntimeError):  # the last one is torch's for a row of several numbers
+        shown = " ".join(str(values).split())[:60]
+        raise UserError(where, f"gave {type(values).__name__} {shown}", "a list of numbers") from None
+    if len(found) != count:
+        raise UserError(where, f"{len(found)} scores for {count} responses", "one number per response")
+    for number, value in enumerate(found):
+        if not abs(value) <= LARGEST_SCORE:  # nan too
+            allowed = f"finite numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
+            raise UserError(where, f"score {value} for response {number + 1} of {count}", allowed)
+    return found
 
 
 def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_PAUSE_SECONDS) -> Scorer:

@@ -7,6 +7,7 @@ import os
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.rollout.experience import Sample, as_row, as_table
+from trainer.rollout.rewards import LARGEST_SCORE
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 FLAG = "--rollouts_from"
@@ -53,6 +54,8 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                     sample = Sample(**{name: row[name] for name in names})
                     if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
                         raise ValueError("a response without tokens, or without a log-prob for each token")
+                    if not abs(sample.score) <= LARGEST_SCORE:
+                        raise ValueError(f"a score of {sample.score}")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
                 except (ValueError, KeyError, TypeError) as error:
                     if line.strip() and line.endswith("\n"):

@@ -10,6 +10,8 @@ from typing import Optional
 
 import torch
 
+from trainer.models.policy_loss import bounded
+
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # these compare the samples of one prompt
 WHITENED = ("gae", "reinforce", "reinforce_baseline")  # these are normalised over all tokens of the rollout
 GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost equal
@@ -34,13 +36,14 @@ def rows_mask(lengths: list[int]) -> torch.Tensor:
 def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
     """KL(policy || reference) per token from samples of the policy (Schulman 2020, Approximating KL divergence).
 
-    With r = ref / policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = r - 1 - log r.
+    With r = ref / policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = r - 1 - log r, where log r is clamped at +-20.
     """
     log_ratio = ref_log_probs - log_probs
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
         return log_ratio**2 / 2
+    log_ratio = bounded(log_ratio)
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -105,9 +108,13 @@ def compare_in_groups(
 
 
 def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
-    """(prompts,) True if the mean score of a prompt's samples is between the bounds, not on one (DAPO, section 3.2)."""
-    means = scores.view(-1, group_size).mean(1)
-    return (means > low) & (means < high)
+    """(prompts,) True if the scores of a prompt's samples differ, and their mean is between the bounds, not on one.
+
+    DAPO, section 3.2: a group of equal scores has the advantage 0.
+    """
+    groups = scores.view(-1, group_size)
+    means = groups.mean(1)
+    return (means > low) & (means < high) & (groups.amax(1) > groups.amin(1))
 
 
 # --- rewards and advantages of tokens

@@ -72,7 +72,8 @@ def offloaded(strategy, roles: Roles):
 def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
     """The samples of this rollout with their scores, from a file or generated and scored.
 
-    Dynamic filtering keeps only prompts with a mean score within the range. It draws until the rollout is full.
+    Dynamic filtering keeps only prompts that `groups_in_range` accepts. It draws until the rollout is full or the
+    prompts are used up. So the last rollout may be shorter, or empty.
     """
     if frozen is not None:
         if state.rollout >= len(frozen):
@@ -82,7 +83,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
     size, wanted = options.advantages.group_size, state.prompts.batch_size
     samples: list[Sample] = []
     drawn, most = 0, wanted * (MAX_FILTERING_ROUNDS if options.filtering_range else 1)
-    while len(samples) < wanted * size and drawn < most:
+    while len(samples) < wanted * size and drawn < most and not state.is_used_up(options.num_episodes):
         prompts = state.prompts.take(wanted)
         with timed(facts, "generate"):
             asked = {"seed": options.seed, "rollout": state.rollout, "first": drawn * size}
@@ -94,11 +95,13 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
             return new
         keep = adv.groups_in_range(_scores(new), size, *options.filtering_range)
         samples += [sample for i, sample in enumerate(new) if keep[i // size]]
+    samples = samples[: wanted * size]
     facts["prompts_drawn"] = drawn
-    if not samples:
-        found = f"no prompt of {drawn} had a mean score within {options.filtering_range}"
+    state.prompts_drawn, state.prompts_kept = state.prompts_drawn + drawn, state.prompts_kept + len(samples) // size
+    if not samples and not (state.prompts_kept and state.is_used_up(options.num_episodes)):
+        found = f"no prompt of {drawn} had different scores with a mean within {options.filtering_range}"
         raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
-    return samples[: wanted * size]
+    return samples
 
 
 def _scores(samples: list[Sample]) -> torch.Tensor:
@@ -273,31 +276,35 @@ def train_ppo(
         UserError: a reward failed. A checkpoint is saved first.
     """
     strategy, state, roles = run.strategy, run.state, run.roles
-    log, last_eval = StepLog(strategy, metrics, loop, progress), None
+    log, last_eval, passes = StepLog(strategy, metrics, loop, progress), None, run.options.num_episodes
     for model, _, _ in filter(None, (roles.actor, roles.critic)):
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
     with StopRequest() as stop:
-        while progress.step < loop.total_steps:
+        while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.state_dict()["episode"]
             facts = {"rollout": state.rollout}
             samples = _rollout(run, progress, facts)
             if run.rollouts_log:
                 run.rollouts_log.write(state.rollout, samples)
                 run.rollouts_log.show(samples, metrics, progress.step)
-            _updates(run, loop, log, progress, samples, episode, facts)
+            if samples:
+                _updates(run, loop, log, progress, samples, episode, facts)
             state.rollout += 1
-            if run.options.kl_target is not None:
+            if run.options.kl_target is not None and samples:
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
                 state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
             num_steps, eval_metrics = progress.step - first_step, None
-            if run.eval_prompts and loop.eval_is_due(progress.step, num_steps):
+            if run.eval_prompts and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
                 with _saved_if_a_reward_fails(run, progress):
                     last_eval = eval_metrics = _evaluation(run, log, progress)
             run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         run.checkpoints.finish()
     log.bar.close()
+    if state.is_used_up(passes):
+        told = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
+        strategy.print(f"{told}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")
     if loop.parity_dump:
         dump(strategy, loop.parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
     return last_eval

@@ -31,6 +31,7 @@ class PPOOptions:
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0
     filtering_range: Optional[tuple[float, float]] = None
+    num_episodes: Optional[int] = None  # dynamic filtering ends after so many passes over the prompts
     freezing_actor_steps: int = 0
 
 
@@ -58,17 +59,26 @@ class RLState:
     prompts: PromptOrder
     kl_coef: float
     rollout: int = 0
+    prompts_drawn: int = 0  # by dynamic filtering
+    prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
     facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
 
     def state_dict(self) -> dict:
         position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}
-        return {**position, "rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
+        counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
+        return position | counts | {"rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
 
     def load_state_dict(self, state: dict) -> None:
         self.prompts.episode, self.prompts.next_index = state["episode"], state["next_index"]
         self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
         self.moments = adv.RunningMoments(**state["moments"])
+        # checkpoints before these counts existed do not have them
+        self.prompts_drawn, self.prompts_kept = state.get("prompts_drawn", 0), state.get("prompts_kept", 0)
+
+    def is_used_up(self, num_episodes: Optional[int]) -> bool:
+        """Whether all passes over the prompts are done. None means that there is no limit."""
+        return num_episodes is not None and self.prompts.episode >= num_episodes
 
     def fingerprint(self) -> dict:
         prompts = self.prompts

@@ -87,7 +87,7 @@ def make_policy_loss(
         of_tokens = {
             "entropy": entropies,
             "clip_fraction": clipped & keep,
-            "ratio_deviation": (used_ratio.exp() - 1).abs() * keep,
+            "ratio_deviation": (losses.bounded(used_ratio).exp() - 1).abs() * keep,
             "approx_kl": -tokens.log_ratio * keep,
         }
         if options.kl_estimator:
