@@ -199,7 +199,8 @@ class DeepspeedStrategy:
 
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
-        plan = tensor_parallel.resolve_tp_plan(skeleton, use_hf_tp_plan=self.options.use_hf_tp_plan)
+        tp_mesh = self.meshes.params["tp"]
+        plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
         return plan
