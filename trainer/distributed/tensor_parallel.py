@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.tp_plans import PLANS
@@ -41,7 +42,7 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     # layers may differ; dict.fromkeys keeps the order of the names
     sizes = list(dict.fromkeys((n, getattr(layer, n, None)) for n in names for layer in layer_configs(text)))
-    sizes = [(name, size) for name, size in sizes if size]
+    sizes = [(name, size) for name, size in sizes if size] or [("hidden_size", text.hidden_size)]
     fits = [n for n in range(1, min(size for _, size in sizes) + 1) if all(size % n == 0 for _, size in sizes)]
     if tp not in fits:
         found = ", ".join(f"{name} {size}" for name, size in sizes)
@@ -122,7 +123,7 @@ def _plan_of(model, norms: tuple[str, ...], head_norms: bool = False) -> dict[st
 def _named_plan(model, base: dict[str, str]) -> dict[str, str]:
     """Return a plan of the base model with its prefix, without entries for modules that the model does not have."""
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    present = {_pattern(name) for name, _ in model.named_modules()}
+    present = {pattern_of(name) for name, _ in model.named_modules()}
     return {f"{prefix}{name}": style for name, style in base.items() if f"{prefix}{name}" in present}
 
 
@@ -158,7 +159,7 @@ def resolve_tp_plan(
 
 
 def _checked_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh | None, sequence_parallel: bool) -> dict[str, str]:
-    present = {_pattern(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    present = {pattern_of(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     plan = {pattern: style for pattern, style in plan.items() if pattern in present}
     kind = type(model).__name__
     if not any("*" in pattern for pattern in plan):
@@ -187,38 +188,41 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     experts.
     """
     plan = dict(plan)
-    patterns = {name: _pattern(name) for name, _ in model.named_modules()}
+    patterns = {name: pattern_of(name) for name, _ in model.named_modules()}
     names = {module: name for name, module in model.named_modules()}
     embedding, head = patterns[names[model.get_input_embeddings()]], model.get_output_embeddings()
     if head is not None:
         plan[patterns[names[head]]] = "colwise_vocab"
     if embedding not in plan or model.config.get_text_config().tie_word_embeddings:
         plan[embedding] = "embedding_rowwise"
-    # blocks of a plan by name, since in some models the same name is attention in one layer and a scan in another
-    blocks = {_parent(name): plan[pattern] for name, pattern in patterns.items() if plan.get(pattern) == "colwise"}
-    gathered = {_parent(name) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE} - set(blocks)
-    # a layer itself is no block: OPT's fc1 and fc2 are directly in it
-    split = {name for name in blocks if not patterns[name].endswith("*")}
-    gathered = {name for name in gathered if not patterns[name].endswith("*")}
     layers = {pattern[: pattern.index("*") + 1] for pattern in plan if "*" in pattern}
-    added = dict.fromkeys(split | gathered, "block_input")
+    # by name: in some models, a module of the same name is attention in one layer and a scan in another. A layer is no
+    # block, although OPT has linear layers directly in it.
+    cut = [(_parent(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
+    split = {block for block, style in cut if style == "colwise" and patterns[block] not in layers}
+    gathered = {block for block, _ in cut if patterns[block] not in layers} - split
+    whole = set()  # blocks that each tp rank computes in full
     for name, parameter in model.named_parameters():
         owner = _parent(name)
         if patterns[owner] in plan:
             continue
         layer = next((at for at in _paths(owner) if patterns[at] in layers), None)
-        block = None if layer in (None, owner) else layer + "." + owner[len(layer) + 1 :].partition(".")[0]
-        is_expert = layer is not None and re.search("expert|router", name)
-        if _is_within(owner, split) or (block and any(_is_within(at, {block}) for at in split)) or is_expert:
+        block = ".".join(owner.split(".")[: layer.count(".") + 2]) if layer else ""
+        is_of_experts = layer and re.search("expert|router", name)
+        if _is_within(owner, split) or any(_is_within(at, {block}) for at in split) or is_of_experts:
             kind = type(model).__name__
             raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "1")
-        if _is_within(owner, gathered) and owner not in gathered and parameter.ndim == 1:
+        is_norm = parameter.ndim == 1 and owner not in gathered
+        if is_norm and _is_within(owner, gathered):
             plan[patterns[owner]] = "replicated_in_block"
-        elif block and (block != owner or parameter.ndim > 1):
-            added[block] = "replicated_block"
-        else:
+        elif layer is None or owner == layer or (is_norm and owner == block):
             plan[patterns[owner]] = "replicated"
-    return plan | _by_pattern(added, patterns)
+        else:
+            whole.add(block)
+    styles = dict.fromkeys(split | gathered, "block_input") | dict.fromkeys(whole, "replicated_block")
+    in_whole = {patterns[name] for name in patterns if _is_within(name, whole)}
+    plan = {at: style for at, style in plan.items() if not (at in in_whole and style == "replicated_in_block")}
+    return plan | _by_pattern(styles, patterns)
 
 
 def _by_pattern(styles: dict[str, str], patterns: dict[str, str]) -> dict[str, str]:
@@ -242,7 +246,9 @@ def get_gathered_tp_plan(model) -> dict[str, str]:
         for child, block in layer.named_children():
             if all(parameter.ndim <= 2 for parameter in block.parameters()):
                 linear = [at for at, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-                plan |= {_pattern(".".join(filter(None, (name, child, at)))): "colwise_gather_output" for at in linear}
+                plan |= {
+                    pattern_of(".".join(filter(None, (name, child, at)))): "colwise_gather_output" for at in linear
+                }
     return plan
 
 
@@ -275,12 +281,20 @@ def _copy_on_meta(model):
     return copied
 
 
-@torch.no_grad()
 def _forward(model) -> None:
     runs = model if model.get_output_embeddings() is not None else model.base_model
-    with torch.device("meta"):
+    with torch.device("meta"), _NoValues():
         input_ids = torch.zeros(1, 2, dtype=torch.long)
         runs(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False)
+
+
+class _NoValues(TorchDispatchMode):
+    """Answers 0 where a model asks for the value of a meta tensor, for example whether its mask hides anything."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        return function(*args, **(kwargs or {}))
 
 
 def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, str]:
@@ -289,7 +303,7 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     Raises:
         UserError: the plan cuts an adapted layer in a way that its matrices cannot follow.
     """
-    adapted = {_pattern(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    adapted = {pattern_of(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
     result = {pattern: style for pattern, style in plan.items() if pattern not in adapted}
     for pattern in sorted(adapted):
         if plan[pattern] not in LORA_STYLES:
@@ -313,7 +327,7 @@ def format_plan(plan: dict[str, str]) -> str:
 def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
     """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication."""
     for name, _ in reversed(list(model.named_modules())):  # a block after the modules inside it
-        style = plan.get(name) or plan.get(_pattern(name))
+        style = plan.get(name) or plan.get(pattern_of(name))
         if style is not None:
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
     model.tie_weights(recompute_mapping=False)  # two tied modules have each got their own parameter
@@ -321,7 +335,7 @@ def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
     assert not plain, f"{plain[0]} is in no module of the plan"
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """model.layers.3.mlp -> model.layers.*.mlp"""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
@@ -342,5 +356,5 @@ def _is_within(name: str, blocks: set[str]) -> bool:
 
 def _has_llama_layout(model) -> bool:
     layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    present = {_pattern(name).rpartition("*.")[2] for name, _ in model.named_modules()}
+    present = {pattern_of(name).rpartition("*.")[2] for name, _ in model.named_modules()}
     return set(layer) <= present

@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, str]] = {
     | _of("layers.*.mlp", up_proj="colwise", act_fn="replicated_with_grad_allreduce", down_proj="rowwise"),
     "bamba": _ATTENTION | _gated_mlp("layers.*.feed_forward"),
     "falcon": _of("h.*.self_attention", query_key_value="colwise_gather_output", dense="rowwise_split_input")
-    | _of("h.*.mlp", dense_h_to_4h="colwise", dense_4h_to_h="rowwise"),
+    | _of("h.*.mlp", dense_h_to_4h="colwise", dense_4h_to_h="rowwise_copy_output"),
     "falcon_h1": _ATTENTION | _gated_mlp("layers.*.feed_forward"),
     # query, key and value are one layer, one after the other: a part of its columns is not a number of heads
     "gpt2": _of("h.*.attn", c_attn="colwise_gather_output", c_proj="rowwise_split_input")

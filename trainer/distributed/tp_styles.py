@@ -22,11 +22,18 @@ class _Colwise(ColwiseParallel):
 
 
 class _Rowwise(RowwiseParallel):
-    """RowwiseParallel for Linear, Embedding and Conv1D."""
+    """RowwiseParallel for Linear, Embedding and Conv1D. `copy_output` is for layers that add to the output in place."""
+
+    def __init__(self, *, copy_output: bool = False, **layouts):
+        super().__init__(**layouts)
+        self.copy_output = copy_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, Conv1D):
-            return super()._apply(module, device_mesh)
+            module = super()._apply(module, device_mesh)
+            if self.copy_output:
+                module.register_forward_hook(lambda module, inputs, output: output.clone())
+            return module
         self.desired_input_layouts = (Shard(-1),)
         return _cut_conv1d(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
 
@@ -148,6 +155,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: _Colwise(output_layouts=Replicate()),
     "colwise_rep": lambda: _Colwise(output_layouts=Replicate()),
     "rowwise_split_input": lambda: _Rowwise(input_layouts=Replicate()),
+    "rowwise_copy_output": lambda: _Rowwise(copy_output=True),
     "rowwise_rep": lambda: _Rowwise(input_layouts=Replicate()),
     "embedding_rowwise": lambda: _Rowwise(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda: Replicated(sum_gradients=True),

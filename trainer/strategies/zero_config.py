@@ -3,7 +3,6 @@
 from typing import Optional
 
 from trainer.distributed.mesh import MeshSizes
-from trainer.strategies import autotp
 from trainer.strategies.options import StrategyOptions
 
 
@@ -35,7 +34,9 @@ def engine_config(
         "steps_per_print": None,
     }
     if plan:
-        config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
+        from trainer.strategies import autotp_layers
+
+        config["tensor_parallel"] = autotp_layers.tensor_parallel_config(plan, sizes.tp)
     if options.param_dtype == "bf16" and stage == 0:
         # the engine has no fp32 masters at stage 0; fp32 weights under autocast give the same mathematics
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
