@@ -174,7 +174,7 @@ def _checked_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh | None, seque
             raise UserError("--sequence_parallel", f"with {kind}: every tp rank computes all of {whole[0]}")
         plan = shard_sequence(plan)
     if tp_mesh is not None:
-        _try_plan(model, plan, tp_mesh)
+        _try_plan(model, plan, tp_mesh, "--sequence_parallel" if sequence_parallel else FLAG)
     return plan
 
 
@@ -252,26 +252,25 @@ def get_gathered_tp_plan(model) -> dict[str, str]:
     return plan
 
 
-def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
+def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> None:
     """Raise UserError unless every part is even, and two tokens go through the sharded model on the meta device."""
-    kind, sharded = type(model).__name__, _copy_on_meta(model)
-    apply_tp_plan(sharded, plan, tp_mesh)
-    outer = filter(None, (sharded.get_input_embeddings(), sharded.get_output_embeddings()))
-    by_vocabulary = {parameter for module in outer for parameter in module.parameters()}
-    for name, parameter in sharded.named_parameters():
-        placement, tp = parameter.placements[0], tp_mesh.size()
-        if placement.is_shard() and parameter.shape[placement.dim] % tp and parameter not in by_vocabulary:
-            found = f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}"
-            raise UserError(FLAG, found, f"{FLAG} 1")
+    kind, sharded, tp = type(model).__name__, _copy_on_meta(model), tp_mesh.size()
     try:
+        apply_tp_plan(sharded, plan, tp_mesh)
         _forward(sharded)
     except Exception as error:  # any: the code of the model meets a part of the shape that it expects
         try:
             _forward(_copy_on_meta(model))
         except Exception:  # this model does not run on the meta device at all
             return
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error) else type(error).__name__
-        raise UserError(FLAG, f"the layers of {kind} do not work with their plan ({reason})", f"{FLAG} 1") from None
+        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+        raise UserError(flag, f"the layers of {kind} do not work with their plan ({reason})", f"{FLAG} 1") from None
+    outer = filter(None, (sharded.get_input_embeddings(), sharded.get_output_embeddings()))
+    by_vocabulary = {parameter for module in outer for parameter in module.parameters()}
+    for name, parameter in sharded.named_parameters():
+        placement = parameter.placements[0]
+        if placement.is_shard() and parameter.shape[placement.dim] % tp and parameter not in by_vocabulary:
+            raise UserError(FLAG, f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}", f"{FLAG} 1")
 
 
 def _copy_on_meta(model):
@@ -305,7 +304,7 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     """
     adapted = {pattern_of(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
     result = {pattern: style for pattern, style in plan.items() if pattern not in adapted}
-    for pattern in sorted(adapted):
+    for pattern in sorted(adapted & set(plan)):  # the others are in a replicated block, with all that is in them
         if plan[pattern] not in LORA_STYLES:
             raise UserError(FLAG, f"the --target_modules layer {pattern} is {plan[pattern]} in the plan", f"{FLAG} 1")
         names = ("base_layer", "lora_A.default", "lora_B.default")  # peft's names; the adapter is called "default"
