@@ -4,11 +4,17 @@ import pytest
 import torch
 from launch import ROOT, torchrun
 from tiny_models import CONFIGS, EVEN_CONFIGS, save_models
-from transformers import AutoModelForCausalLM, GPT2Config, Olmo2Config
+from transformers import AutoModelForCausalLM, Olmo2Config
 
 from trainer.datasets.demo import make_demo
 from trainer.distributed import tensor_parallel
-from trainer.distributed.tensor_parallel import complete_plan, get_hf_tp_plan, get_optimized_tp_plan, resolve_tp_plan
+from trainer.distributed.tensor_parallel import (
+    complete_plan,
+    get_hf_tp_plan,
+    get_llama_tp_plan,
+    get_optimized_tp_plan,
+    resolve_tp_plan,
+)
 from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions, validate_tp_flags
 
@@ -96,15 +102,13 @@ def test_the_llama_layout_serves_models_without_a_plan():
         resolve_tp_plan(llama, use_hf_tp_plan=True)
 
 
-def test_the_llama_layout_is_refused_where_the_modules_do_not_fit():
-    gpt2 = meta_model(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=97))
-    with pytest.raises(UserError, match="no tensor-parallel plan for GPT2LMHeadModel"):
-        resolve_tp_plan(gpt2)
+def test_the_llama_layout_is_not_used_where_the_modules_do_not_fit():
     # OLMo2 norms all heads together: the LLaMA layout would norm the heads of each rank separately
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97}
     olmo2 = unheard_of(meta_model(Olmo2Config(num_attention_heads=4, num_key_value_heads=4, **small)))
     with pytest.raises(UserError, match=r"does not cover the parameter model.layers.0.self_attn.q_norm.weight"):
-        resolve_tp_plan(olmo2)
+        complete_plan(olmo2, get_llama_tp_plan(olmo2))
+    assert resolve_tp_plan(olmo2)["model.layers.*.self_attn.q_proj"] == "colwise_gather_output"
 
 
 def test_sizes_that_do_not_fit_are_told_with_those_that_do():

@@ -1,106 +1,32 @@
 """Tensor parallelism: how each module is cut over the tp axis. Only `apply_tp_plan` changes a model.
 
 A plan maps module patterns to transformers' style strings, `{"model.layers.*.self_attn.q_proj": "colwise", ...}`.
-`resolve_tp_plan` chooses a plan and completes it: the result names every module that holds a parameter. A module that
-the first plan leaves out becomes a replica where that is known to be right. Otherwise it is an error.
+`resolve_tp_plan` chooses a plan, completes it and tries it: the result names every module that holds a parameter. A
+module that the first plan leaves out becomes a replica where that is known to be right. Otherwise it is an error.
 
 A replica can be right for this reason: between two blocks (attention, MLP), every tp rank holds the same full
 activations and gradients. A norm there has the right gradient on every rank. A norm inside a block sees only this
 rank's heads. Its gradient is a part of a sum over tp, so it needs `replicated_with_grad_allreduce`.
 """
 
+import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.tp_plans import PLANS
+from trainer.distributed.tp_styles import COLWISE, LORA_STYLES, SEQUENCE_FORMS, STYLES
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 
 FLAG = "--tensor_parallel_size"
-
-
-class ReplicatedParallel(ParallelStyle):
-    """Every tp rank runs the module on the same full input. Its parameters become replicated DTensors."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def as_replica(module, inputs, mesh):
-            if isinstance(inputs[0], DTensor):  # the input of a block is a DTensor already
-                return inputs[0]
-            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-
-        return distribute_module(module, device_mesh, None, as_replica, lambda module, output, mesh: output.to_local())
-
-
-class BlockInput(ParallelStyle):
-    """The input of a block becomes one replicated DTensor for all column-parallel layers in it.
-
-    Backward sums their input gradients and makes one reduction over tp, instead of one per layer. An input that is
-    sharded over the sequence (--sequence_parallel) is gathered here, and its gradient is reduce-scattered.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(tensor):
-            if isinstance(tensor, DTensor):
-                return tensor.redistribute(placements=[Replicate()])
-            return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
-
-        def hook(module, args, kwargs):
-            if args:
-                return (replicate(args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": replicate(kwargs["hidden_states"])}
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        return module
-
-
-# the style strings of transformers' plans, and the ones that `resolve_tp_plan` adds
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # heads are dimension 1 or 2; for a norm over the last dimension, both are equal
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-    "replicated": ReplicatedParallel,
-    "replicated_in_block": ReplicatedParallel,  # sees whole sequences, even with --sequence_parallel
-    "block_input": BlockInput,
-    "colwise_vocab": lambda: ColwiseParallel(use_local_output=False),  # logits stay sharded over the vocabulary
-    # --sequence_parallel: between blocks, activations are DTensors sharded over the sequence (dimension 1)
-    "sequence_parallel": SequenceParallel,
-    "embedding_rowwise_to_sequence": lambda: RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    ),
-    "rowwise_to_sequence": lambda: RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    "rowwise_split_input_to_sequence": lambda: RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    ),
-    "colwise_vocab_from_sequence": lambda: ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-}
-# --sequence_parallel form of styles with input or output between blocks; all others work in blocks, on full sequences
-SEQUENCE_FORMS = {
-    "embedding_rowwise": "embedding_rowwise_to_sequence",
-    "rowwise": "rowwise_to_sequence",
-    "rowwise_split_input": "rowwise_split_input_to_sequence",
-    "rowwise_rep": "rowwise_split_input_to_sequence",
-    "replicated": "sequence_parallel",
-    "colwise_vocab": "colwise_vocab_from_sequence",
-}
-# style of a layer -> styles of its own weight, of A and of B. In a column-parallel layer, A is a replica: every tp rank
-# has its output. B is cut like the layer. In a row-parallel layer, A is cut like the layer and B is a replica.
-LORA_STYLES = {
-    "colwise": ("colwise", "replicated_in_block", "colwise"),
-    "rowwise": ("rowwise", "rowwise", "replicated"),
-}
-COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 
 
 # --- validation of sizes
@@ -116,7 +42,7 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     # layers may differ; dict.fromkeys keeps the order of the names
     sizes = list(dict.fromkeys((n, getattr(layer, n, None)) for n in names for layer in layer_configs(text)))
-    sizes = [(name, size) for name, size in sizes if size]
+    sizes = [(name, size) for name, size in sizes if size] or [("hidden_size", text.hidden_size)]
     fits = [n for n in range(1, min(size for _, size in sizes) + 1) if all(size % n == 0 for _, size in sizes)]
     if tp not in fits:
         found = ", ".join(f"{name} {size}" for name, size in sizes)
@@ -165,8 +91,8 @@ def get_gemma_tp_plan(model) -> dict[str, str]:
 
 def get_optimized_tp_plan(model, sequence_parallel: bool = False) -> dict[str, str]:
     """Return our plan for the architecture of `model`, or {}. `sequence_parallel` selects the form for that flag."""
-    get_plan = OUR_PLANS.get(model.config.get_text_config().model_type)
-    plan = get_plan(model) if get_plan else {}
+    model_type = model.config.get_text_config().model_type
+    plan = OUR_PLANS[model_type](model) if model_type in OUR_PLANS else _named_plan(model, PLANS.get(model_type, {}))
     return shard_sequence(plan) if sequence_parallel else plan
 
 
@@ -191,33 +117,65 @@ def _plan_of(model, norms: tuple[str, ...], head_norms: bool = False) -> dict[st
         layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "replicated_with_grad_allreduce")
     base = {"embed_tokens": "embedding_rowwise", "norm": "replicated"}
     base |= {f"layers.*.{name}": style for name, style in layer.items()}
+    return _named_plan(model, base)
+
+
+def _named_plan(model, base: dict[str, str]) -> dict[str, str]:
+    """Return a plan of the base model with its prefix, without entries for modules that the model does not have."""
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    plan = {f"{prefix}{name}": style for name, style in base.items()} | {"lm_head": "colwise_vocab"}
-    present = {_pattern(name) for name, _ in model.named_modules()}
-    return {pattern: style for pattern, style in plan.items() if pattern in present}
+    present = {pattern_of(name) for name, _ in model.named_modules()}
+    return {f"{prefix}{name}": style for name, style in base.items() if f"{prefix}{name}" in present}
 
 
 # --- the plan that is applied
 
 
-def resolve_tp_plan(model, *, use_hf_tp_plan: bool = False, sequence_parallel: bool = False) -> dict[str, str]:
-    """Return the complete plan of a model that is not sharded yet: ours, the model's own, or the LLaMA layout.
+def resolve_tp_plan(
+    model, tp_mesh: DeviceMesh | None = None, *, use_hf_tp_plan: bool = False, sequence_parallel: bool = False
+) -> dict[str, str]:
+    """Return the complete plan of a model that is not sharded yet: ours, the model's own, or one that fits any layer.
+
+    With `tp_mesh`, two tokens go through a copy on the meta device that is cut by the plan. Nothing is communicated.
 
     Raises:
-        UserError: there is no plan, a style is unknown, or the plan does not cover a parameter that it must cut.
+        UserError: there is no plan, a style is unknown, the plan does not cover a parameter that it must cut, or the
+            layers do not work with it.
     """
-    plan = {} if use_hf_tp_plan else get_optimized_tp_plan(model)
-    plan = plan or get_hf_tp_plan(model)
-    if not plan and not use_hf_tp_plan and _has_llama_layout(model):
-        plan = get_llama_tp_plan(model)
-    if not plan:
+    plans = [get_hf_tp_plan(model)]
+    if not use_hf_tp_plan:
+        plans = [get_optimized_tp_plan(model) or plans[0], get_gathered_tp_plan(model)]
+        if _has_llama_layout(model):
+            plans.insert(1, get_llama_tp_plan(model))
+    first_error = None
+    for plan in plans:
+        try:
+            return _checked_plan(model, plan, tp_mesh, sequence_parallel)
+        except UserError as error:
+            first_error = first_error or error
+    if not any("*" in pattern for plan in plans for pattern in plan):
         flag = "--use_hf_tp_plan" if use_hf_tp_plan else FLAG
         raise UserError(flag, f"no tensor-parallel plan for {type(model).__name__}", f"{FLAG} 1")
+    raise first_error
+
+
+def _checked_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh | None, sequence_parallel: bool) -> dict[str, str]:
+    present = {pattern_of(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    plan = {pattern: style for pattern, style in plan.items() if pattern in present}
+    kind = type(model).__name__
+    if not any("*" in pattern for pattern in plan):
+        raise UserError(FLAG, f"no tensor-parallel plan for {kind}", f"{FLAG} 1")
     for pattern, style in plan.items():
         if style not in STYLES or (style in SEQUENCE_FORMS.values() and not sequence_parallel):
-            raise UserError(FLAG, f"the plan of {type(model).__name__} gives {pattern} the style {style}", "1")
+            raise UserError(FLAG, f"the plan of {kind} gives {pattern} the style {style}", "1")
     plan = complete_plan(model, plan)
-    return shard_sequence(plan) if sequence_parallel else plan
+    if sequence_parallel:
+        whole = [pattern for pattern, style in plan.items() if style == "replicated_block"]
+        if whole:
+            raise UserError("--sequence_parallel", f"with {kind}: every tp rank computes all of {whole[0]}")
+        plan = shard_sequence(plan)
+    if tp_mesh is not None:
+        _try_plan(model, plan, tp_mesh, "--sequence_parallel" if sequence_parallel else FLAG)
+    return plan
 
 
 def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
@@ -225,28 +183,117 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
 
     Head and embedding are cut over the vocabulary. Otherwise full logits would be gathered, and a tied weight can be
     cut in only one way. Other missing modules become replicas where all activations are full: between blocks, and in
-    blocks whose column-parallel layers gather their output. A missing module is an error in a block that works on this
-    rank's columns. A missing matrix is also an error in a decoder layer that other entries cut.
+    blocks whose column-parallel layers gather their output. A block without an entry becomes one replica: its input
+    and output are full. A missing module is an error in a block that works on this rank's columns, and in a mixture of
+    experts.
     """
     plan = dict(plan)
-    patterns = {module: _pattern(name) for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    patterns = {name: pattern_of(name) for name, _ in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = patterns[names[model.get_input_embeddings()]], model.get_output_embeddings()
     if head is not None:
-        plan[patterns[head]] = "colwise_vocab"
-    if patterns[embedding] not in plan or model.config.get_text_config().tie_word_embeddings:
-        plan[patterns[embedding]] = "embedding_rowwise"
-    blocks = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style in COLWISE}
-    split_blocks = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "colwise"}
-    layers = {pattern.rpartition("*")[0] for pattern in plan if "*" in pattern}
-    for name, pattern, parameter in _parameters_with_owner(model):
-        if pattern in plan:
+        plan[patterns[names[head]]] = "colwise_vocab"
+    if embedding not in plan or model.config.get_text_config().tie_word_embeddings:
+        plan[embedding] = "embedding_rowwise"
+    layers = {pattern[: pattern.index("*") + 1] for pattern in plan if "*" in pattern}
+    # by name: in some models, a module of the same name is attention in one layer and a scan in another. A layer is no
+    # block, although OPT has linear layers directly in it.
+    cut = [(_parent(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
+    split = {block for block, style in cut if style == "colwise" and patterns[block] not in layers}
+    gathered = {block for block, _ in cut if patterns[block] not in layers} - split
+    whole = set()  # blocks that each tp rank computes in full
+    for name, parameter in model.named_parameters():
+        owner = _parent(name)
+        if patterns[owner] in plan:
             continue
-        in_layer = any(pattern.startswith(layer) for layer in layers)
-        if _is_within(pattern, split_blocks) or (in_layer and parameter.ndim > 1):
+        layer = next((at for at in _paths(owner) if patterns[at] in layers), None)
+        block = ".".join(owner.split(".")[: layer.count(".") + 2]) if layer else ""
+        is_of_experts = layer and re.search("expert|router", name)
+        if _is_within(owner, split) or any(_is_within(at, {block}) for at in split) or is_of_experts:
             kind = type(model).__name__
             raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "1")
-        plan[pattern] = "replicated_in_block" if _is_within(pattern, blocks) else "replicated"
-    return plan | dict.fromkeys(blocks & set(patterns.values()), "block_input")
+        is_norm = parameter.ndim == 1 and owner not in gathered
+        if is_norm and _is_within(owner, gathered):
+            plan[patterns[owner]] = "replicated_in_block"
+        elif layer is None or owner == layer or (is_norm and owner == block):
+            plan[patterns[owner]] = "replicated"
+        else:
+            whole.add(block)
+    styles = dict.fromkeys(split | gathered, "block_input") | dict.fromkeys(whole, "replicated_block")
+    in_whole = {patterns[name] for name in patterns if _is_within(name, whole)}
+    plan = {at: style for at, style in plan.items() if not (at in in_whole and style == "replicated_in_block")}
+    return plan | _by_pattern(styles, patterns)
+
+
+def _by_pattern(styles: dict[str, str], patterns: dict[str, str]) -> dict[str, str]:
+    """Return the styles of modules by pattern if all modules of a pattern have the same style, otherwise by name."""
+    of_pattern = {}
+    for name, pattern in patterns.items():
+        of_pattern.setdefault(pattern, set()).add(styles.get(name))
+    return {patterns[at] if len(of_pattern[patterns[at]]) == 1 else at: styles[at] for at in patterns if at in styles}
+
+
+def get_gathered_tp_plan(model) -> dict[str, str]:
+    """Return a plan for any decoder layer: each linear layer is cut by columns, and its output is gathered.
+
+    So every tp rank computes all heads, and only weights and matrix products are shared out. Blocks with convolutions
+    stay whole: their kernels may read the weights of their linear layers.
+    """
+    plan = {}
+    for name, layer in model.named_modules():
+        if type(layer).__name__ not in (model._no_split_modules or ()):
+            continue
+        for child, block in layer.named_children():
+            if all(parameter.ndim <= 2 for parameter in block.parameters()):
+                linear = [at for at, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+                plan |= {
+                    pattern_of(".".join(filter(None, (name, child, at)))): "colwise_gather_output" for at in linear
+                }
+    return plan
+
+
+def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> None:
+    """Raise UserError unless every part is even, and two tokens go through the sharded model on the meta device."""
+    kind, sharded, tp = type(model).__name__, _copy_on_meta(model), tp_mesh.size()
+    try:
+        apply_tp_plan(sharded, plan, tp_mesh)
+        _forward(sharded)
+    except Exception as error:  # any: the code of the model meets a part of the shape that it expects
+        try:
+            _forward(_copy_on_meta(model))
+        except Exception:  # this model does not run on the meta device at all
+            return
+        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+        raise UserError(flag, f"the layers of {kind} do not work with their plan ({reason})", f"{FLAG} 1") from None
+    outer = filter(None, (sharded.get_input_embeddings(), sharded.get_output_embeddings()))
+    by_vocabulary = {parameter for module in outer for parameter in module.parameters()}
+    for name, parameter in sharded.named_parameters():
+        placement = parameter.placements[0]
+        if placement.is_shard() and parameter.shape[placement.dim] % tp and parameter not in by_vocabulary:
+            raise UserError(FLAG, f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}", f"{FLAG} 1")
+
+
+def _copy_on_meta(model):
+    with torch.device("meta"):
+        copied = type(model)(copy.deepcopy(model.config))
+    copied.set_attn_implementation("eager")
+    return copied
+
+
+def _forward(model) -> None:
+    runs = model if model.get_output_embeddings() is not None else model.base_model
+    with torch.device("meta"), _NoValues():
+        input_ids = torch.zeros(1, 2, dtype=torch.long)
+        runs(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False)
+
+
+class _NoValues(TorchDispatchMode):
+    """Answers 0 where a model asks for the value of a meta tensor, for example whether its mask hides anything."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        return function(*args, **(kwargs or {}))
 
 
 def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, str]:
@@ -255,9 +302,9 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     Raises:
         UserError: the plan cuts an adapted layer in a way that its matrices cannot follow.
     """
-    adapted = {_pattern(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    adapted = {pattern_of(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
     result = {pattern: style for pattern, style in plan.items() if pattern not in adapted}
-    for pattern in sorted(adapted):
+    for pattern in sorted(adapted & set(plan)):  # the others are in a replicated block, with all that is in them
         if plan[pattern] not in LORA_STYLES:
             raise UserError(FLAG, f"the --target_modules layer {pattern} is {plan[pattern]} in the plan", f"{FLAG} 1")
         names = ("base_layer", "lora_A.default", "lora_B.default")  # peft's names; the adapter is called "default"
@@ -278,8 +325,8 @@ def format_plan(plan: dict[str, str]) -> str:
 
 def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
     """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication."""
-    for name, _ in list(model.named_modules()):
-        style = plan.get(_pattern(name))
+    for name, _ in reversed(list(model.named_modules())):  # a block after the modules inside it
+        style = plan.get(name) or plan.get(pattern_of(name))
         if style is not None:
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
     model.tie_weights(recompute_mapping=False)  # two tied modules have each got their own parameter
@@ -287,22 +334,26 @@ def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
     assert not plain, f"{plain[0]} is in no module of the plan"
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """model.layers.3.mlp -> model.layers.*.mlp"""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _is_within(pattern: str, blocks: set[str]) -> bool:
-    return any(pattern == block or pattern.startswith(f"{block}.") for block in blocks)
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
-def _parameters_with_owner(model) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (parameter name, pattern of its module, parameter). A tied parameter comes once, under its first name."""
-    for name, parameter in model.named_parameters():
-        yield name, _pattern(name.rpartition(".")[0]), parameter
+def _paths(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules around it, from the outermost."""
+    parts = name.split(".")
+    return (".".join(parts[: n + 1]) for n in range(len(parts)))
+
+
+def _is_within(name: str, blocks: set[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def _has_llama_layout(model) -> bool:
     layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    present = {_pattern(name).rpartition("*.")[2] for name, _ in model.named_modules()}
+    present = {pattern_of(name).rpartition("*.")[2] for name, _ in model.named_modules()}
     return set(layer) <= present

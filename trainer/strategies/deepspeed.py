@@ -5,6 +5,7 @@ scales the sum by `number of loss ranks / count`, and DeepSpeed averages gradien
 gradient of (sum of all losses) / count on every layout.
 """
 
+import functools
 import logging
 import os
 import weakref
@@ -125,9 +126,10 @@ class DeepspeedStrategy:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if self.sizes.tp > 1:
             from trainer.distributed.tensor_parallel import validate_tp_sizes
+            from trainer.strategies.autotp_layers import validate_vocabulary
 
             validate_tp_sizes(config, self.sizes.tp, fsdp=1)
-            autotp.validate_vocabulary(config, self.sizes.tp)
+            validate_vocabulary(config, self.sizes.tp)
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
             from trainer.strategies.zero_loading import load_partitioned
@@ -177,15 +179,12 @@ class DeepspeedStrategy:
         return prepared if len(prepared) > 1 else prepared[0]
 
     def _prepare_trained(self, model, optimizer, scheduler) -> tuple:
-        import deepspeed
-
         names = {parameter: name for name, parameter in model.named_parameters()}
         weights = self._read(model, with_masters=self.param_dtype != torch.float32)
         use_parameters(optimizer, {parameter: model.get_parameter(name) for parameter, name in names.items()})
-        config = self._engine_config(with_optimizer=True, plan=self._tp_plan(model))
-        options = {"config": config, "dist_init_required": False}
-        engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, **options)
-        autotp.return_sharded_logits(model, self.meshes.root["tp"])
+        initialize, plan = self._initializer(model)
+        config = self._engine_config(with_optimizer=True, plan=plan)
+        engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:
@@ -217,24 +216,30 @@ class DeepspeedStrategy:
             model.get_parameter(name).data.copy_(tensor)
         return weights
 
-    def _tp_plan(self, model) -> Optional[dict[str, str]]:
+    def _initializer(self, model) -> tuple:
+        """deepspeed.initialize, and the tensor-parallel plan that it cuts `model` by (None without tp)."""
+        import deepspeed
+
         if self.sizes.tp == 1:
-            return None
+            return functools.partial(deepspeed.initialize, dist_init_required=False), None
         from trainer.distributed import tensor_parallel
+        from trainer.strategies.autotp_layers import initialize
 
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
-        plan = tensor_parallel.resolve_tp_plan(skeleton, use_hf_tp_plan=self.options.use_hf_tp_plan)
+        tp_mesh = self.meshes.params["tp"]
+        plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
-        return plan
+        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh), plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         from trainer.strategies.zero_loading import prepare_frozen
 
         self._read(model, offload=offload)
-        config = self._engine_config(with_optimizer=False, plan=self._tp_plan(model))
-        facts = {"dtype": self.param_dtype, "device": self.device, "tp_mesh": self.meshes.root["tp"]}
+        initialize, plan = self._initializer(model)
+        config = self._engine_config(with_optimizer=False, plan=plan)
+        facts = {"dtype": self.param_dtype, "device": self.device, "initialize": initialize}
         return prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
 
     def _restore_masters(self, model, weights) -> None:

@@ -168,6 +168,7 @@ class FSDP2Strategy:
             skeleton = type(model)(model.config)
         plan = tensor_parallel.resolve_tp_plan(
             skeleton,
+            self.meshes.params["tp"],
             use_hf_tp_plan=self.options.use_hf_tp_plan,
             sequence_parallel=self.options.sequence_parallel,
         )

@@ -3,7 +3,6 @@
 from typing import Optional
 
 from trainer.distributed.mesh import MeshSizes
-from trainer.strategies import autotp
 from trainer.strategies.options import StrategyOptions
 
 
@@ -36,7 +35,9 @@ def engine_config(
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
     if plan:
-        config["tensor_parallel"] = autotp.tensor_parallel_config(plan, sizes.tp)
+        from trainer.strategies import autotp_layers
+
+        config["tensor_parallel"] = autotp_layers.tensor_parallel_config(plan, sizes.tp)
     if options.param_dtype == "bf16" and stage:  # at stage 0 the engine has no masters; `zero_0` adds them
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
     elif options.param_dtype == "fp16":

@@ -7,7 +7,7 @@ import torch
 from trainer.checkpoints import model_folder
 from trainer.distributed.host_offload import keep_on_host
 from trainer.distributed.mesh import Meshes
-from trainer.strategies.autotp import hpz_group, return_sharded_logits
+from trainer.strategies.autotp import hpz_group
 
 
 def load_partitioned(
@@ -58,13 +58,11 @@ def load_partitioned(
 
 
 def prepare_frozen(
-    model, config: dict, *, offload: bool, dtype: torch.dtype, device: torch.device, tp_mesh
+    model, config: dict, *, offload: bool, dtype: torch.dtype, device: torch.device, initialize
 ) -> torch.nn.Module:
-    """A frozen model, ready to compute; `config` is that of an engine without an optimizer."""
-    import deepspeed
-
+    """A frozen model, ready to compute; `config` is that of an engine that `initialize` makes without an optimizer."""
     zero = config["zero_optimization"]
-    if zero["stage"] < 3 and tp_mesh.size() == 1:
+    if zero["stage"] < 3 and "tensor_parallel" not in config:
         for parameter in filter(torch.is_floating_point, model.parameters()):
             # not the RoPE tables: the trained model's are fp32
             parameter.data = parameter.data.to(dtype)
@@ -74,8 +72,7 @@ def prepare_frozen(
     zero["stage"] = 3 if zero["stage"] == 3 else 0
     if offload and zero["stage"] == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-    return_sharded_logits(model, tp_mesh)
+    engine = initialize(model=model, config=config)[0]
     engine.eval()  # an engine's eval() does not return the engine
     if offload and zero["stage"] < 3:
         keep_on_host(model, device)
