@@ -28,8 +28,11 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
             raise UserError(
                 FLAG, f"{value!r} is neither a file nor a Jinja template", "a path, or a text with {{ or {%"
             )
-        with open(value, encoding="utf-8") as file:
-            template = file.read()
+        try:
+            with open(value, encoding="utf-8") as file:
+                template = file.read()
+        except UnicodeDecodeError:
+            raise UserError(FLAG, f"{value} is not UTF-8 text", "a Jinja template in UTF-8") from None
         if not _is_jinja(template):
             raise UserError(FLAG, f"{value} holds no Jinja template", "a text with {{ or {%")
     tokenizer.chat_template = template
