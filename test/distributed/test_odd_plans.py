@@ -32,7 +32,7 @@ def test_a_gated_delta_net_gathers_its_projections_and_keeps_the_rest_whole():
 def test_a_mixture_of_experts_is_no_whole_block():
     config = odd_plan_checks.make_config("granitemoehybrid").to_dict()
     config = GraniteMoeHybridConfig(**config | {"num_local_experts": 4, "num_experts_per_tok": 2})
-    with pytest.raises(UserError, match="does not cover the parameter model.layers.0.block_sparse_moe"):
+    with pytest.raises(UserError, match=r"does not cover the parameter model.layers.0.block_sparse_moe"):
         resolve(config)
 
 

@@ -1,8 +1,8 @@
 """Read Hugging Face model folders: any slice of any weight, directly from the files. Nothing is unpickled."""
 
+import copy
 import json
 import os
-import re
 from typing import Optional
 
 import torch
@@ -13,10 +13,13 @@ from trainer.errors import UserError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
+FULL_PRECISION = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
     """The weights of a model folder by name. Only the requested slices are read from disk."""
+
+    is_quantized = False
 
     def __init__(self, folder: str):
         index = os.path.join(folder, INDEX)
@@ -45,22 +48,6 @@ class SafetensorsFolder:
         if region is None or not self.shape(name):
             return self._where[name].get_tensor(name)
         return self._where[name].get_slice(name)[region]
-
-
-class LoadedWeights:
-    """Weights that transformers has loaded and converted, with the same methods as a SafetensorsFolder."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self._tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def dtype(self, name: str) -> str:
-        return "F32"
-
-    def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
-        return self._tensors[name] if region is None else self._tensors[name][region]
 
 
 def unwrapped(model) -> torch.nn.Module:
@@ -114,27 +101,55 @@ def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tens
     return adapter_tensors.WeightsWithAdapter(weights, new)
 
 
-def _open_folder(model, folder: str, names: list[str]) -> SafetensorsFolder | LoadedWeights:
-    """Open the weights of a folder. Safetensors with the model's own names are read slice by slice.
+def _open_folder(model, folder: str, names: list[str]):
+    """Open the weights of a folder. They are read slice by slice, but .bin files are loaded to host memory first."""
+    if find_weights(folder) == "bin":
+        from trainer.checkpoints.loaded_weights import load_bin
 
-    If transformers must convert (other names, fused experts, .bin files), it first loads all weights to host memory.
-    """
+        return load_bin(plain_class(model), model.config, folder, names)
+    weights = open_files(folder)
+    if not _has_own_names(model, weights, names):
+        weights = published_weights(model, folder)
+    missing = next((name for name in names if name not in weights), None)
+    if missing:
+        raise UserError(folder, f"has no weight {missing}", "a complete model")
+    return weights
+
+
+def published_weights(model, folder: str, flag: str = ""):
+    """The weights of a folder whose tensors have other names than those of `model`."""
+    from trainer.checkpoints.published_names import PublishedWeights
+
+    with torch.device("meta"):  # the parameters of `model` may be cut, partitioned or packed
+        skeleton = plain_class(model)(copy.deepcopy(model.config))
+    return PublishedWeights(skeleton, all_tensors(skeleton), open_files(folder, flag), folder, flag or folder)
+
+
+def open_files(folder: str, flag: str = ""):
+    """The safetensors of a folder. Quantized weights are read in fp32."""
+    weights, config = SafetensorsFolder(folder), quantization(folder)
+    if not config:
+        return weights
+    from trainer.checkpoints.quantized_folder import DequantizedFolder
+
+    return DequantizedFolder(weights, folder, config, flag or folder)
+
+
+def quantization(folder: str) -> Optional[dict]:
+    """The quantization_config of a folder, or None."""
+    with open(os.path.join(folder, "config.json")) as file:
+        config = json.load(file)
+    return config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+
+
+def _has_own_names(model, weights, names: list[str]) -> bool:
+    """Whether the folder holds the tensors as the model does: transformers has nothing to rename or to join."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if find_weights(folder) == "safetensors" and not get_model_conversion_mapping(model, add_legacy=False):
-        weights = SafetensorsFolder(folder)
-        if all(name in weights for name in names):
-            return weights
-    loaded, info = _own_class(model).from_pretrained(
-        folder, config=model.config, dtype=torch.float32, weights_only=True, output_loading_info=True
-    )
-    missing = [name for name in names if name in info["missing_keys"]]
-    if missing:
-        raise UserError(folder, f"has no weight {missing[0]}", "a complete model")
-    return LoadedWeights(loaded.state_dict())
+    return not get_model_conversion_mapping(model, add_legacy=False) and all(name in weights for name in names)
 
 
-def _own_class(model) -> type:
+def plain_class(model) -> type:
     """The class of the model; fully_shard has put one of its own in front, FSDP<class>."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
@@ -161,7 +176,7 @@ def restore_computed_buffers(model, device: torch.device) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers initialises only what does not have this mark
     sharded_class = type(model)
-    model.__class__ = _own_class(model)  # transformers takes FSDP's class for remote code, and skips modules then
+    model.__class__ = plain_class(model)  # transformers takes FSDP's class for remote code, and skips modules then
     try:
         model.initialize_weights()
     finally:
@@ -189,26 +204,27 @@ def read_generation_config(model, folder: str) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
-def refuse_quantized(folder: str, flag: str) -> None:
-    """Raises UserError for a folder of quantized weights: read without their scales, they would be wrong in silence."""
-    with open(os.path.join(folder, "config.json")) as file:
-        found = json.load(file).get("quantization_config")
-    if found:
-        method = found.get("quant_method", "an unknown method")
-        raise UserError(flag, f"{folder} holds weights quantized by {method}", "a folder of bf16, fp16 or fp32 weights")
+def check_weights(model, folder: str, flag: str) -> list[str]:
+    """Compare a model, whose weights are whole, with the safetensors of its folder, by names, shapes and dtypes.
 
+    Returns the names in the folder that are not part of the model.
 
-def unread_tensors(model, folder: str) -> list[str]:
-    """Names in the safetensors of `folder` that are not part of the model, and not known to be superfluous."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    if find_weights(folder) != "safetensors" or get_model_conversion_mapping(model, add_legacy=False):
+    Raises:
+        UserError: a tensor of the model is missing, or has another shape or an unknown form. `flag` asked for it.
+    """
+    if find_weights(folder, flag) == "bin":
         return []
-    known = set(model.state_dict()) | set(model.all_tied_weights_keys)
-    superfluous = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    superfluous += [] if model.get_output_embeddings() else [r"^lm_head\."]  # a classifier made from a language model
-    unread = sorted(set(SafetensorsFolder(folder).names()) - known)
-    return [name for name in unread if not any(re.search(pattern, name) for pattern in superfluous)]
+    held, weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}, SafetensorsFolder(folder)
+
+    def fits(name: str) -> bool:
+        shape = getattr(held[name], "ds_shape", held[name].shape)  # ZeRO 3 leaves an empty tensor
+        return weights.shape(name) == tuple(shape) and weights.dtype(name) in FULL_PRECISION
+
+    if set(weights.names()) == set(all_tensors(model)) and all(map(fits, weights.names())):
+        return []
+    from trainer.checkpoints.published_names import check_fit
+
+    return check_fit(published_weights(model, folder, flag), FULL_PRECISION)
 
 
 def find_weights(folder: str, flag: str = "") -> str:

@@ -1,5 +1,6 @@
 """Write Hugging Face model folders: weights in shards of limited size, under the names of published models."""
 
+import copy
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trainer.checkpoints import adapter_tensors
-from trainer.checkpoints.model_folder import GENERATION_CONFIG, INDEX, SINGLE
+from trainer.checkpoints.model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_class, published_weights
 from trainer.errors import UserError
 
 
@@ -38,23 +39,65 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
 
 
-def in_hub_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Convert (name, CPU tensor) pairs to the form of published models of this kind.
+def in_hub_format(
+    model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert (name, CPU tensor) pairs to the names and forms of the folder that the model comes from.
 
-    Published models hold experts separately, and transformers holds them in one tensor. Pairs come one at a time,
-    except if a published tensor is made of several.
+    After them come the tensors of that folder that are not part of a language model, such as a vision tower. Pairs
+    come one at a time, except if a published tensor is made of several. If the folder is gone or holds .bin files, the
+    form is that of published models of this kind.
     """
+    weights = source_of(model)
+    if weights is None:
+        yield from _in_usual_format(model, tensors)
+        return
+    yield from weights.as_published(tensors)
+    if model.can_generate():  # a reward model needs neither the head nor the tower of its base
+        for name, tensor in weights.untouched():
+            yield name, tensor.to(dtype) if weights.files.is_quantized and tensor.is_floating_point() else tensor
+
+
+def source_of(model):
+    """The PublishedWeights of the folder that `model.name_or_path` names, or None if it has no safetensors."""
+    folder = model.name_or_path
+    held = os.listdir(folder) if os.path.isdir(folder) else []
+    return published_weights(model, folder) if SINGLE in held or INDEX in held else None
+
+
+def _in_usual_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    with torch.device("meta"):  # transformers finds its rules by the name of the class, which fully_shard changes
+        skeleton = plain_class(model)(copy.deepcopy(model.config))
+    conversions = get_model_conversion_mapping(skeleton, add_legacy=False)
     if not conversions:
         yield from tensors
     elif any(len(conversion.target_patterns) > 1 for conversion in conversions):
-        yield from revert_weight_conversion(model, dict(tensors)).items()
+        yield from revert_weight_conversion(skeleton, dict(tensors)).items()
     else:
         for name, tensor in tensors:
-            yield from revert_weight_conversion(model, {name: tensor}).items()
+            yield from revert_weight_conversion(skeleton, {name: tensor}).items()
+
+
+def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
+    """Write the config of the folder that a language model was taken out of, such as a model of text and images.
+
+    The files of its processor come too. Without such a folder, the config of the model stays.
+    """
+    weights = source_of(model) if model.can_generate() else None
+    config = weights.config() if weights else {}
+    if not weights or not weights.unread or config["model_type"] == model.config.model_type:
+        return
+    for part in (config, config.get("text_config", {})):
+        part.pop("torch_dtype", None)
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        json.dump(config, file, indent=2)
+    for name in os.listdir(weights.folder):
+        if name.endswith("processor_config.json"):
+            shutil.copy(os.path.join(weights.folder, name), folder)
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
@@ -126,7 +169,8 @@ def save_pretrained(
         if tensors is not None and with_adapter:  # one file, as peft expects
             save_adapter(converted(), temporary)
         elif tensors is not None:
-            save_safetensors_shards(in_hub_format(model, converted()), temporary, max_shard_bytes)
+            save_safetensors_shards(in_hub_format(model, converted(), dtype), temporary, max_shard_bytes)
+            save_source_config(model, dtype, temporary)
         commit_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder + ".tmp", ignore_errors=True)

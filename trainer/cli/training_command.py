@@ -221,11 +221,10 @@ def build_loader(
 
 def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain"):
     """Load the model of `folder`, which `flag` asked for, and switch its dropout off."""
-    from trainer.checkpoints.model_folder import find_weights, refuse_quantized, unread_tensors
+    from trainer.checkpoints.model_folder import check_weights, find_weights
     from trainer.models.model_loading import disable_dropout, has_sdpa
 
     find_weights(folder, flag)
-    refuse_quantized(folder, flag)
     attention = setup.attention
     if attention == "sdpa" and not has_sdpa(folder, auto_class, args.trust_remote_code):
         if args.attn_implementation == "sdpa":
@@ -236,10 +235,21 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         from trainer.models.attention.choice import validate_model
 
         validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples)
-    model = setup.strategy.load_model(
-        folder, auto_class, attn_implementation=attention, trust_remote_code=args.trust_remote_code
-    )
-    if setup.strategy.is_rank_0() and (unread := unread_tensors(model, folder)):  # only rank 0 opens every file for it
+    remote = args.trust_remote_code
+    try:
+        model = setup.strategy.load_model(folder, auto_class, attn_implementation=attention, trust_remote_code=remote)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        from trainer.cli.load_faults import load_fault
+
+        raise load_fault(folder, auto_class, remote, flag, error) from error
+    model.name_or_path = folder  # as from_pretrained does; a saved model has the names of this folder
+    if len(setup.tokenizer) > model.config.get_text_config().vocab_size:
+        from trainer.models.folder_faults import check_tokens
+
+        check_tokens(setup.tokenizer, model.config.get_text_config().vocab_size, folder, flag)
+    if unread := check_weights(model, folder, flag):
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     disable_dropout(model)

@@ -58,5 +58,7 @@ def _parse(text: bytes, first_line: int) -> Any:
         ) from None
     except UnicodeDecodeError:
         raise _Broken(f"line {first_line}", "not UTF-8 text") from None
+    except RecursionError:
+        raise _Broken(f"line {first_line}", "lists or objects are nested too deep") from None
     except ValueError as error:
         raise _Broken(f"line {first_line}", f"broken JSON ({error})") from None

@@ -33,8 +33,11 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
             known = ", ".join(training_templates.names())
             found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
             raise UserError(FLAG, found, f"a path, a text with {{{{ or {{%, or one of {known}")
-        with open(value, encoding="utf-8") as file:
-            template = file.read()
+        try:
+            with open(value, encoding="utf-8") as file:
+                template = file.read()
+        except UnicodeDecodeError:
+            raise UserError(FLAG, f"{value} is not UTF-8 text", "a Jinja template in UTF-8") from None
         if not _is_jinja(template):
             raise UserError(FLAG, f"{value} holds no Jinja template", "a text with {{ or {%")
     tokenizer.chat_template = template

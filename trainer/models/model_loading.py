@@ -1,12 +1,15 @@
 """What a run needs from a model folder in addition to weights: the folder, its tokenizer, a model without dropout."""
 
 import copy
+import json
 import os
 
 import torch
+from safetensors import safe_open
 
 from trainer.errors import UserError
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
 
 
@@ -14,21 +17,50 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     """Return the local folder of a model: `name` itself, or the snapshot of a hub name.
 
     Raises:
-        UserError: there is no such model. The error names `flag`, the flag that asked for it.
+        UserError: there is no such model, or a file is broken. The error names `flag`, the flag that asked for it.
     """
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder")
-        return name
+        return _readable(name, flag)
     if os.path.exists(name) or name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=WEIGHT_PATTERNS)
+        return _readable(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS), flag)
+    except UserError:
+        raise
     except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(flag, f"{name} is not a folder, and the hub does not give it ({reason})") from None
+
+
+def _readable(folder: str, flag: str) -> str:
+    """`folder`, after a look into its configs, its index, and the header of each file of weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        contents, stored = {}, set()
+        for name in ("config.json", "generation_config.json", INDEX):
+            if os.path.exists(path := os.path.join(folder, name)):
+                with open(path, encoding="utf-8") as file:
+                    contents[name] = json.load(file)
+        listed = contents[INDEX]["weight_map"] if INDEX in contents else {}
+        for name in set(listed.values()) or ({SINGLE} & set(os.listdir(folder))):
+            with safe_open(os.path.join(folder, name), framework="pt") as weights:
+                stored |= {(tensor, name) for tensor in weights.keys()}  # noqa: SIM118 (no mapping)
+        if not stored.issuperset(listed.items()):
+            raise ValueError("its index names tensors that no file holds")
+        if "auto_map" not in contents["config.json"]:  # else the class of its config comes with the model
+            AutoConfig.from_pretrained(folder)
+        if "generation_config.json" in contents:
+            GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # of many types: each reader has its own
+        from trainer.models.folder_faults import unreadable
+
+        raise unreadable(folder, flag, error) from None
+    return folder
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
@@ -37,8 +69,10 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(folder, f"contains no tokenizer: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of many types: a broken tokenizer.json raises a bare Exception
+        from trainer.models.folder_faults import tokenizer_fault
+
+        raise tokenizer_fault(folder, error) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -15,10 +15,8 @@ from safetensors.torch import save_file
 
 from trainer.datasets.packing import model_inputs
 from trainer.errors import UserError
-from trainer.models.model_loading import load_tokenizer
+from trainer.models.model_loading import INDEX, SINGLE, load_tokenizer
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 HEAD = "score.weight"  # transformers' name; the checkpoint that a run starts from may use another name
 HEAD_FILE = "score.safetensors"
