@@ -1,6 +1,6 @@
 """Tensor parallelism of models for which transformers has no plan or an odd one. The runs are in odd_plan_checks.py."""
 
-import odd_plan_checks
+import odd_plan_models
 import pytest
 import torch
 from launch import ROOT, torchrun
@@ -16,13 +16,13 @@ def resolve(config) -> dict[str, str]:
 
 
 def test_the_same_name_may_be_a_scan_in_one_layer_and_attention_in_another():
-    plan = resolve(odd_plan_checks.make_config("nemotron_h"))  # mamba, mlp, attention, mlp
+    plan = resolve(odd_plan_models.make_config("nemotron_h"))  # mamba, mlp, attention, mlp
     mixers = [plan[f"model.layers.{number}.mixer"] for number in range(4)]
     assert mixers == ["replicated_block", "block_input", "block_input", "block_input"]
 
 
 def test_a_gated_delta_net_gathers_its_projections_and_keeps_the_rest_whole():
-    plan = resolve(odd_plan_checks.make_config("qwen3_5"))
+    plan = resolve(odd_plan_models.make_config("qwen3_5"))
     inside = {pattern for pattern in plan if pattern.startswith("model.layers.*.linear_attn.")}
     assert {plan[pattern] for pattern in inside} == {"colwise_gather_output"}
     assert plan["model.layers.*.linear_attn"] == "replicated_block"
@@ -30,19 +30,19 @@ def test_a_gated_delta_net_gathers_its_projections_and_keeps_the_rest_whole():
 
 
 def test_a_mixture_of_experts_is_no_whole_block():
-    config = odd_plan_checks.make_config("granitemoehybrid").to_dict()
+    config = odd_plan_models.make_config("granitemoehybrid").to_dict()
     config = GraniteMoeHybridConfig(**config | {"num_local_experts": 4, "num_experts_per_tok": 2})
     with pytest.raises(UserError, match=r"does not cover the parameter model.layers.0.block_sparse_moe"):
         resolve(config)
 
 
 def test_every_model_is_exact_on_both_backends(tmp_path):
-    for name in odd_plan_checks.MODELS:
-        odd_plan_checks.save_model(name, str(tmp_path))
+    for name in odd_plan_models.MODELS:
+        odd_plan_models.save_model(name, str(tmp_path))
     script = str(ROOT / "test/distributed/odd_plan_checks.py")
-    code, output = torchrun(2, script, str(tmp_path), timeout=400)
+    code, output = torchrun(2, script, str(tmp_path), timeout=400, PYTHONPATH=f"{ROOT}:{ROOT / 'test'}")
     assert code == 0, output[-6000:]
-    runs = [(name, layout) for name in odd_plan_checks.MODELS for layout in odd_plan_checks.LAYOUTS]
-    for name, layout in [*runs, *((name, layout) for name, layout, _ in odd_plan_checks.EXTRA)]:
+    runs = [(name, layout) for name in odd_plan_models.MODELS for layout in odd_plan_models.LAYOUTS]
+    for name, layout in [*runs, *((name, layout) for name, layout, _ in odd_plan_models.EXTRA)]:
         assert f"ok {name} {layout} losses" in output, (name, layout)
     assert "ok refused" in output

@@ -104,9 +104,9 @@ def test_sdpa_that_is_asked_for_and_not_there_is_one_line(runs):
 
 
 def test_a_quantized_folder_is_one_line(runs, tmp_path):
-    shutil.copytree(runs / "falcon_h1", tmp_path / "fp8")
-    config = json.loads((tmp_path / "fp8/config.json").read_text())
-    (tmp_path / "fp8/config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    line = [*command_line("falcon_h1", "fp8", runs), "--pretrain", str(tmp_path / "fp8")]
+    shutil.copytree(runs / "falcon_h1", tmp_path / "gptq")
+    config = json.loads((tmp_path / "gptq/config.json").read_text())
+    (tmp_path / "gptq/config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    line = [*command_line("falcon_h1", "gptq", runs), "--pretrain", str(tmp_path / "gptq")]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
-    assert code == 2 and "holds weights quantized by fp8" in output and "Traceback" not in output
+    assert code == 2 and "holds weights quantized by gptq" in output and "Traceback" not in output
