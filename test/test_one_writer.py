@@ -1,4 +1,4 @@
-"""A run folder has one writer: ranks end with their torchrun, a second run is refused, and nodes must share the folder."""
+"""A run folder has one writer, and ranks do not outlive their torchrun or hang. Nodes must share the folder."""
 
 import json
 import os
@@ -65,6 +65,26 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_before(backen
     assert not left, "ranks outlive their torchrun"
     rows = [json.loads(row) for row in log.read_text().splitlines() if row.endswith("}")]
     assert rows[0]["event"] == "start"
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+def test_a_run_that_hangs_is_ended_and_says_where_it_stands(backend, demo, tmp_path):
+    line = command_line(demo, str(tmp_path / "run"), "--backend", backend, "--heartbeat_timeout", "20")
+    log, text = tmp_path / "run/metrics.jsonl", tmp_path / "log.txt"
+    process = start(line, text)
+    try:
+        assert wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process, 240), "no steps"
+        stopped = children(process.pid)[1]
+        os.kill(stopped, signal.SIGSTOP)  # the other rank waits for it in a collective
+        assert wait_for(
+            lambda: "error: --heartbeat_timeout: rank 0 made no progress for 20 s" in text.read_text(), process, 60
+        )
+        os.kill(stopped, signal.SIGCONT)  # or torchrun would wait 30 s until it kills it
+        assert process.wait(timeout=60) != 0
+    finally:
+        process.kill()
+    told = text.read_text().partition("It stands here:")[2]
+    assert "trainer/training/loop.py" in told and "exitcode  : 2" in told, told[-3000:]
 
 
 def test_a_folder_that_nodes_do_not_share_is_one_line(demo, tmp_path):

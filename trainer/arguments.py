@@ -162,6 +162,12 @@ class LayoutArguments:
     cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
         "auto", "fp32 matrix products on CPU; auto: oneDNN on AMD with AVX-512 (MKL does not use it there), else MKL"
     )
+    heartbeat_timeout: Optional[float] = arg(
+        None,
+        "end a run that hangs, and print where each rank stands, if no forward pass begins for this many seconds; "
+        "allow for the longest rollout, save and pause between two steps",
+        type="PositiveFloat",
+    )
     check_replicas_every: Optional[int] = arg(
         None, "every N steps, check that replicas on different ranks are bitwise equal", type="PositiveInt"
     )

@@ -286,7 +286,12 @@ def prepare_training(args, strategy, model, total_steps: int):
         warmup_ratio=args.lr_warmup_ratio,
         min_lr_ratio=args.min_lr_ratio,
     )
-    return strategy.prepare((model, optimizer, scheduler))
+    prepared = strategy.prepare((model, optimizer, scheduler))
+    if args.heartbeat_timeout:
+        from trainer.distributed.heartbeat import watch
+
+        watch(prepared[0], args.heartbeat_timeout)
+    return prepared
 
 
 @dataclass
