@@ -51,11 +51,12 @@ def check_a_plan_that_does_not_fit_is_refused() -> None:
     """StableLM counts its heads itself. Heads over tp must be found out before the first step."""
     sizes = resolve_mesh_sizes(2, tp=2)
     tp_mesh = build_meshes(sizes, resolve_device("auto")).params["tp"]
+    config = make_config("stablelm")
+    config.qk_layernorm = False
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config("stablelm"))
+        model = AutoModelForCausalLM.from_config(config)
         uneven = AutoModelForCausalLM.from_config(make_config("gpt2"))
     heads = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-    heads |= {f"model.layers.*.self_attn.{name}_layernorm": "replicated_with_grad_allreduce" for name in "qk"}
     model.tp_plan = {**heads, "model.layers.*.self_attn.o_proj": "rowwise"}
     model.config.model_type = "unheard_of"
     try:

@@ -22,6 +22,7 @@ from trainer.errors import UserError
 from trainer.models import linear_loss, token_losses
 from trainer.models.activations import recompute_layers
 from trainer.models.attention.choice import resolve_attention
+from trainer.models.model_loading import disable_dropout, has_sdpa
 from trainer.models.vocab_parallel import vocab_parallel_nll
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
@@ -70,7 +71,7 @@ def make_samples(vocab_size: int, num_samples: int = 7) -> Samples:
 
 def plain_run(folder: str, samples: Samples) -> dict:
     """Return losses, gradient norms, gradients of step 1 and final weights of the plain loop."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     num_targets = sum(sum(sample["loss_mask"][1:]) for sample in samples)
     losses, norms, grads = [], [], {}
@@ -101,8 +102,9 @@ def make(folder: str, samples: Samples, packed: bool, dtype: str = "fp32", recom
     strategy_class = DeepspeedStrategy if "zero_stage" in options else FSDP2Strategy
     strategy = strategy_class(StrategyOptions(param_dtype=dtype, **options))
     strategy.setup_distributed()
-    attention = resolve_attention("sdpa", packed)
+    attention = resolve_attention("sdpa", packed) if has_sdpa(folder, AutoModelForCausalLM, False) else "eager"
     model = strategy.load_model(folder, AutoModelForCausalLM, attn_implementation=attention)
+    disable_dropout(model)
     if recompute:
         recompute_layers(model)
     optimizer = strategy.create_optimizer(model, lr=LR)

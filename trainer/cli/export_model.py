@@ -21,7 +21,13 @@ def run(argv: list[str]) -> None:
 
     from trainer.checkpoints.adapter_tensors import ADAPTER_CONFIG
     from trainer.checkpoints.model_folder import INDEX
-    from trainer.checkpoints.model_writer import commit_folder, in_hub_format, save_adapter, save_safetensors_shards
+    from trainer.checkpoints.model_writer import (
+        commit_folder,
+        in_hub_format,
+        save_adapter,
+        save_safetensors_shards,
+        save_source_config,
+    )
     from trainer.checkpoints.run_state import HF_FOLDER
     from trainer.checkpoints.shards import ShardReader
 
@@ -42,7 +48,12 @@ def run(argv: list[str]) -> None:
             save_adapter(weights(), temporary)
         else:
             model = without_weights(temporary)
-            save_safetensors_shards(in_hub_format(model, weights()) if model else weights(), temporary, 2 << 30)
+            if model:
+                model.name_or_path = pretrained_folder(source)
+            tensors = in_hub_format(model, weights(), dtype) if model else weights()
+            save_safetensors_shards(tensors, temporary, 2 << 30)
+            if model:
+                save_source_config(model, dtype, temporary)
         commit_folder(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -61,6 +72,21 @@ def without_weights(folder: str):
         return None
     with torch.device("meta"):
         return getattr(transformers, name)(transformers.AutoConfig.from_pretrained(folder))
+
+
+def pretrained_folder(checkpoint: str) -> str:
+    """The folder that the run began with. A saved model has the names of its tensors. "" if it is not here."""
+    from huggingface_hub import snapshot_download
+
+    from trainer.checkpoints.run_state import read_state
+
+    name = read_state(checkpoint).get("arguments", {}).get("pretrain") or ""
+    if os.path.isdir(name) or not name:
+        return name
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError):  # its errors for a snapshot that is not in the cache, and for a path
+        return ""
 
 
 def main() -> None:

@@ -254,10 +254,13 @@ def get_gathered_tp_plan(model) -> dict[str, str]:
 
 def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> None:
     """Raise UserError unless every part is even, and two tokens go through the sharded model on the meta device."""
-    kind, sharded, tp = type(model).__name__, _copy_on_meta(model), tp_mesh.size()
+    kind, sharded = type(model).__name__, _copy_on_meta(model)
     try:
         apply_tp_plan(sharded, plan, tp_mesh)
+        _check_even(sharded, tp_mesh.size())
         _forward(sharded)
+    except UserError:
+        raise
     except Exception as error:  # any: the code of the model meets a part of the shape that it expects
         try:
             _forward(_copy_on_meta(model))
@@ -265,6 +268,10 @@ def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> No
             return
         reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
         raise UserError(flag, f"the layers of {kind} do not work with their plan ({reason})", f"{FLAG} 1") from None
+
+
+def _check_even(sharded, tp: int) -> None:
+    """Raise UserError if a part is uneven. Only the vocabulary may be."""
     outer = filter(None, (sharded.get_input_embeddings(), sharded.get_output_embeddings()))
     by_vocabulary = {parameter for module in outer for parameter in module.parameters()}
     for name, parameter in sharded.named_parameters():
