@@ -17,12 +17,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from trainer.compare.comparison_report import comparison_dict, comparison_text, write_json
 from trainer.compare.dumps import add_dumps
 from trainer.compare.logs import read_run
 from trainer.compare.matrix import check_args, load_matrix, matrix_thresholds
 from trainer.compare.parity import Thresholds, compare_runs
 from trainer.compare.plots import plot_comparisons, require_matplotlib
-from trainer.compare.report import comparison_dict, comparison_text, write_json
 from trainer.compare.run_matrix import run_matrix
 from trainer.errors import UserError
 

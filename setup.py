@@ -12,6 +12,8 @@ COMMANDS = [
     "convert_ckpt",
     "export_model",
     "merge_lora",
+    "report",
+    "watch",
 ]
 
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"]
@@ -42,6 +44,7 @@ setup(
         "math": ["math-verify>=0.9"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
+        "watch": ["rich>=13"],
         "docs": DOCS,
         "dev": [
             *DOCS,
@@ -54,6 +57,7 @@ setup(
             "peft",
             "trl>=1.16,<2",
             "math-verify",
+            "rich>=13",
         ],
     },
     entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},

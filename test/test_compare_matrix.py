@@ -12,6 +12,14 @@ import torch
 from compare_files import LOSSES, changed, error_line, write_dump, write_metrics
 
 from compare_backends import main
+from trainer.compare.comparison_report import (
+    MARKERS,
+    MEASURED,
+    check_markers,
+    configuration_line,
+    matrix_markdown,
+    write_between_markers,
+)
 from trainer.compare.launch import (
     Job,
     Outcome,
@@ -34,14 +42,6 @@ from trainer.compare.matrix import (
     matrix_thresholds,
 )
 from trainer.compare.plots import plot_matrix
-from trainer.compare.report import (
-    MARKERS,
-    MEASURED,
-    check_markers,
-    configuration_line,
-    matrix_markdown,
-    write_between_markers,
-)
 from trainer.compare.run_matrix import assess
 from trainer.errors import UserError
 

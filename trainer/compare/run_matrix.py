@@ -5,13 +5,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.compare.dumps import add_dumps
-from trainer.compare.launch import Job, Outcome, configuration_job, error_of_run, reference_job, run_jobs, shared_job
-from trainer.compare.logs import Run, read_run
-from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
-from trainer.compare.parity import Thresholds, compare_runs
-from trainer.compare.plots import plot_matrix, require_matplotlib
-from trainer.compare.report import (
+from trainer.compare.comparison_report import (
     MEASURED,
     check_markers,
     configuration_line,
@@ -21,6 +15,12 @@ from trainer.compare.report import (
     write_json,
     write_text,
 )
+from trainer.compare.dumps import add_dumps
+from trainer.compare.launch import Job, Outcome, configuration_job, error_of_run, reference_job, run_jobs, shared_job
+from trainer.compare.logs import Run, read_run
+from trainer.compare.matrix import REFERENCE, Configuration, given_param_dtype
+from trainer.compare.parity import Thresholds, compare_runs
+from trainer.compare.plots import plot_matrix, require_matplotlib
 from trainer.errors import UserError
 
 

@@ -1,0 +1,94 @@
+"""Read what a run has written so far, for people: its facts, its steps, its last samples. Nothing is written."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.metrics import METRICS_FILE
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+TAIL_BYTES = 1 << 18  # enough for the last rollout samples; the file may hold gigabytes
+
+
+@dataclass
+class RunRows:
+    """The content of a metrics.jsonl. A step that was repeated after a resume counts once, with its later values."""
+
+    name: str
+    folder: str
+    start: dict[str, Any] = field(default_factory=dict)  # the row of the start: config, mesh, versions, data
+    events: list[dict] = field(default_factory=list)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """The steps that have a finite number under `key`, and these numbers."""
+        pairs = [(step, row[key]) for step, row in sorted(self.steps.items()) if is_number(row.get(key))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def keys(self) -> list[str]:
+        """The names of all metrics that are numbers, in the order of their first row."""
+        found = dict.fromkeys(key for row in self.steps.values() for key in row if is_number(row[key]))
+        return [key for key in found if key != "step"]
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def read_rows(folder: str) -> RunRows:
+    """Read a run folder, or its metrics.jsonl. The last line may be half written.
+
+    Raises UserError if there is no such file, or if another line is no JSON object.
+    """
+    folder = folder.removesuffix(METRICS_FILE) or "."
+    path = os.path.join(folder, METRICS_FILE)
+    if not os.path.isfile(path):
+        raise UserError("RUN", f"{folder} holds no {METRICS_FILE}", "the --output_dir of a run")
+    run = RunRows(os.path.basename(os.path.abspath(folder)), folder)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            run.steps.setdefault(row["step"], {}).update(row) if "event" not in row else _add_event(run, row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if line.endswith("\n"):
+                raise UserError(
+                    "RUN", f"{path} line {number} is no row of a run", "the file as it was written"
+                ) from None
+    return run
+
+
+def _add_event(run: RunRows, row: dict) -> None:
+    run.events.append(row)
+    if row["event"] == "start":
+        run.start = row
+
+
+def last_samples(folder: str, count: int) -> list[dict]:
+    """The last samples of train_ppo: rows of rollouts.jsonl. Empty for other commands."""
+    path = os.path.join(folder, ROLLOUTS_FILE)
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()[1:]  # the first one may be cut
+    rows = []
+    for line in lines[-count - 1 :]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the last one may be half written
+            continue
+    return rows[-count:]
+
+
+def describe(run: RunRows) -> dict[str, str]:
+    """Facts of a run for its heading: command, model, layout, versions."""
+    config, mesh = run.start.get("config", {}), run.start.get("mesh", {})
+    facts = {"model": config.get("pretrain"), "data": config.get("dataset"), "backend": config.get("backend")}
+    facts["mesh"] = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size and size != 1) or "1 rank"
+    facts["dtype"], facts["seed"] = config.get("param_dtype"), config.get("seed")
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in run.start.get("versions", {}).items())
+    return {name: str(value) for name, value in facts.items() if value is not None}
