@@ -135,6 +135,16 @@ def open_files(folder: str, flag: str = ""):
     return DequantizedFolder(weights, folder, config, flag or folder)
 
 
+def read_config(folder: str, trust_remote_code: bool):
+    """The config of a model folder, without its quantization: weights are read, and saved, in full precision."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
 def quantization(folder: str) -> Optional[dict]:
     """The quantization_config of a folder, or None."""
     with open(os.path.join(folder, "config.json")) as file:

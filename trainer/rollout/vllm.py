@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from trainer.checkpoints.model_folder import quantization
 from trainer.distributed.determinism import without_refusals
 from trainer.errors import UserError
 from trainer.rollout.checksum import Checksum
@@ -41,6 +42,8 @@ class VLLMEngine:
 
         This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
         """
+        if quantization(folder):  # vLLM would keep the weights quantized, and training does not
+            raise UserError("--rollout_engine", f"vllm with quantized weights in {folder}", "hf")
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":

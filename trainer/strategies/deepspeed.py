@@ -121,9 +121,7 @@ class DeepspeedStrategy:
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             from trainer.distributed.tensor_parallel import validate_tp_sizes
             from trainer.strategies.autotp_layers import validate_vocabulary

@@ -95,9 +95,7 @@ class FSDP2Strategy:
         trust_remote_code: bool = False,
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder on the meta device. `prepare` reads its weights."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             from trainer.distributed.tensor_parallel import validate_tp_sizes
 
