@@ -27,6 +27,7 @@ ARCHITECTURES = {
         "ssm_multipliers": [0.5, 0.7, 1.1, 1.3, 1.7],
     },  # a buffer computed by the parent
     "Qwen3": {},
+    "RecurrentGemma": {"num_hidden_layers": 3, "lru_width": 32},  # a scale that it keeps in bf16
     "Gemma3Text": {},  # an embedding scale, and a RoPE table for each kind of layer
 }
 

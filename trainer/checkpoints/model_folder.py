@@ -164,10 +164,11 @@ def plain_class(model) -> type:
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
-def restore_computed_buffers(model, device: torch.device) -> None:
-    """Compute again, in fp32, the buffers that no model folder holds (RoPE tables, embedding scales).
+def restore_computed_buffers(model, device: torch.device, dtypes: Optional[dict[str, torch.dtype]] = None) -> None:
+    """Compute again the buffers that no model folder holds (RoPE tables, embedding scales).
 
-    They are computed on the CPU and then moved to `device`: a GPU would give other last bits. This is for a model built on the meta device, or in a context that rounded them to the compute dtype.
+    They are computed on the CPU and then moved to `device`: a GPU would give other last bits. `dtypes` are those of the
+    model in fp32, by name, if `model` was built in another dtype, which has rounded them.
 
     Raises:
         UserError: transformers leaves one of them without a value.
@@ -180,7 +181,7 @@ def restore_computed_buffers(model, device: torch.device) -> None:
             buffer = model.get_submodule(path)._buffers[leaf] = buffer.to(device)  # needed if masters stay on the host
             buffer._is_hf_initialized = True
             continue
-        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        dtype = buffer.dtype if dtypes is None else dtypes[name]
         model.get_submodule(path)._buffers[leaf] = torch.full(buffer.shape, _unset(dtype), dtype=dtype, device="cpu")
         computed.append(name)
     for parameter in model.parameters():

@@ -37,15 +37,15 @@ class HFEngine:
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, trust_remote_code) else "eager"
+        options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+            in_fp32 = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         if attention == "sdpa":  # only now: transformers has accepted sdpa for this model
             model.set_attn_implementation(register_attention())
         model.to_empty(device=device)
         model.tie_weights(recompute_mapping=False)
-        restore_computed_buffers(model, device)
+        restore_computed_buffers(model, device, {name: buffer.dtype for name, buffer in in_fp32.named_buffers()})
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
         self.kind_of_rows = CachedRows if can_cache(model) else UncachedRows

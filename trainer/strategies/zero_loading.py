@@ -33,13 +33,13 @@ def load_partitioned(
         data_parallel_group=meshes.loss.get_group(),
         zero_param_parallel_group=hpz_group(meshes),
     )
-    build = functools.partial(auto_class.from_config, config, dtype=dtype, **options)
+    build = functools.partial(auto_class.from_config, config, **options)
     # The module that defines the model must be imported before. zero.Init undoes what decorators did to the
     # __init__ of classes that are defined inside it. The next model of experts would then lack its config.
     with torch.device("meta"), no_init_weights():
-        build()
+        dtypes = {name: buffer.dtype for name, buffer in build(dtype=torch.float32).named_buffers()}
     with partitioned, no_init_weights():
-        model = build()
+        model = build(dtype=dtype)
     model_folder.read_generation_config(model, folder)
     model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
     names = list(model_folder.stored_tensors(model))
@@ -53,7 +53,7 @@ def load_partitioned(
             with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0):
                 if meshes.loss.get_local_rank() == 0:
                     parameters[name].copy_(weights.read(name))
-    model_folder.restore_computed_buffers(model, device)  # zero.Init rounded them to the compute dtype
+    model_folder.restore_computed_buffers(model, device, dtypes)
     return model
 
 
