@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.cli.entry import quiet_libraries
 from trainer.compare import zoo
 from trainer.compare.forked_ranks import import_libraries, run_ranks
 from trainer.errors import UserError
@@ -93,6 +94,7 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
     folder = _ask(lambda: find_folder(model), work_dir / "folder.json", timeout)
     print(f"{model}: imports, then a tiny model of its kind in each layout", flush=True)
     import_libraries()
+    quiet_libraries()
     config = read_config(folder)
     configs = [config] if _has_causal_model(config) else []
     text = config.get_text_config()
