@@ -50,8 +50,10 @@ def model_facts(model, folder: str) -> list[tuple[str, str]]:
     ]
     facts += [("layers", line) for line in layer_kinds(model)]
     experts, active = (_first(config, names) for names in (EXPERTS, EXPERTS_PER_TOKEN))
-    if experts:
-        facts.append(("experts", f"{experts} in a layer" + (f", {active} for each token" if active else "")))
+    sparse = sum(any("Experts" in type(part).__name__ for part in layer.modules()) for layer in decoder_layers(model))
+    if experts and sparse:
+        chosen = f", {active} for each token" if active else ""
+        facts.append(("experts", f"{experts} in each of {sparse} layers{chosen}"))
     return [*facts, ("attention", str(model.config._attn_implementation))]
 
 
@@ -59,13 +61,16 @@ def _first(config, names: tuple[str, ...]):
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
+def decoder_layers(model) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
 def layer_kinds(model) -> list[str]:
     """One line for each kind of decoder layer: how many, what the config calls it, and the classes of its blocks."""
     text, counts = model.config.get_text_config(), Counter()
     by_class: dict[str, list] = {}
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            by_class.setdefault(type(module).__name__, []).append(module)
+    for layer in decoder_layers(model):
+        by_class.setdefault(type(layer).__name__, []).append(layer)
     names = next((found for name in ("layer_types", "layers_block_type") if (found := getattr(text, name, None))), ())
     for name, layers in by_class.items():
         kinds = names if len(names) == len(layers) else [""] * len(layers)
@@ -123,7 +128,8 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
     found = []
     for check in checks:
         try:
-            check()
+            with torch.device("meta"):  # peft would give the adapter memory
+                check()
         except UserError as error:
             found.append(str(error))
         except ImportError:  # peft is an extra
