@@ -71,14 +71,19 @@ def layer_kinds(model) -> list[str]:
     by_class: dict[str, list] = {}
     for layer in decoder_layers(model):
         by_class.setdefault(type(layer).__name__, []).append(layer)
+    window = getattr(text, "sliding_window", None)  # without a list of kinds, it is that of every layer
+    everywhere = f" with a window of {window} tokens" if window else ""
+    depth = getattr(text, "num_hidden_layers", None)
     names = next((found for name in ("layer_types", "layers_block_type") if (found := getattr(text, name, None))), ())
     for name, layers in by_class.items():
-        kinds = names if len(names) == len(layers) else [""] * len(layers)
+        kinds = (
+            names
+            if len(names) == len(layers)
+            else [name + everywhere * (len(layers) == depth and not names)] * len(layers)
+        )
         for kind, layer in zip(kinds, layers):
-            counts[(name, _described(kind, text), _blocks(layer))] += 1
-    return [
-        f"{count} {kind or name}{f' ({blocks})' if blocks else ''}" for (name, kind, blocks), count in counts.items()
-    ]
+            counts[(_described(kind, text), _blocks(layer))] += 1
+    return [f"{count} {kind}{f' ({blocks})' if blocks else ''}" for (kind, blocks), count in counts.items()]
 
 
 def _described(kind: str, text) -> str:

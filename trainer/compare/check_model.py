@@ -110,8 +110,10 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
     if TEMPLATES in wanted:
         size = getattr(text, "vocab_size", None)
         _tell_all(tell, lambda: template_rows(folder, size), TEMPLATES, work_dir, timeout)
+    if config not in configs:
+        rest = f"; below is its text part, {text.model_type}" if configs else ""
+        tell("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
     if not configs:
-        tell("model", "refused", f"transformers has no CausalLM for {config.model_type}, so no command can train it")
         return rows
     run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, tell, RL in wanted)
     return rows
