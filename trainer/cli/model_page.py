@@ -71,16 +71,12 @@ def layer_kinds(model) -> list[str]:
     by_class: dict[str, list] = {}
     for layer in decoder_layers(model):
         by_class.setdefault(type(layer).__name__, []).append(layer)
-    window = getattr(text, "sliding_window", None)  # without a list of kinds, it is that of every layer
-    everywhere = f" with a window of {window} tokens" if window else ""
-    depth = getattr(text, "num_hidden_layers", None)
+    window, depth = (getattr(text, name, None) for name in ("sliding_window", "num_hidden_layers"))
+    everywhere = f" with a window of {window} tokens" if window else ""  # without a list of kinds, all layers have it
     names = next((found for name in ("layer_types", "layers_block_type") if (found := getattr(text, name, None))), ())
     for name, layers in by_class.items():
-        kinds = (
-            names
-            if len(names) == len(layers)
-            else [name + everywhere * (len(layers) == depth and not names)] * len(layers)
-        )
+        plain = name + everywhere * (len(layers) == depth)
+        kinds = names if len(names) == len(layers) else [plain] * len(layers)
         for kind, layer in zip(kinds, layers):
             counts[(_described(kind, text), _blocks(layer))] += 1
     return [f"{count} {kind}{f' ({blocks})' if blocks else ''}" for (kind, blocks), count in counts.items()]
