@@ -100,10 +100,11 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
     text = config.get_text_config()
     if text is not config and _has_causal_model(text):
         configs.append(text)
-    try:
-        print(_ask(lambda: heading(folder, configs), work_dir / "heading.json", timeout), flush=True)
-    except (UserError, RuntimeError) as error:
-        tell("heading", "refused" if isinstance(error, UserError) else "crash", str(error))
+    if configs:
+        try:
+            print(_ask(lambda: heading(folder, configs[0]), work_dir / "heading.json", timeout), flush=True)
+        except (UserError, RuntimeError) as error:
+            tell("heading", "refused" if isinstance(error, UserError) else "crash", str(error))
     print(f"\n{'run':<14} {'result':<8} flags, or the reason")
     if WEIGHTS in wanted:
         _tell_all(tell, lambda: weight_rows(folder, configs), WEIGHTS, work_dir, timeout)
@@ -199,17 +200,15 @@ def _has_causal_model(config) -> bool:
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def heading(folder: str, configs: list) -> str:
+def heading(folder: str, config) -> str:
     """The page of --print_model for the model in its full size, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     from trainer.cli.model_page import format_facts, model_facts, refusals
     from trainer.models.model_loading import has_sdpa
 
-    if not configs:
-        return ""
     attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, False) else "eager"
-    model = _on_meta(configs[0], attention)
+    model = _on_meta(config, attention)
     facts = model_facts(model, folder)
     return format_facts([*facts, *(("refused", line) for line in refusals(model, folder))])
 
