@@ -62,7 +62,14 @@ def _first(config, names: tuple[str, ...]):
 
 
 def decoder_layers(model) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    """The layers that stay whole when a model is spread, without those inside of another."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        inside = any(".".join(parts[:n]) in found for n in range(1, len(parts)))
+        if type(module).__name__ in (model._no_split_modules or ()) and not inside:
+            found[name] = module
+    return list(found.values())
 
 
 def layer_kinds(model) -> list[str]:
@@ -111,6 +118,7 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
     from trainer.models.attention.flash import validate_head_dims
     from trainer.models.attention.split_attention import validate_split_model
     from trainer.models.attention.varlen import NAME
+    from trainer.models.folder_faults import one_line
     from trainer.models.lora import LoraOptions, add_adapter
     from trainer.models.recurrent_layers import restart_at_documents
 
@@ -135,6 +143,8 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
             found.append(str(error))
         except ImportError:  # peft is an extra
             continue
+        except Exception as error:  # a page about the model ends no run; with the flag itself, the run would tell
+            found.append(f"unknown, since a check fails with {type(error).__name__}: {one_line(error)}")
     return list(dict.fromkeys(found))
 
 
