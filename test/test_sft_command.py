@@ -16,7 +16,7 @@ RUNS = {
     "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],
     "deepspeed": ["--backend", "deepspeed", "--zero_stage", "2", "--param_dtype", "fp32"],
     "fsdp2-bf16": ["--backend", "fsdp2", "--packing_samples", "--eval_steps", "30"],
-    "deepspeed-bf16": ["--backend", "deepspeed", "--zero_stage", "3", "--gradient_checkpointing"],
+    "deepspeed-bf16": ["--backend", "deepspeed", "--zero_stage", "3", "--gradient_checkpointing", "--print_model"],
 }
 
 
@@ -43,6 +43,20 @@ def runs(tmp_path_factory):
 def test_ranks_that_leave_most_cores_idle_get_a_hint(num_ranks, num_threads, num_cores, hint):
     found = idle_cores(num_ranks, num_threads, num_cores)
     assert found is None if hint is None else hint in found
+
+
+def test_print_model_tells_once_what_the_model_is(runs):
+    """On ZeRO 3, where each rank holds a part of every parameter."""
+    output = (runs / "output.txt").read_text()
+    for line in (
+        f"model           Qwen3ForCausalLM, model_type qwen3, of {runs}/demo/model",
+        "parameters      216,000; all are trained",
+        "layers          2 full_attention (Qwen3Attention, Qwen3MLP)",
+        "attention       sdpa",
+        "compute dtype   bfloat16",
+        "refused         nothing",
+    ):
+        assert output.count(f"{line}\n") == 1, line
 
 
 def test_processes_that_tokenize_change_no_batch(runs, tmp_path):

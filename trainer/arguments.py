@@ -41,6 +41,9 @@ class ModelArguments:
     )
     compile: bool = arg(False, "torch.compile each decoder layer: a slow first step, then faster ones")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
+    print_model: bool = arg(
+        False, "print the layers and sizes of the model before training, and which flags it refuses"
+    )
 
 
 @dataclass

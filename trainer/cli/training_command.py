@@ -272,6 +272,10 @@ def prepare_training(args, strategy, model, total_steps: int):
     """Return (model, optimizer, scheduler), prepared by the strategy."""
     from trainer.optimizers.build import build_scheduler
 
+    if args.print_model and strategy.is_rank_0():
+        from trainer.cli.model_page import model_page
+
+        print(model_page(args, strategy, model), flush=True)
     if args.compile:
         from trainer.models.compiled import compile_layers
 

@@ -51,7 +51,8 @@ LATE_IMPORTS = (
 
 def import_libraries() -> None:
     """Import what every training command needs, so that ranks that are forked later have it."""
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # a GPU that is used before a fork fails after it
     import torch
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
@@ -116,10 +117,7 @@ def is_bad(cell: dict) -> bool:
 
 def run_zoo(models: list[str], names: list[str], work_dir: Path, timeout: float, jobs: int):
     """Yield (model, row) for each model when its cells have run. Call `import_libraries` first."""
-    demo = work_dir / "demo"
-    ending = run_ranks(lambda: _write_demo(demo), 1, _made(work_dir) / "demo.log", timeout)
-    if ending.kind != "done":
-        raise UserError("--work_dir", f"the demo cannot be written: {ending.text}")
+    write_demo(work_dir, timeout)
     # One worker imports the code of its models once; its forks have it.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as workers:
         tasks = {workers.submit(run_model, name, names, work_dir, timeout): name for name in models}
@@ -137,10 +135,17 @@ def row_line(name: str, row: dict) -> str:
     return f"{name} ({row['seconds']:.0f} s): {passed} pass" + "".join(f", {verdict}" for verdict in verdicts)
 
 
-def _write_demo(folder: Path) -> None:
-    from trainer.datasets.demo import make_demo
+def write_demo(work_dir: Path, timeout: float) -> None:
+    """Write the data and the tokenizer of all runs into `work_dir`/demo."""
 
-    make_demo(str(folder))
+    def write() -> None:
+        from trainer.datasets.demo import make_demo
+
+        make_demo(str(work_dir / "demo"))
+
+    ending = run_ranks(write, 1, _made(work_dir) / "demo.log", timeout)
+    if ending.kind != "done":
+        raise UserError("--work_dir", f"the demo cannot be written: {ending.text}")
 
 
 def _made(folder: Path) -> Path:
@@ -148,14 +153,20 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def run_model(name: str, names: list[str], work_dir: Path, timeout: float) -> dict:
-    """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}."""
+def run_model(
+    name: str, names: list[str], work_dir: Path, timeout: float, config=None, tell: Callable | None = None
+) -> dict:
+    """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
+
+    `config` is the model's, if it is not the tiny one of the zoo. `tell(configuration, cell)` is called after each run.
+    """
     started, folder = time.monotonic(), work_dir / name
+    config = config or tiny_config(name)
     shutil.rmtree(folder, ignore_errors=True)
     _made(folder)
     row = {"problem": None, "cells": {}, "seconds": 0.0}
-    _import_code(name)
-    ending = run_ranks(lambda: _build(name, work_dir), 1, folder / "build.log", timeout)
+    _import_code(config)
+    ending = run_ranks(lambda: _build(config, folder, work_dir), 1, folder / "build.log", timeout)
     if ending.kind != "done":
         return {**row, "problem": f"transformers cannot build it: {ending.text}"}
     row |= json.loads((folder / "facts.json").read_text())
@@ -172,17 +183,19 @@ def run_model(name: str, names: list[str], work_dir: Path, timeout: float) -> di
         verdict, note = _judge(configuration, run, references[flags], endings[run], folder, timeout)
         seconds = round(endings[run].seconds, 1)
         note = note.replace(f"{folder}/", "")
-        row["cells"][configuration.name] = {"verdict": verdict, "note": note, "seconds": seconds}
+        cell = row["cells"][configuration.name] = {"verdict": verdict, "note": note, "seconds": seconds}
+        if tell:
+            tell(configuration, cell)
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
-def _import_code(name: str) -> None:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+def _import_code(config) -> None:
+    from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[name]]
+    AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
-def _build(name: str, work_dir: Path) -> None:
+def _build(config, folder: Path, work_dir: Path) -> None:
     """Write the tiny model into its folder, with random norms and biases and the tokenizer of the demo."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -190,14 +203,14 @@ def _build(name: str, work_dir: Path) -> None:
     from trainer.models.tiny import randomize
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model)
-    model.save_pretrained(work_dir / name / "model")
+    model.save_pretrained(folder / "model")
     for path in (work_dir / "demo/model").iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
-            shutil.copy(path, work_dir / name / "model")
+            shutil.copy(path, folder / "model")
     facts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    (work_dir / name / "facts.json").write_text(json.dumps(facts))
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def _flags(work_dir: Path, folder: Path, run: str) -> list[str]:

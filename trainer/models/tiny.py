@@ -111,9 +111,9 @@ def _size(name: str, value: Any, values: dict) -> Any:
 def _keep_layers(small: dict) -> None:
     """Keep the first layer of each kind, and at least two layers, in every list and table by layer."""
     name = next((name for name in LAYERS if isinstance(small.get(name), int)), None)
-    if name is None:
+    depth = small[name] if name else len(small.get("layers_block_type") or ())  # Nemotron-H counts its list
+    if not depth:
         return
-    depth = small[name]
     numbers = [key for key, value in small.items() if _are_layer_numbers(key, value, depth)]
     lists = [k for k, v in small.items() if isinstance(v, (list, tuple)) and len(v) == depth and k not in numbers]
     tables = {key: {int(n): v for n, v in small[key].items()} for key in BY_LAYER if small.get(key)}
@@ -135,7 +135,8 @@ def _keep_layers(small: dict) -> None:
         small[key] = [new for new, old in enumerate(kept) if old in small[key]]
     for key, table in tables.items():
         small[key] = {new: _table_sizes(table[old]) for new, old in enumerate(kept) if old in table}
-    small[name] = len(kept)
+    if name:
+        small[name] = len(kept)
     for key in periods:
         offset = key.replace("period", "offset")
         small[key] = min(4, small[key])

@@ -66,17 +66,23 @@ def setup_split_attention(
     from transformers import AutoConfig
 
     from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
-    from trainer.models.attention.ulysses import validate_ulysses
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
     if sp_mode == "ulysses":
-        for layer in layer_configs(config.get_text_config()):
-            if not hasattr(layer, "num_attention_heads"):  # Mamba
-                continue
-            kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-            validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_group.size())
+        validate_heads(config, sp_group.size(), tp_size)
     return register_ring_attention(sp_group, sp_mode, packed)
+
+
+def validate_heads(config, sp_size: int, tp_size: int) -> None:
+    """Raise UserError unless Ulysses attention can share the heads of every layer over `sp_size` ranks."""
+    from trainer.models.attention.ulysses import validate_ulysses
+
+    for layer in layer_configs(config.get_text_config()):
+        if not hasattr(layer, "num_attention_heads"):  # Mamba
+            continue
+        kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_size)
 
 
 def fit_attention(model, is_split: bool) -> None:

@@ -78,7 +78,8 @@ def validate_capability(capability: tuple[int, int]) -> None:
 def validate_head_dims(config) -> None:
     """Raise UserError for a transformers config with heads that are too wide for flash-attn 2."""
     for layer in layer_configs(config.get_text_config()):
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        heads = getattr(layer, "num_attention_heads", None)  # Mamba has none
+        head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
         if head_dim > MAX_HEAD_DIM:
             found = f"flash_attention_2 with head_dim {head_dim} of {config.model_type}; it ends at {MAX_HEAD_DIM}"
             raise UserError(FLAG, found, OTHERS)
