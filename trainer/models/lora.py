@@ -36,7 +36,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=list(options.target_modules) if options.target_modules else "all-linear",
+        target_modules=list(options.target_modules or default_targets(model)),
         exclude_modules=heads or None,
         task_type="SEQ_CLS" if heads else "CAUSAL_LM",
         base_model_name_or_path=base,
@@ -78,6 +78,32 @@ def fixed_model(policy, reference) -> Iterator:
     """Yield the reference model, without gradients. If `reference` is None, it is the policy with its adapter off."""
     with torch.no_grad(), contextlib.nullcontext() if reference is not None else adapter_off(policy):
         yield policy if reference is None else reference
+
+
+def default_targets(model) -> list[str]:
+    """The names of all linear layers between embedding and head that an adapter fits.
+
+    A router of experts has a forward pass of its own. The kernels of Mamba read the weight of `out_proj`, so they would
+    not see its adapter. A name is the last part of the path, unless it would also mean another module.
+    """
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    heads = {model.get_submodule(name) for name, _ in model.named_children() if name in HEADS}
+    mixers = {name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")}
+
+    def fits(name: str, module: torch.nn.Module) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+        return (
+            is_plain and module not in outer and module not in heads and not (leaf == "out_proj" and parent in mixers)
+        )
+
+    paths = {name: fits(name, module) for name, module in model.named_modules() if name}
+    ambiguous = {name.rpartition(".")[2] for name, is_target in paths.items() if not is_target}
+    targets = [name for name, is_target in paths.items() if is_target]
+    if not targets:
+        raise UserError("--lora_rank", f"{type(model).__name__} has no linear layer for an adapter", "another model")
+    leaves = ((name, name.rpartition(".")[2]) for name in targets)
+    return sorted({name if leaf in ambiguous else leaf for name, leaf in leaves})
 
 
 def _validate_targets(model) -> None:
