@@ -38,6 +38,7 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.8"],
+        "ring": ["flash-attn>=2.8", "ring-flash-attn>=0.1.8"],
         "vllm": ["vllm>=0.32,<0.33"],
         "lora": ["peft>=0.19"],
         "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],
@@ -58,6 +59,7 @@ setup(
             "trl>=1.16,<2",
             "math-verify",
             "rich>=13",
+            "ring-flash-attn",
         ],
     },
     entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},

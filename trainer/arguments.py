@@ -156,6 +156,7 @@ class LayoutArguments:
     sp_mode: Literal["ring", "ulysses"] = arg(
         "ring", "attention over those ranks; ring: keys and values travel; ulysses: ranks exchange heads for tokens"
     )
+    ring_attn_kernel: Literal["native", "ring_flash_attn"] = arg("native", "the ring's code: ours or the package's")
     dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
     reduce_once: bool = arg(
         False, "reduce gradients only after the last micro-batch of a step; until then each rank holds full gradients"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 import time
 
 import numpy as np
@@ -170,3 +171,41 @@ def test_a_million_rows_are_ready_at_once_and_hash_as_texts_do():
     chosen = GlobalBatchLoader(rows.select([5, 1]), lambda rows: rows, batch_size=2, micro_batch_size=2)
     expected = hashlib.blake2b((digests[5] + digests[1]).encode(), digest_size=8).hexdigest()
     assert next(iter(chosen)).batch_hash == expected
+
+
+def test_the_next_batch_is_made_while_one_is_used_and_the_position_does_not_run_ahead():
+    made, used, main = threading.Semaphore(0), [], threading.current_thread()
+
+    def collate(rows):
+        assert threading.current_thread() is not main
+        made.release()
+        return [row["id"] for row in rows]
+
+    loader = GlobalBatchLoader(
+        samples_of([5] * 12),
+        collate,
+        batch_size=4,
+        micro_batch_size=4,
+        place=lambda batch: (used.append(batch), batch)[1],
+    )
+    batches = iter(loader)
+    first = next(batches)
+    for _ in range(2):
+        assert made.acquire(timeout=60), "the second batch is not made before it is asked for"
+    assert not made.acquire(timeout=0.2), "at most one batch is made ahead"
+    assert used == first.micro_batches == [[0, 1, 2, 3]] and loader.state_dict() == {"epoch": 0, "next_index": 1}
+    loader.load_state_dict({"epoch": 0, "next_index": 2})  # the batch that was made ahead is not this one
+    assert [batch.micro_batches for batch in batches] == [[[8, 9, 10, 11]]]
+    assert loader.state_dict() == {"epoch": 1, "next_index": 0}
+
+
+def test_a_fault_of_a_batch_comes_when_it_is_asked_for():
+    def collate(rows):
+        if rows[0]["id"] == 4:
+            raise ValueError("row 4")
+        return rows
+
+    batches = iter(GlobalBatchLoader(samples_of([5] * 12), collate, batch_size=4, micro_batch_size=4))
+    next(batches)
+    with pytest.raises(ValueError, match="row 4"):
+        next(batches)

@@ -51,6 +51,7 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         validate_adapter_flags(args)
     idle = [
         ("eval_steps eval_split", bool(args.eval_dataset), "--eval_dataset"),
+        ("ring_attn_kernel", args.ring_attn_size > 1 and args.sp_mode == "ring", "--ring_attn_size 2, --sp_mode ring"),
         ("wandb_project", args.use_wandb, "--use_wandb"),
         ("save_path", not args.no_save, "without --no_save"),
         ("min_lr_ratio", has_min_lr(args.lr_scheduler), "a scheduler *_with_min_lr, or warmup_stable_decay"),
@@ -131,9 +132,8 @@ def set_up(args, is_demo: bool) -> Setup:
     if args.ring_attn_size > 1:
         from trainer.models.attention.choice import setup_split_attention
 
-        sp_group, tp_size = strategy.setup_ring_attn(), args.tensor_parallel_size
-        remote, packed = args.trust_remote_code, args.packing_samples
-        attention = setup_split_attention(folder, sp_group, args.sp_mode, tp_size, remote, packed)
+        sp_group = strategy.setup_ring_attn()
+        attention = setup_split_attention(folder, sp_group, args, strategy.device)
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     if args.tokenizer_chat_template:
         from trainer.datasets.templates import load_chat_template

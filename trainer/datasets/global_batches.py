@@ -7,6 +7,7 @@ communication, and all layouts agree about every batch.
 import hashlib
 import heapq
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Optional
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from trainer.datasets.packing import best_fit_bins
+from trainer.datasets.packing import IGNORE, best_fit_bins
 
 
 @dataclass
@@ -106,8 +107,9 @@ class GlobalBatchLoader:
     """Yields the `GlobalBatch`es of this rank, epoch after epoch. Its position can be saved and restored.
 
     `dataset` has the columns num_tokens, num_loss_tokens and digest, and those that `collate` reads. `collate(samples)`
-    makes a micro-batch. For an empty list, it has no target and adds nothing to the loss. With `with_previous`, each
-    sample has as `previous` the sample before it in the global batch. The first sample has the last one.
+    makes a micro-batch, in a thread, while the batch before it is used. For an empty list, it has no target and adds
+    nothing to the loss. `place` then moves the micro-batch. With `with_previous`, each sample has as `previous` the
+    sample before it in the global batch. The first sample has the last one.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class GlobalBatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         with_previous: bool = False,
+        place: Callable[[dict], dict] = lambda micro_batch: micro_batch,
     ):
-        self.dataset, self.collate = dataset, collate
+        self.dataset, self.collate, self.place = dataset, collate, place
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.dp_rank, self.dp_size, self.with_previous = dp_rank, dp_size, with_previous
         self._cut_sizes = {
@@ -153,10 +156,17 @@ class GlobalBatchLoader:
     def __iter__(self):
         """Yield the rest of the current epoch. Afterwards, the loader is at the start of the next epoch."""
         order = epoch_order(len(self.dataset), self.seed, self.epoch, self.shuffle)
-        while self.next_index < len(self):
-            index = self.next_index
-            self.next_index += 1
-            yield self._global_batch(order[index * self.batch_size : (index + 1) * self.batch_size].tolist(), index)
+        ahead = {}  # batches by index: the next one is made while this one is used
+        with ThreadPoolExecutor(1) as worker:
+            while self.next_index < len(self):
+                index = self.next_index
+                for i in range(index, min(index + 2, len(self))):
+                    ids = order[i * self.batch_size : (i + 1) * self.batch_size].tolist()
+                    ahead[i] = ahead.get(i) or worker.submit(self._global_batch, ids, i)
+                self.next_index += 1
+                batch = ahead.pop(index).result()
+                batch.micro_batches = [self.place(micro_batch) for micro_batch in batch.micro_batches]
+                yield batch
         self.epoch, self.next_index = self.epoch + 1, 0
 
     def plan(self, sample_ids: list[int]) -> list[list[list[int]]]:
@@ -193,7 +203,12 @@ class GlobalBatchLoader:
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    """Move a micro-batch, and any micro-batch within it, to `device`. cu_seqlens_host is not moved."""
+    """Move a micro-batch, and any micro-batch within it, to `device`. cu_seqlens_host is not moved.
+
+    `kept`, the places of the labels in all rows, is found here: on a GPU, it would have to be waited for.
+    """
+    if "labels" in batch:
+        batch = {**batch, "kept": (batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)}
 
     def moved(name: str, value):
         if isinstance(value, dict):
@@ -226,7 +241,7 @@ def setup_dataloader(
             from trainer.datasets.sequence_split import split_micro_batch
 
             batch = split_micro_batch(batch, strategy.meshes.root.get_local_rank("sp"), strategy.sizes.sp)
-        return to_device(batch, strategy.device)
+        return batch
 
     return GlobalBatchLoader(
         dataset,
@@ -240,4 +255,5 @@ def setup_dataloader(
         dp_rank=strategy.meshes.dp.get_local_rank(),
         dp_size=strategy.sizes.dp,
         with_previous=with_previous,
+        place=lambda batch: to_device(batch, strategy.device),
     )

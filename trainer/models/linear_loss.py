@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from trainer.datasets.packing import IGNORE
-
 
 class _LinearNLL(torch.autograd.Function):
     """-log softmax(hidden @ weight.T + bias)[target] of each row, by chunks of rows. Backward computes it again."""
@@ -75,8 +73,8 @@ def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
     return _LinearNLL.apply(hidden, weight, bias, targets, chunk_rows)
 
 
-def token_nll(model, inputs: dict, labels: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, bool]:
-    """Run a causal language model whose head is a torch.nn.Linear.
+def token_nll(model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chunk_rows: int):
+    """Run a causal language model whose head is a torch.nn.Linear. `kept` (n,) are the places of the labels in all rows.
 
     Returns fp32 -log p(labels), (rows, tokens), 0 where IGNORE, and True. In two cases it must return logits and False:
     a head sharded over tp, or a model that changes its logits after the head (soft caps, scales).
@@ -91,9 +89,8 @@ def token_nll(model, inputs: dict, labels: torch.Tensor, chunk_rows: int) -> tup
         if isinstance(weight, DTensor) or not _head_is_last(type(config), config.to_json_string(False)):
             return torch.nn.Linear.forward(head, hidden)
         gave_losses = True
-        keep = (flat_labels != IGNORE).nonzero().squeeze(1)
-        losses = linear_nll(hidden.flatten(0, -2)[keep], weight, bias, flat_labels[keep], chunk_rows)
-        return losses.new_zeros(flat_labels.shape).index_put((keep,), losses).view(*labels.shape, 1)
+        losses = linear_nll(hidden.flatten(0, -2)[kept], weight, bias, flat_labels[kept], chunk_rows)
+        return losses.new_zeros(flat_labels.shape).index_put((kept,), losses).view(*labels.shape, 1)
 
     with _forward_of(head, forward):
         output = model(**inputs).logits

@@ -33,27 +33,27 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     """Run one forward pass; return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
     labels, head = micro_batch["labels"], model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
-        return token_log_probs(causal_lm_logits(model, micro_batch), labels)
+    kept = micro_batch["kept"] if "kept" in micro_batch else _kept(labels)
+    if not isinstance(head, torch.nn.Linear):  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
+        return token_log_probs(causal_lm_logits(model, micro_batch), labels, kept=kept)
     chunk_rows = rows_of_a_chunk(head.out_features)
-    # the number of labels is computed last, because it waits for the GPU
-    if labels.numel() <= chunk_rows or int((labels != IGNORE).sum()) <= chunk_rows:
-        return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel())
+    if len(kept) <= chunk_rows:
+        return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel(), kept=kept)
     from trainer.models.linear_loss import token_nll
 
-    values, are_losses = token_nll(model, model_inputs(micro_batch), labels, chunk_rows)
-    return -values if are_losses else token_log_probs(values, labels)
+    values, are_losses = token_nll(model, model_inputs(micro_batch), labels, kept, chunk_rows)
+    return -values if are_losses else token_log_probs(values, labels, kept=kept)
 
 
 def token_log_probs(
-    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0, kept=None
 ) -> torch.Tensor:
     """Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where the label is IGNORE.
 
     `logits` (rows, tokens, vocab) of any float dtype are divided by `temperature`. A DTensor is sharded over the
     vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in backward. So the
     fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk depends on the
-    whole vocabulary: ranks with parts of different sizes then reduce the same chunks.
+    whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` are the places of the labels, if they are known.
     """
     nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):
@@ -66,7 +66,7 @@ def token_log_probs(
         def nll(kept_logits, targets):
             return vocab_parallel_nll(kept_logits, targets, offset[-1], group)
 
-    return _by_chunks(lambda kept, targets: -nll(kept / temperature, targets), logits, labels, chunk_tokens)
+    return _by_chunks(lambda found, targets: -nll(found / temperature, targets), logits, labels, chunk_tokens, kept)
 
 
 def token_entropies(
@@ -83,23 +83,32 @@ def token_entropies(
         def entropy(kept_logits):
             return vocab_parallel_entropy(kept_logits, group)
 
-    return _by_chunks(lambda kept, _targets: entropy(kept / temperature), logits, labels, chunk_tokens)
+    return _by_chunks(lambda found, _targets: entropy(found / temperature), logits, labels, chunk_tokens)
 
 
-def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens)."""
+def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
+    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). Waits once for a GPU."""
     if labels.numel() <= chunk_tokens:
-        return _of_chunk(logits.flatten(0, -2), labels.flatten(), function).view(labels.shape)
+        kept = _kept(labels) if kept is None else kept
+        return _of_chunk(logits.flatten(0, -2), labels.flatten(), kept, function).view(labels.shape)
     # split, not slices: the backward of split writes one gradient of the logits instead of one per chunk
-    chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens))
+    labels_of_chunks = labels.flatten().split(chunk_tokens)
+    masks = [chunk != IGNORE for chunk in labels_of_chunks]
+    counts = torch.stack([mask.sum() for mask in masks]).tolist()
+    places = [mask.nonzero_static(size=count).squeeze(1) for mask, count in zip(masks, counts)]
+    chunks = zip(logits.flatten(0, -2).split(chunk_tokens), labels_of_chunks, places)
     parts = [checkpoint(_of_chunk, *chunk, function, use_reentrant=False) for chunk in chunks]
     return torch.cat(parts).view(labels.shape)
 
 
-def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, function) -> torch.Tensor:
-    keep = (labels != IGNORE).nonzero().squeeze(1)
-    values = function(logits[keep].float(), labels[keep])
-    return values.new_zeros(labels.shape).index_put((keep,), values)
+def _kept(labels: torch.Tensor) -> torch.Tensor:
+    """Return the places of the labels in all rows, (n,). On a GPU, this waits."""
+    return (labels != IGNORE).flatten().nonzero().squeeze(1)
+
+
+def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor, function) -> torch.Tensor:
+    values = function(logits[kept].float(), labels[kept])
+    return values.new_zeros(labels.shape).index_put((kept,), values)
 
 
 def _whole_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -155,6 +155,13 @@ class FSDP2Strategy:
             for module in list(model.modules()):
                 if type(module).__name__ in layers:
                     fully_shard(module, **options)
+            ends = model.get_input_embeddings(), model.get_output_embeddings()
+            if (
+                all(type(end) in (torch.nn.Embedding, torch.nn.Linear) for end in ends)
+                and ends[0].weight is not ends[1].weight
+            ):
+                for end in ends:  # otherwise the root would hold both, whole, for the whole step
+                    fully_shard(end, **options)
             fully_shard(model, **options)
         self._load_shards(model, offload)
 

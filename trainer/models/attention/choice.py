@@ -59,19 +59,26 @@ def validate_model(folder: str, trust_remote_code: bool, attention: str, packed:
         validate_head_dims(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
-def setup_split_attention(
-    folder: str, sp_group, sp_mode: str, tp_size: int, trust_remote_code: bool = False, packed: bool = False
-) -> str:
-    """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models."""
+def setup_split_attention(folder: str, sp_group, args, device) -> str:
+    """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models.
+
+    `args` are the flags of the command.
+    """
     from transformers import AutoConfig
 
     from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
     validate_split_model(config)
-    if sp_mode == "ulysses":
-        validate_heads(config, sp_group.size(), tp_size)
-    return register_ring_attention(sp_group, sp_mode, packed)
+    if args.ring_attn_kernel != "native":
+        from trainer.models.attention import ring_package
+
+        ring_package.validate_machine(args.param_dtype, device)
+        ring_package.validate_model(config)
+        return register_ring_attention(sp_group, "ring_package", args.packing_samples)
+    if args.sp_mode == "ulysses":
+        validate_heads(config, sp_group.size(), args.tensor_parallel_size)
+    return register_ring_attention(sp_group, args.sp_mode, args.packing_samples)
 
 
 def validate_heads(config, sp_size: int, tp_size: int) -> None:

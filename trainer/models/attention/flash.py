@@ -45,6 +45,11 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether the kernels of a GPU compute with `tensor`. The tests say yes, and bring kernels for the CPU."""
+    return tensor.is_cuda
+
+
 def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether flash kernels, torch's or those of flash-attn 2, can serve (..., head_dim) tensors on CUDA."""
     head_dim = query.shape[-1]

@@ -2,7 +2,7 @@
 
 `block_forward` and `block_backward` select the kernel. On CPU it is torch's own flash kernel, which also serves
 scaled_dot_product_attention. The three CUDA kernels are flash-attn (if installed) and torch's flash and efficient
-attention. Their calls follow the published schemas and have NOT been run: only the CPU path is tested.
+attention. The tests run their calls on CPU, with kernels that check arguments as upstream does.
 
 Shapes: query, out, dout (batch, heads, q_tokens, head_dim); key, value (batch, kv_heads, k_tokens, head_dim), where
 kv_heads divides heads; lse (batch, heads, q_tokens) in fp32. `causal` needs as many queries as keys. `mask` is an
@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from trainer.models.attention.flash import flash_fits, has_flash_attn
+from trainer.models.attention.flash import flash_fits, has_flash_attn, on_gpu
 
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32  # efficient attention pads the rows of its log-sum-exp to a multiple of this many queries
@@ -39,7 +39,7 @@ def block_forward(
         from trainer.models.attention.soft_cap import capped_forward
 
         return capped_forward(query, key, value, scale, causal, mask, softcap)
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         query, key, value, mask = _in_fp32(query, key, value, mask)
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -83,7 +83,7 @@ def block_backward(
         from trainer.models.attention.soft_cap import capped_backward
 
         return capped_backward(dout, query, key, value, out, lse, scale, causal, mask, softcap)
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         dout, query, key, value, out, mask = _in_fp32(dout, query, key, value, out, mask)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
@@ -102,7 +102,7 @@ def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
 
 
 def _capped_by_flash_attn(query: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor]) -> bool:
-    return query.is_cuda and mask is None and flash_fits(query, value) and has_flash_attn()
+    return on_gpu(query) and mask is None and flash_fits(query, value) and has_flash_attn()
 
 
 def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal, softcap):

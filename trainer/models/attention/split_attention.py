@@ -13,11 +13,14 @@ from trainer.models.attention.varlen import validate_attention_layers, validate_
 def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
     """Register attention over `group` with transformers. Return its name, for use as `attn_implementation`.
 
-    Mode "ring" passes keys and values around, for any number of heads. Mode "ulysses" exchanges heads for tokens. Both
-    map zigzag shards, query (rows, heads, tokens / sp, head_dim), to out (rows, tokens / sp, heads, head_dim). A model
-    call has `cu_seqlens` of the whole row if documents are `packed`. It never has an attention mask.
+    Mode "ring" passes keys and values around, for any number of heads. Mode "ulysses" exchanges heads for tokens. Mode
+    "ring_package" is the ring of ring-flash-attn; transformers would load a kernel for a name with "flash". All map zigzag shards, query (rows, heads, tokens / sp,
+    head_dim), to out (rows, tokens / sp, heads, head_dim). A model call has `cu_seqlens` of the whole row if documents are `packed`. It never has an attention mask.
     """
-    attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
+    if mode == "ring_package":
+        from trainer.models.attention.ring_package import package_attention as attention
+    else:
+        attention = {"ring": ring_attention, "ulysses": ulysses_attention}[mode]
 
     def forward(module, query, key, value, attention_mask=None, **kwargs):
         call = read_call(module, query, attention_mask, kwargs, "--ring_attn_size", "1", packed)

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.errors import UserError
 from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
-from trainer.models.attention.flash import flash_fits
+from trainer.models.attention.flash import flash_fits, on_gpu
 
 NAME = "varlen"
 # the attributes in which configs name the kinds of their layers, and the kinds that this attention can serve
@@ -55,8 +55,8 @@ def varlen_attention_forward(
 
 
 def _has_kernel(call: AttentionCall, value: torch.Tensor) -> bool:
-    """Return whether torch's own kernel for packed attention can run. NOT tested: no GPU was available."""
-    return call.query.is_cuda and flash_fits(call.query, value) and call.max_length is not None
+    """Return whether torch's own kernel for packed attention can run."""
+    return on_gpu(call.query) and flash_fits(call.query, value) and call.max_length is not None
 
 
 def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,41 @@
+"""How often a micro-batch waits for a GPU."""
+
+import json
+
+import pytest
+from launch import ROOT, torchrun
+
+from trainer.datasets.demo import make_demo
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    make_demo(str(folder))
+    code, output = torchrun(1, str(ROOT / "test/training/sync_counts.py"), str(folder), timeout=400)
+    assert code == 0, output[-6000:]
+    return json.loads((folder / "syncs.json").read_text())
+
+
+def per_micro_batch(waits: dict, name: str) -> tuple[list[str], int]:
+    """The places where a step waits, without the one at its end that reads the loss, and its number of micro-batches."""
+    (num_micro_batches, places), at_end = waits[name][-1], "tolist in loop.py:forward_backward"
+    assert num_micro_batches >= 4 and places.count(at_end) == 1
+    return [place for place in places if place != at_end], num_micro_batches
+
+
+@pytest.mark.parametrize("chunks", ["", "_by_linear_loss"])
+@pytest.mark.parametrize("name", ["packed", "packed_zero_2"])
+def test_a_packed_micro_batch_never_waits(waits, name, chunks):
+    assert per_micro_batch(waits, name + chunks)[0] == []
+
+
+@pytest.mark.parametrize("chunks", ["", "_by_linear_loss"])
+@pytest.mark.parametrize(
+    "name, num_forwards", [("padded", 1), ("padded_zero_0", 1), ("padded_zero_2", 1), ("dpo", 2), ("dpo_zero_2", 2)]
+)
+def test_a_padded_micro_batch_waits_once_per_forward_pass(waits, name, num_forwards, chunks):
+    """transformers then looks whether the positions are those of packed rows. The trainer adds nothing."""
+    places, num_micro_batches = per_micro_batch(waits, name + chunks)
+    assert len(places) <= num_forwards * num_micro_batches, places
+    assert {place.split(" in ")[0] for place in places} <= {"_local_scalar_dense"}
