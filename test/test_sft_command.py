@@ -9,7 +9,7 @@ import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from trainer.cli.training_command import idle_cores
+from trainer.cli.cpu_cores import idle_cores
 from trainer.datasets.demo import make_demo
 
 RUNS = {

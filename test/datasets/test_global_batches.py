@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from trainer.datasets.bin_packing import best_fit_bins
 from trainer.datasets.global_batches import (
     GlobalBatchLoader,
     balanced_parts,
@@ -19,7 +20,6 @@ from trainer.datasets.global_batches import (
     cut_micro_batches,
     epoch_order,
 )
-from trainer.datasets.packing import best_fit_bins
 from trainer.distributed.mesh import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
 from trainer.errors import UserError
 

@@ -125,15 +125,10 @@ def set_up(args, is_demo: bool) -> Setup:
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
         rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
-    if args.packing_samples:
-        from trainer.models.attention.choice import validate_packed_model
+    if args.packing_samples or args.ring_attn_size > 1:
+        from trainer.models.attention.choice import setup_attention
 
-        validate_packed_model(folder, args.trust_remote_code, attention)
-    if args.ring_attn_size > 1:
-        from trainer.models.attention.choice import setup_split_attention
-
-        sp_group = strategy.setup_ring_attn()
-        attention = setup_split_attention(folder, sp_group, args, strategy.device)
+        attention, sp_group = setup_attention(args, strategy, folder, attention)
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     if args.tokenizer_chat_template:
         from trainer.datasets.templates import load_chat_template
@@ -154,27 +149,15 @@ def choose_attention(args) -> str:
 
 
 def use_cores(args, strategy) -> None:
-    """On CPU: choose the library for matrix products, and print a hint if cores stay idle."""
-    import torch
-
+    """On CPU: choose the library for matrix products. With several ranks, print a hint if cores stay idle."""
     from trainer.models.cpu_matmul import choose_cpu_matmul
 
     choose_cpu_matmul(args.cpu_matmul)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    hint = idle_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.get_num_threads(), cores)
-    if hint:
-        strategy.print(hint)
+    if strategy.sizes.world_size > 1:
+        from trainer.cli.cpu_cores import core_hint
 
-
-def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
-    """Return a hint if the ranks use a quarter of the cores or less, as with torchrun's one thread per rank.
-
-    A larger share gives no hint, because half of the cores may be hyperthreads.
-    """
-    if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
-        return None
-    used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
-    return f"{used}: more threads (OMP_NUM_THREADS in the environment) would be quicker"
+        if hint := core_hint():
+            strategy.print(hint)
 
 
 def load_flag_rows(args, names: str, split: str, flag: str):
@@ -253,18 +236,10 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     disable_dropout(model)
-    if args.gradient_checkpointing or args.selective_checkpointing:
-        from trainer.models.activations import offload_layer_inputs, recompute_layers
+    if args.gradient_checkpointing or args.selective_checkpointing or args.packing_samples or setup.sp_group:
+        from trainer.cli.layer_flags import change_layers
 
-        recompute_layers(model, selective=args.selective_checkpointing)
-        if args.activation_offload:
-            offload_layer_inputs(model)
-    if args.packing_samples or args.ring_attn_size > 1:
-        from trainer.models.attention.choice import fit_attention
-        from trainer.models.recurrent_layers import restart_at_documents
-
-        fit_attention(model, args.ring_attn_size > 1)
-        restart_at_documents(model, setup.sp_group)
+        change_layers(args, model, setup.sp_group)
     return model
 
 

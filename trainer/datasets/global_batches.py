@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from trainer.datasets.packing import IGNORE, best_fit_bins
+from trainer.datasets.packing import IGNORE
 
 
 @dataclass
@@ -89,6 +89,8 @@ def cut_micro_batches(
     at most `max_tokens` (a longer sample gets its own batch). Otherwise: `micro_batch_size` samples each, in order.
     """
     if packed_capacity:
+        from trainer.datasets.bin_packing import best_fit_bins
+
         bins = best_fit_bins([int(lengths[item]) for item in items], packed_capacity)
         return [[items[position] for position in bin] for bin in bins]
     if not max_tokens:

@@ -53,7 +53,8 @@ def token_log_probs(
     `logits` (rows, tokens, vocab) of any float dtype are divided by `temperature`. A DTensor is sharded over the
     vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in backward. So the
     fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk depends on the
-    whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` are the places of the labels, if they are known.
+    whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` are the places of the
+    labels, if they are known.
     """
     nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
     if isinstance(logits, DTensor):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from trainer.errors import UserError
-from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, peak_flops, step_line
+from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, step_line
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 
@@ -284,6 +284,8 @@ def _mfu(device: torch.device, flops_per_second: float) -> Optional[float]:
     """Share of the peak FLOP/s of all ranks' devices; None if the peak is unknown."""
     if device.type != "cuda":
         return None
+    from trainer.training.peak_flops import peak_flops
+
     peak = peak_flops(torch.cuda.get_device_name(device))
     return flops_per_second / (peak * torch.distributed.get_world_size()) if peak else None
 

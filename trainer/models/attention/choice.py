@@ -59,6 +59,19 @@ def validate_model(folder: str, trust_remote_code: bool, attention: str, packed:
         validate_head_dims(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
+def setup_attention(args, strategy, folder: str, attention: str) -> tuple:
+    """Return (name of the attention function, ranks that split each sequence or None). Raises UserError if unfit.
+
+    `args` are the flags of the command. `attention` is the name without splitting.
+    """
+    if args.packing_samples:
+        validate_packed_model(folder, args.trust_remote_code, attention)
+    if args.ring_attn_size == 1:
+        return attention, None
+    sp_group = strategy.setup_ring_attn()
+    return setup_split_attention(folder, sp_group, args, strategy.device), sp_group
+
+
 def setup_split_attention(folder: str, sp_group, args, device) -> str:
     """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models.
 

@@ -1,0 +1,17 @@
+"""What the flags change in the layers of a loaded model: recomputation, packed documents, split sequences."""
+
+
+def change_layers(args, model, sp_group) -> None:
+    """Change the layers of `model`. `sp_group` are the ranks that split each sequence, or None."""
+    if args.gradient_checkpointing or args.selective_checkpointing:
+        from trainer.models.activations import offload_layer_inputs, recompute_layers
+
+        recompute_layers(model, selective=args.selective_checkpointing)
+        if args.activation_offload:
+            offload_layer_inputs(model)
+    if args.packing_samples or sp_group:
+        from trainer.models.attention.choice import fit_attention
+        from trainer.models.recurrent_layers import restart_at_documents
+
+        fit_attention(model, is_split=sp_group is not None)
+        restart_at_documents(model, sp_group)
