@@ -41,6 +41,7 @@ PAIRS = {  # the stock template in trl, and our name
     "llama4": "llama4",
     "gemma": "gemma2",
     "gemma3": "gemma3",
+    "gemma4_v5": "gemma4",
 }
 RENDERED = json.loads(Path(__file__).with_name("chat_templates").joinpath("rendered.json").read_text())
 OPTIONS = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": lambda pattern: "26 Jul 2025"}
@@ -155,7 +156,8 @@ def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     texts = (
-        "<|im_start|> <|im_end|> <|eot_id|> <|eot|> <end_of_turn> <|return|> <|end|> <|call|> <|user|> <|observation|>"
+        "<|im_start|> <|im_end|> <|eot_id|> <|eot|> <end_of_turn> <|return|> <|end|> <|call|> <|user|> <|observation|> "
+        "<turn|> <|tool_response>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [*texts.split(), "<｜end▁of▁sentence｜>"]})
     tokenizer.chat_template = template
@@ -211,6 +213,8 @@ def test_thoughts_are_trained_where_the_text_has_them():
     assert spans(stock("glm4moe"), talk) == ["\n<think>b</think>\ntwo"]
     analysis = "<|channel|>analysis<|message|>b<|end|><|start|>assistant"
     assert spans(stock("gptoss"), talk)[1:] == [analysis + "<|channel|>final<|message|>two<|return|>"]
+    channel = "<|channel>thought\nb\n<channel|>"
+    assert spans(stock("gemma4_v5"), talk)[-1] == channel + "two<turn|>"
     plain = [*talk[:1], {"role": "assistant", "content": "one"}, *talk[2:3], {"role": "assistant", "content": "two"}]
     assert spans(stock("qwen3"), plain) == ["one<|im_end|>", "two<|im_end|>"]
     assert spans(stock("glm4moe"), plain) == ["\none<|user|>", "\ntwo"]
