@@ -1,12 +1,13 @@
 """`--optim muon`: orthogonalized momentum, over weights that a mesh may have cut.
 
-Muon works on whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes the
-same step and keeps its own part of the result. So every layout takes the same step as one process.
+Muon works on whole matrices. The ranks share them out: each gathers some, orthogonalizes them, and sends the results to
+all. Each rank keeps its own part of a result. So every layout takes the same step as one process.
 """
 
 import math
 
 import torch
+import torch.distributed as dist
 from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor, whole
@@ -44,17 +45,27 @@ class Muon(torch.optim.Optimizer):
             if not group["is_matrix"]:
                 step_in_fp32(self, group, parameters)
                 continue
-            for parameter in parameters:
-                momentum = states_of(self, parameter)["momentum"]
-                _step_matrix(parameter, momentum, group["lr"], group["weight_decay"])
+            _step_matrices(self, parameters, group["lr"], group["weight_decay"])
 
 
-def _step_matrix(parameter: torch.Tensor, momentum: torch.Tensor, lr: float, weight_decay: float) -> None:
-    momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-    update = orthogonalized(whole(parameter.grad.lerp(momentum, MOMENTUM)))
-    local, region = to_local_if_dtensor(parameter), local_region(parameter)
-    local.mul_(1 - lr * weight_decay)
-    local.add_(update if region is None else update[region], alpha=-lr * 0.2 * math.sqrt(max(update.shape)))
+def _step_matrices(optimizer, parameters: list[torch.Tensor], lr: float, weight_decay: float) -> None:
+    """Step matrices that all ranks hold, or parts of them: one matrix per rank at a time."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    for start in range(0, len(parameters), num_ranks):
+        shared_out = parameters[start : start + num_ranks]
+        for owner, parameter in enumerate(shared_out):
+            momentum = states_of(optimizer, parameter)["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
+            matrix = whole(parameter.grad.lerp(momentum, MOMENTUM))
+            if owner == rank:
+                mine = orthogonalized(matrix).contiguous()
+        for owner, parameter in enumerate(shared_out):
+            update = mine if owner == rank else torch.empty(parameter.shape, device=parameter.device)
+            if num_ranks > 1:
+                dist.broadcast(update, owner)
+            local, region = to_local_if_dtensor(parameter), local_region(parameter)
+            local.mul_(1 - lr * weight_decay)
+            local.add_(update if region is None else update[region], alpha=-lr * 0.2 * math.sqrt(max(update.shape)))
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
