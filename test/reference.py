@@ -4,7 +4,8 @@
 
 A transformers model, an optimizer of torch and this file: no strategy, no wrapper, no packing, no padding, no collectives. It
 takes the flags of train_sft and ignores those that only choose a layout. It shares with the trainer the parsing of flags
-and the reading of data (which have tests of their own), and nothing of the training.
+and the reading of data (which have tests of their own), the names of the layers that LoRA adapts, and nothing of the
+training.
 """
 
 import hashlib
@@ -44,7 +45,9 @@ def add_lora(model, args, task_type: str = "CAUSAL_LM"):
     """peft's own model, its matrices A drawn again as peft draws them, but from the seed alone."""
     from peft import LoraConfig, get_peft_model
 
-    targets = args.target_modules.split(",") if args.target_modules else "all-linear"
+    from trainer.models.lora import default_targets
+
+    targets = args.target_modules.split(",") if args.target_modules else default_targets(model)
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,

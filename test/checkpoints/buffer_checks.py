@@ -38,7 +38,7 @@ for name, more in ARCHITECTURES.items():
     path = os.path.join(folder, name)
     if strategy.is_rank_0():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**SIZES, **more)).save_pretrained(path)
+        AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**(SIZES | more))).save_pretrained(path)
     dist.barrier()
     expected = dict(AutoModelForCausalLM.from_pretrained(path).named_buffers())
     # what torch.empty finds afterwards

@@ -16,7 +16,7 @@ def sample(first_id: int, length: int) -> dict:
 
 
 def split_over_all_ranks(batch: dict, sp_size: int) -> list[dict]:
-    return [split_micro_batch(batch, rank, sp_size, PAD) for rank in range(sp_size)]
+    return [split_micro_batch(batch, rank, sp_size) for rank in range(sp_size)]
 
 
 def joined(shards: list[dict], name: str) -> torch.Tensor:
@@ -27,7 +27,7 @@ def joined(shards: list[dict], name: str) -> torch.Tensor:
 def test_the_example_of_the_docstring():
     batch = collate_packed([sample(10, 5), sample(20, 2)], PAD)
     first, second = split_over_all_ranks(batch, 2)
-    assert first["input_ids"].tolist() == [[10, 11, 21, PAD]]
+    assert first["input_ids"].tolist() == [[10, 11, 21, 21]]
     assert second["input_ids"].tolist() == [[12, 13, 14, 20]]
     assert first["labels"].tolist() == [[11, 12, IGNORE, IGNORE]]
     assert second["labels"].tolist() == [[13, 14, IGNORE, 21]]
@@ -41,19 +41,19 @@ def test_padded_rows_lose_their_attention_mask_and_keep_their_rows():
     batch = collate_padded([sample(10, 3), sample(20, 2)], PAD)
     first, second = split_over_all_ranks(batch, 2)
     assert first.keys() == {"input_ids", "position_ids", "labels"}
-    assert first["input_ids"].tolist() == [[10, PAD], [20, PAD]]
+    assert first["input_ids"].tolist() == [[10, 12], [20, PAD]]
     assert second["input_ids"].tolist() == [[11, 12], [21, PAD]]
     assert second["labels"].tolist() == [[12, IGNORE], [IGNORE, IGNORE]]
 
 
 def test_one_rank_gets_the_batch_itself():
     batch = collate_padded([sample(10, 3)], PAD)
-    assert split_micro_batch(batch, 0, 1, PAD) is batch
+    assert split_micro_batch(batch, 0, 1) is batch
 
 
 def test_a_row_that_fits_gets_no_document_of_padding():
     batch = collate_packed([sample(10, 5), sample(20, 3)], PAD)
-    assert split_micro_batch(batch, 0, 4, PAD)["cu_seqlens"].tolist() == [0, 5, 8]
+    assert split_micro_batch(batch, 0, 4)["cu_seqlens"].tolist() == [0, 5, 8]
 
 
 def test_the_empty_micro_batch_is_one_token_and_padding_without_labels():
@@ -70,7 +70,7 @@ def test_what_is_per_token_is_cut_and_what_is_not_passes():
         "rewards": torch.ones(2),
         "ids": ["a", "b"],
     }
-    shard = split_micro_batch(batch, 0, 2, PAD)
+    shard = split_micro_batch(batch, 0, 2)
     assert shard["advantages"].tolist() == [[1, 0], [1, 0]] and shard["hidden"].shape == (2, 2, 5)
     assert shard["rewards"] is batch["rewards"] and shard["ids"] is batch["ids"]
 
@@ -79,7 +79,7 @@ def test_rows_padded_on_the_left_are_refused():
     batch = collate_padded([sample(10, 3), sample(20, 2)], PAD)
     batch["attention_mask"] = batch["attention_mask"].flip(1)
     with pytest.raises(ValueError, match="right"):
-        split_micro_batch(batch, 0, 2, PAD)
+        split_micro_batch(batch, 0, 2)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -97,7 +97,8 @@ def test_every_token_is_on_one_rank_with_its_label_and_position(lengths, sp_size
         assert whole.shape[1] == num_tokens + -num_tokens % (2 * sp_size)
         assert torch.equal(whole[:, :num_tokens], batch[name])
         assert (whole[:, num_tokens:] < 2 * sp_size).all() or name == "input_ids"
-    assert (joined(shards, "input_ids")[:, num_tokens:] == PAD).all()
+    ids = joined(shards, "input_ids")
+    assert (ids[:, num_tokens:] == ids[:, num_tokens - 1 : num_tokens]).all()
     assert (joined(shards, "labels")[:, num_tokens:] == IGNORE).all()
     assert len({shard["input_ids"].shape for shard in shards}) == 1
     if collate is collate_packed:

@@ -18,13 +18,17 @@ MODELS = {  # each way to keep a rate: modules, floats, the config read in the f
     "Phi": {},
     "Persimmon": {},
     "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.1},
+    "Phimoe": {
+        "num_local_experts": 4,
+        "num_key_value_heads": 2,
+        "router_jitter_noise": 0.1,
+    },  # its router draws experts
 }
-PHIMOE = {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.1}
 
 
 def make(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(vocab_size=97, **{**SMALL, **RATES, **MODELS.get(name, PHIMOE)})
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, **{**SMALL, **RATES, **MODELS[name]})
     return AutoModelForCausalLM.from_config(config)
 
 

@@ -71,7 +71,8 @@ def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterato
         held.setdefault(layer, []).append(tensor.float())
         if len(held[layer]) == 3:
             weight, a, b = held.pop(layer)
-            yield f"{layer}.weight", weight + (config.lora_alpha / config.r) * (b @ a)
+            update = (b @ a).T if model.get_submodule(layer).fan_in_fan_out else b @ a  # a Conv1D has W transposed
+            yield f"{layer}.weight", weight + (config.lora_alpha / config.r) * update
 
 
 class WeightsWithAdapter:

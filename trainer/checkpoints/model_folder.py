@@ -186,6 +186,8 @@ def restore_computed_buffers(model, device: torch.device, dtypes: Optional[dict[
         computed.append(name)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers initialises only what does not have this mark
+    for path, module in model.named_modules():  # a module around a buffer may compute it
+        module._is_hf_initialized = path and not any(name.startswith(f"{path}.") for name in computed)
     sharded_class = type(model)
     model.__class__ = plain_class(model)  # transformers takes FSDP's class for remote code, and skips modules then
     try:

@@ -219,7 +219,8 @@ SETTINGS = {
 # Values of the tiny config where small sizes of the usual kind do not fit together.
 PAIRS = {"num_hidden_layers": 4, "layer_types": 2 * ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2}
 OVERRIDES = {
-    "gemma3n_text": {**PAIRS, "intermediate_size": 4 * [64], "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    # a sparsity of 0.95 would leave some tokens none of 64 neurons, and the norm behind them would divide by almost zero
+    "gemma3n_text": {**PAIRS, "intermediate_size": 4 * [64], "activation_sparsity_pattern": [0.7, 0.7, 0.0, 0.0]},
     "gemma4_text": {**PAIRS, "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}}},
 }
 

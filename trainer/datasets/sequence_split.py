@@ -11,20 +11,21 @@ import torch.nn.functional as F
 from trainer.datasets.packing import IGNORE
 
 
-def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int = 0) -> dict:
+def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
     """Return this rank's part of a collated micro-batch whose labels are already shifted.
 
     A tensor is split if its shape begins with the (rows, tokens) of `input_ids`. It is padded at its end to a multiple
-    of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding is pad_token_id for input_ids, IGNORE for
-    labels, a count from 0 for positions, and 0 otherwise. Entries that are not per token do not change.
+    of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding repeats the last of input_ids, since
+    the embedding of token 0 may be zero, which Gemma 3n cannot divide by. It is IGNORE for labels, a count from 0 for
+    positions, and 0 otherwise. Entries that are not per token do not change.
     A micro-batch within the micro-batch is split separately. `cu_seqlens` still describes the whole row, because every
     rank needs it. The padding becomes its last document. `attention_mask` is dropped: under causal attention, a real
     token never sees the padding on its right.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
 
-        input_ids   [10 11 | 12 13 | 14 20 | 21 pad]    cu_seqlens [0, 5, 7, 8]
-        rank 0      [10 11   21 pad]                    chunks 0 and 3
+        input_ids   [10 11 | 12 13 | 14 20 | 21 21]    cu_seqlens [0, 5, 7, 8]
+        rank 0      [10 11   21 21]                     chunks 0 and 3
         rank 1      [12 13   14 20]                     chunks 1 and 2
 
     Raises: ValueError if a row is padded on its left.
@@ -41,9 +42,9 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int, pad_token_id: int
         split["max_length"] = max(batch["max_length"], padding)
     for name, tensor in split.items():
         if isinstance(tensor, dict):
-            split[name] = split_micro_batch(tensor, sp_rank, sp_size, pad_token_id)
+            split[name] = split_micro_batch(tensor, sp_rank, sp_size)
         elif isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
-            split[name] = zigzag_shard(_padded(name, tensor, padding, pad_token_id), sp_rank, sp_size)
+            split[name] = zigzag_shard(_padded(name, tensor, padding), sp_rank, sp_size)
     return split
 
 
@@ -67,10 +68,11 @@ def natural_order(tensor: torch.Tensor, sp_size: int, dim: int = 1) -> torch.Ten
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
 
 
-def _padded(name: str, tensor: torch.Tensor, padding: int, pad_token_id: int) -> torch.Tensor:
+def _padded(name: str, tensor: torch.Tensor, padding: int) -> torch.Tensor:
     """Pad to (rows, tokens + padding, ...). The padding's positions start at 0, so none exceeds the model's limit."""
-    value = {"input_ids": pad_token_id, "labels": IGNORE}.get(name, 0)
-    filler = tensor.new_full((tensor.shape[0], padding, *tensor.shape[2:]), value)
+    filler = tensor.new_full((tensor.shape[0], padding, *tensor.shape[2:]), IGNORE if name == "labels" else 0)
+    if name == "input_ids":
+        filler = filler + tensor[:, -1:]
     if name == "position_ids":
         filler = filler + torch.arange(padding, device=tensor.device)
     return torch.cat([tensor, filler], dim=1)

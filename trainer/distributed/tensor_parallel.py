@@ -40,9 +40,10 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
     """
     text = config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # layers may differ; dict.fromkeys keeps the order of the names
-    sizes = list(dict.fromkeys((n, getattr(layer, n, None)) for n in names for layer in layer_configs(text)))
-    sizes = [(name, size) for name, size in sizes if size] or [("hidden_size", text.hidden_size)]
+    values = [(name, getattr(layer, name, None) or []) for name in names for layer in layer_configs(text)]
+    # layers may differ, also by a list (Gemma 3n); dict.fromkeys keeps the order of the names
+    values = [(name, size) for name, value in values for size in (value if isinstance(value, list) else [value])]
+    sizes = list(dict.fromkeys(values)) or [("hidden_size", text.hidden_size)]
     fits = [n for n in range(1, min(size for _, size in sizes) + 1) if all(size % n == 0 for _, size in sizes)]
     if tp not in fits:
         found = ", ".join(f"{name} {size}" for name, size in sizes)

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
 
+# layers with a forward pass of their own that computes what nn.Linear computes: of Falcon, and of 4-bit models
+SAME_AS_LINEAR = ("FalconLinear", "Linear4bit")
 HEADS = ("score",)  # the head of a reward model is new: it is trained whole and saved with the adapter
 
 
@@ -38,6 +41,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
         lora_dropout=options.dropout,
         target_modules=list(options.target_modules or default_targets(model)),
         exclude_modules=heads or None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2: weights are transposed
         task_type="SEQ_CLS" if heads else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
@@ -84,7 +88,8 @@ def default_targets(model) -> list[str]:
     """The names of all linear layers between embedding and head that an adapter fits.
 
     A router of experts has a forward pass of its own. The kernels of Mamba read the weight of `out_proj`, so they would
-    not see its adapter. A name is the last part of the path, unless it would also mean another module.
+    not see its adapter. peft takes some names (`gate_proj`) for the stacked experts of mixtures, also in paths. A name
+    is the last part of the path, unless it would also mean another module.
     """
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     heads = {model.get_submodule(name) for name, _ in model.named_children() if name in HEADS}
@@ -92,18 +97,32 @@ def default_targets(model) -> list[str]:
 
     def fits(name: str, module: torch.nn.Module) -> bool:
         parent, _, leaf = name.rpartition(".")
-        is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
-        return (
-            is_plain and module not in outer and module not in heads and not (leaf == "out_proj" and parent in mixers)
-        )
+        is_plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)
+        is_plain = is_plain or type(module).__name__ in SAME_AS_LINEAR
+        is_read_elsewhere = leaf == "out_proj" and parent in mixers
+        return is_plain and module not in outer and module not in heads and not is_read_elsewhere
 
     paths = {name: fits(name, module) for name, module in model.named_modules() if name}
     ambiguous = {name.rpartition(".")[2] for name, is_target in paths.items() if not is_target}
-    targets = [name for name, is_target in paths.items() if is_target]
+    experts = {leaf for leaf in {name.rpartition(".")[2] for name in paths} if _means_experts(leaf, model)}
+    targets = [name for name, is_target in paths.items() if is_target and name.rpartition(".")[2] not in experts]
     if not targets:
         raise UserError("--lora_rank", f"{type(model).__name__} has no linear layer for an adapter", "another model")
     leaves = ((name, name.rpartition(".")[2]) for name in targets)
     return sorted({name if leaf in ambiguous else leaf for name, leaf in leaves})
+
+
+def _means_experts(name: str, model) -> bool:
+    """Whether peft gives the experts an adapter if `name` is a target: they had layers of that name in transformers 4."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # a part of what transformers 5 has stacked
+        return True
+    return bool(config.target_parameters)
 
 
 def _validate_targets(model) -> None:
@@ -111,7 +130,9 @@ def _validate_targets(model) -> None:
 
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and (module in outer or not isinstance(module.base_layer, torch.nn.Linear)):
+        if isinstance(module, LoraLayer) and (
+            module in outer or not isinstance(module.base_layer, torch.nn.Linear | Conv1D)
+        ):
             raise UserError("--target_modules", f"{name} is not a linear layer between embedding and head")
 
 
@@ -120,6 +141,6 @@ def _linear_names(model) -> str:
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module not in outer
+        if isinstance(module, torch.nn.Linear | Conv1D) and module not in outer
     }
     return ", ".join(sorted(names))

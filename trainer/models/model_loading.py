@@ -90,14 +90,16 @@ def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Switch off, in place, dropout and jitter of a transformers model: they would depend on micro-batch and rank.
-    The config that is saved with the model keeps its rates."""
+    """Switch off, in place, dropout, jitter and sampled experts of a transformers model: they would depend on micro-batch
+    and rank. The config that is saved with the model keeps its rates."""
     from transformers import PreTrainedConfig, PreTrainedModel
 
     without_rates = {}  # id of a config that layers read in their forward pass -> its copy
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        if type(module).__name__ in ("PhimoeTopKRouter", "Gemma3nTextAltUp"):  # which draw experts and cut weights
+            module.eval().train = lambda mode=True, module=module: module
         for name in _rates(module):
             setattr(module, name, 0.0)
         config = getattr(module, "config", None)
@@ -113,6 +115,5 @@ def disable_dropout(model: torch.nn.Module) -> None:
 def _rates(owner) -> list[str]:
     """Return names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
     names = [name for name, value in vars(owner).items() if isinstance(value, float) and value > 0]
-    # PhiMoE's router_jitter_noise is not noise: it decides which experts count, also in evaluation
-    kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None
+    kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None  # decides which experts count
     return [name for name in names if ("drop" in name or "jitter" in name) and name != kept]

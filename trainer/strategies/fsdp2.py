@@ -152,7 +152,7 @@ class FSDP2Strategy:
             options["offload_policy"] = CPUOffloadPolicy()
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
             layers = set(model._no_split_modules or [])
-            for module in list(model.modules()):
+            for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
                 if type(module).__name__ in layers:
                     fully_shard(module, **options)
             ends = model.get_input_embeddings(), model.get_output_embeddings()
