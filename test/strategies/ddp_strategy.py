@@ -36,8 +36,9 @@ class DDPStrategy:
         for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once"):
             if vars(options)[flag]:
                 raise UserError(f"--{flag}", "with --backend ddp", "leave it out")
-        if options.tensor_parallel_size > 1 or options.dp_replicate_size > 1 or options.param_dtype == "fp16":
-            raise UserError("--backend", "ddp with tp, hybrid sharding or fp16", "fsdp2, deepspeed")
+        sharding = options.tensor_parallel_size * options.expert_parallel_size * options.dp_replicate_size
+        if sharding > 1 or options.param_dtype == "fp16":
+            raise UserError("--backend", "ddp with tp, ep, hybrid sharding or fp16", "fsdp2, deepspeed")
         self.options, self.seed, self.param_dtype = options, options.seed, DTYPES[options.param_dtype]
         self.sizes = mesh.resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), sp=options.ring_attn_size)
         self.device = mesh.resolve_device(options.device)
