@@ -85,9 +85,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, fsdp_options: dict) -> Non
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         module.num_experts //= mesh["ep"].size()
         module.forward = functools.partial(_forward, module, module.forward, mesh.get_group("ep"))
-        fully_shard(
-            module, **fsdp_options | {"mesh": mesh[axes], "mp_policy": policy, "shard_placement_fn": placement}
-        )
+        fully_shard(module, **fsdp_options | {"mesh": mesh[axes], "mp_policy": policy, "shard_placement_fn": placement})
 
 
 def _forward(module, local_forward, group, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
