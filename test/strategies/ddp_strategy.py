@@ -18,7 +18,7 @@ from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad
 from trainer.errors import UserError
 from trainer.optimizers.adamw import state_tensors, states_of
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.options import DTYPES
+from trainer.strategies.options import DTYPES, StrategyOptions
 
 
 class Engine(DistributedDataParallel):
@@ -33,12 +33,11 @@ class Engine(DistributedDataParallel):
 
 class DDPStrategy:
     def __init__(self, options):
-        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once"):
-            if vars(options)[flag]:
+        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once", "expert_parallel_size"):
+            if vars(options)[flag] != vars(StrategyOptions())[flag]:
                 raise UserError(f"--{flag}", "with --backend ddp", "leave it out")
-        sharding = options.tensor_parallel_size * options.expert_parallel_size * options.dp_replicate_size
-        if sharding > 1 or options.param_dtype == "fp16":
-            raise UserError("--backend", "ddp with tp, ep, hybrid sharding or fp16", "fsdp2, deepspeed")
+        if options.tensor_parallel_size > 1 or options.dp_replicate_size > 1 or options.param_dtype == "fp16":
+            raise UserError("--backend", "ddp with tp, hybrid sharding or fp16", "fsdp2, deepspeed")
         self.options, self.seed, self.param_dtype = options, options.seed, DTYPES[options.param_dtype]
         self.sizes = mesh.resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), sp=options.ring_attn_size)
         self.device = mesh.resolve_device(options.device)
