@@ -152,6 +152,7 @@ class LayoutArguments:
     use_hf_tp_plan: bool = arg(False, "use the tensor-parallel plan of the model class, not the trainer's")
     print_tp_plan: bool = arg(False, "print the complete tensor-parallel plan before it is applied")
     sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
+    expert_parallel_size: int = arg(1, "fsdp2: ranks that share out the experts of each layer", type="PositiveInt")
     ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
     sp_mode: Literal["ring", "ulysses"] = arg(
         "ring", "attention over those ranks; ring: keys and values travel; ulysses: ranks exchange heads for tokens"

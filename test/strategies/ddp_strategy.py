@@ -18,7 +18,7 @@ from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad
 from trainer.errors import UserError
 from trainer.optimizers.adamw import state_tensors, states_of
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.options import DTYPES
+from trainer.strategies.options import DTYPES, StrategyOptions
 
 
 class Engine(DistributedDataParallel):
@@ -33,8 +33,8 @@ class Engine(DistributedDataParallel):
 
 class DDPStrategy:
     def __init__(self, options):
-        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once"):
-            if vars(options)[flag]:
+        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once", "expert_parallel_size"):
+            if vars(options)[flag] != vars(StrategyOptions())[flag]:
                 raise UserError(f"--{flag}", "with --backend ddp", "leave it out")
         if options.tensor_parallel_size > 1 or options.dp_replicate_size > 1 or options.param_dtype == "fp16":
             raise UserError("--backend", "ddp with tp, hybrid sharding or fp16", "fsdp2, deepspeed")

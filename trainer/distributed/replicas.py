@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
@@ -36,6 +37,17 @@ def check_replicas(
     if number < len(names):
         found = f"{names[number]} differs between ranks of the mesh axis {list(groups)[axis_number]}"
         raise UserError("--check_replicas_every", found, "bitwise equal replicas")
+
+
+def replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
+    """The mesh axes along which all ranks should hold the same local tensor. efsdp and ep make fsdp, see Meshes."""
+    sharded = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names
+        sharded = {name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()}
+    if "ep" in sharded:
+        sharded.add("fsdp")
+    return [axis for axis in axes if axis not in sharded]
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -55,6 +55,8 @@ class DeepspeedStrategy:
         validate_tp_flags(options)
         if stage not in (0, 1, 2, 3):
             raise UserError("--zero_stage", str(stage), "0, 1, 2 (the default), 3")
+        if options.expert_parallel_size > 1:
+            raise UserError("--expert_parallel_size", "with --backend deepspeed", "--backend fsdp2")
         if stage == 0 and options.param_dtype == "fp16":
             raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
         if stage == 0 and options.adam_offload:

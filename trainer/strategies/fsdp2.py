@@ -7,7 +7,7 @@ gradient of (sum of all losses) / count on every layout.
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,6 +63,8 @@ class FSDP2Strategy:
             # torch 2.13 fails in the backward pass of compiled layers that are cut over tp (views of DTensors)
             found = f"with --backend fsdp2 and --tensor_parallel_size {tp}"
             raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
+        if options.compile and options.expert_parallel_size > 1:  # the sizes of the all-to-alls differ in every step
+            raise UserError("--compile", f"with --expert_parallel_size {options.expert_parallel_size}", "one of them")
         if options.reduce_once and options.adam_offload:  # gradients go to host memory as soon as they are reduced
             raise UserError("--reduce_once", "with --adam_offload", "one of them")
         if options.optim != "adamw" and options.adam_offload:  # it gathers tensors on the device
@@ -107,6 +109,10 @@ class FSDP2Strategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
+        if self.options.expert_parallel_size > 1:
+            from trainer.distributed.expert_parallel import validate_experts
+
+            validate_experts(model, self.options.expert_parallel_size, self.sizes)
         model_folder.read_generation_config(model, folder)
         self._folders[model] = folder
         return model
@@ -150,6 +156,11 @@ class FSDP2Strategy:
         offload = offload and self.device.type != "cpu"
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
+        if self.options.expert_parallel_size > 1:
+            from trainer.distributed.expert_parallel import expert_mesh, shard_experts
+
+            experts = expert_mesh(self.sizes, self.options.expert_parallel_size, self.device.type)
+            shard_experts(model, experts, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
             layers = set(model._no_split_modules or [])
             for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
@@ -255,11 +266,11 @@ class FSDP2Strategy:
 
     def check_replicas(self, model) -> None:
         """Raises UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
-        from trainer.distributed.replicas import check_replicas
+        from trainer.distributed.replicas import check_replicas, replicated_axes
 
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         tensors = model_folder.all_tensors(model).items()
-        check_replicas(((n, to_local_if_dtensor(t), _replicated_axes(t, groups)) for n, t in tensors), groups)
+        check_replicas(((n, to_local_if_dtensor(t), replicated_axes(t, groups)) for n, t in tensors), groups)
 
     def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter).
@@ -346,15 +357,6 @@ class FSDP2Strategy:
     all_gather = collectives.all_gather
     print = collectives.print
     is_rank_0 = collectives.is_rank_0
-
-
-def _replicated_axes(tensor: torch.Tensor, axes: Iterable[str]) -> list[str]:
-    """The mesh axes along which all ranks should hold the same local tensor."""
-    sharded = set()
-    if isinstance(tensor, DTensor):
-        names = tensor.device_mesh.mesh_dim_names
-        sharded = {name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()}
-    return [axis for axis in axes if axis not in sharded]
 
 
 def _shard_of(key: str, tensor: torch.Tensor) -> "TensorShard":

@@ -23,6 +23,7 @@ class StrategyOptions:
     use_hf_tp_plan: bool = False
     sequence_parallel: bool = False
     print_tp_plan: bool = False
+    expert_parallel_size: int = 1
     ring_attn_size: int = 1
     dp_replicate_size: int = 1
     device: str = "auto"

@@ -1,0 +1,100 @@
+"""Expert parallelism against the plain loop, on forked ranks: `python expert_parallel_checks.py FOLDER MODELS:CELLS ...`.
+
+Each model of the zoo trains two steps in each layout. A run is compared with the plain loop: losses, gradients of the
+first step, final weights. Then checkpoints of each layout are resumed on the others. The verdicts go to
+FOLDER/rows.json and FOLDER/resumed.json.
+"""
+
+import itertools
+import json
+import runpy
+import sys
+from pathlib import Path
+
+from trainer.compare import zoo
+from trainer.compare.dumps import WEIGHTS, compare_files
+from trainer.compare.forked_ranks import import_libraries, run_ranks
+from trainer.compare.logs import read_run
+from trainer.compare.matrix import Configuration
+
+EP2, EP4 = (("--backend", "fsdp2", "--expert_parallel_size", size) for size in "24")
+zoo.LORA = LORA = (*zoo.LORA, "--target_modules", "q_proj,o_proj")
+LAYOUTS = {
+    "ep2": EP2,  # four ranks: each expert is on two of them, half of it on each
+    "ep4": EP4,
+    "ep2-ring2": (*EP2, *zoo.RING),
+    "ep2-hsdp2": (*EP2, "--dp_replicate_size", "2"),
+}
+CELLS = {
+    **LAYOUTS,
+    **{f"{name}-packed": (*flags, "--packing_samples") for name, flags in LAYOUTS.items()},
+    zoo.SAVE: EP2,
+    "ep2-lora": (*EP2, *LORA),
+    "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
+    "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
+}
+zoo.SAVED_RUN = "ep2"
+zoo.CONFIGURATIONS = tuple(Configuration(name, 4, flags) for name, flags in CELLS.items())
+# a checkpoint of each is resumed on the others
+RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3")}
+# the second and fourth batch hold 5 samples: a rank gets nothing of them, but experts get tokens of other ranks
+SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save"]
+
+
+def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
+    """Verdict by "source to target": worst relative differences of steps 3 and 4 and of the weights from the plain loop,
+    and whether the losses are bitwise those of the source's own run."""
+    base = ["--pretrain", str(folder / model / "model"), "--dataset", str(folder / "demo/sft.jsonl"), *zoo.TRAINING]
+    folder = folder / "resumed"
+    folder.mkdir()
+
+    def line(name: str, *flags: str) -> list[str]:
+        return [*base, *SHORT, *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
+
+    def run_plain() -> None:
+        runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"](line("plain"))
+
+    def run_all() -> None:
+        from trainer.cli import train_sft
+
+        for name, flags in RESUMED.items():
+            train_sft.run(line(name, *flags, "--save_steps", "2"))
+        for source, target in pairs:
+            begin = ["--load_checkpoint", f"{folder}/{source}/checkpoints/step_2"]
+            train_sft.run(line(f"{source} to {target}", *RESUMED[target], *begin))
+
+    names = list(RESUMED)
+    pairs = list(itertools.product(names, names))
+    if not all_pairs:  # each layout to itself, and to the next one
+        pairs = [pair for pair in pairs if (names.index(pair[1]) - names.index(pair[0])) % len(names) < 2]
+    for name, ranks, run in (("plain", 1, run_plain), ("all", 4, run_all)):
+        ending = run_ranks(run, ranks, folder / f"{name}.log", 300)
+        assert ending.kind == "done", (ending, (folder / f"{name}.log").read_text()[-4000:])
+    plain, found = read_run("plain", folder / "plain").steps, {}
+    for source, target in pairs:
+        run = folder / f"{source} to {target}"
+        steps, own = (read_run(source, path).steps for path in (run, folder / source))
+        losses = max(abs(steps[step].loss - plain[step].loss) / plain[step].loss for step in (3, 4))
+        norms = max(abs(steps[step].grad_norm - plain[step].grad_norm) / plain[step].grad_norm for step in (3, 4))
+        weights = compare_files(folder / "plain/parity" / WEIGHTS, run / "parity" / WEIGHTS)["rel"]
+        bitwise = all(steps[step].loss == own[step].loss for step in (3, 4))
+        found[run.name] = {"loss": losses, "grad_norm": norms, "weights": weights, "bitwise": bitwise}
+    return found
+
+
+def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
+    """Each part is MODEL,MODEL,...:CELL,CELL,... `resumed` names a model to resume, and "all" for all pairs of layouts."""
+    import_libraries()
+    rows: dict[str, dict] = {}
+    for part in parts:
+        models, cells = (names.split(",") for names in part.split(":"))
+        for name, row in zoo.run_zoo(models, cells, folder, timeout=120, jobs=1):
+            assert not row["problem"], row["problem"]
+            rows.setdefault(name, {}).update(row["cells"])
+    (folder / "rows.json").write_text(json.dumps(rows))
+    if resumed:
+        (folder / "resumed.json").write_text(json.dumps(resume(folder, resumed[0], "all" in resumed)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [a for a in sys.argv[2:] if ":" in a], [a for a in sys.argv[2:] if ":" not in a])

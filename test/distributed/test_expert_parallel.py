@@ -1,0 +1,76 @@
+"""Experts shared out over ranks: every mixture equals the plain loop. The runs are in expert_parallel_checks.py."""
+
+import json
+import sys
+
+import pytest
+import torch
+from launch import ROOT, run_process
+from transformers import AutoModelForCausalLM
+
+from trainer.compare.zoo_models import tiny_config
+from trainer.distributed.expert_parallel import validate_experts
+from trainer.distributed.mesh import MeshSizes
+from trainer.errors import UserError
+from trainer.strategies.deepspeed import DeepspeedStrategy
+from trainer.strategies.fsdp2 import FSDP2Strategy
+from trainer.strategies.options import StrategyOptions
+
+MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")
+OFTEN = ("ep4", "ep2-ring2-packed")
+ONCE = ("ep2", "ep2-ring2", "ep2-hsdp2", "ep2-packed", "ep4-packed", "ep2-hsdp2-packed")
+ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """(verdicts by model and cell, verdicts of resumed checkpoints)"""
+    folder = tmp_path_factory.mktemp("experts")
+    parts = [f"{','.join(MODELS)}:{','.join(OFTEN)}", f"qwen3_moe:{','.join(ONCE)}", "qwen3_moe"]
+    script = str(ROOT / "test/distributed/expert_parallel_checks.py")
+    code, output = run_process([sys.executable, script, str(folder), *parts], timeout=900)
+    assert code == 0, output[-6000:]
+    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_mixture_equals_the_plain_loop(found, model):
+    cells = found[0][model]
+    assert set(cells) == {*OFTEN, *(ONCE if model == "qwen3_moe" else ())}
+    assert {name: cell for name, cell in cells.items() if cell["verdict"] != "pass"} == {}
+
+
+def test_checkpoints_resume_on_every_layout(found):
+    assert len(found[1]) == 12
+    for pair, worst in found[1].items():
+        source, target = pair.split(" to ")
+        assert worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-4 and worst["weights"] <= 1e-4, (pair, worst)
+        assert worst["bitwise"] or source != target, pair
+
+
+def check(name: str, ep: int, **sizes: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
+    validate_experts(model, ep, MeshSizes(**{"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | sizes))
+
+
+def test_layouts_that_do_not_fit_are_refused_in_one_line():
+    check("qwen3_moe", 4, dp_shard=2, sp=2)
+    check("qwen3_moe", 2, dp_shard=16)  # 2 experts on 8 ranks: each is cut over 4
+    with pytest.raises(UserError, match=r"3 does not divide the 4 ranks .* \(allowed: 1, 2, 4\)"):
+        check("qwen3_moe", 3, dp_shard=2, sp=2)
+    with pytest.raises(UserError, match="8 does not divide the 4 experts of Qwen3MoeForCausalLM"):
+        check("qwen3_moe", 8, dp_shard=8)
+    with pytest.raises(UserError, match=r"5 ranks cannot share an expert tensor .* \(2, 48, 32\)"):
+        check("qwen3_moe", 2, dp_shard=10)
+    with pytest.raises(UserError, match="--expert_parallel_size: LlamaForCausalLM has no experts"):
+        check("llama", 2, dp_shard=2)
+    with pytest.raises(UserError, match="2 with --tensor_parallel_size 2"):
+        check("qwen3_moe", 2, dp_shard=2, tp=2)
+
+
+def test_backends_and_flags_that_do_not_go_with_it():
+    with pytest.raises(UserError, match="--expert_parallel_size: with --backend deepspeed"):
+        DeepspeedStrategy(StrategyOptions(expert_parallel_size=2))
+    with pytest.raises(UserError, match="--compile: with --expert_parallel_size 2"):
+        FSDP2Strategy(StrategyOptions(expert_parallel_size=2, compile=True))
