@@ -1,6 +1,7 @@
 """`python -m trainer.cli.doctor`, run in sound and in broken environments. Nothing of them is made up by the test."""
 
 import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ DOCTOR = [sys.executable, "-m", "trainer.cli.doctor"]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the kernel gives to clients, or another process could take it meanwhile."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", random.randrange(20000, 29000)))
+            return probe.getsockname()[1]
 
 
 def lines(output: str) -> dict[str, tuple[str, str]]:
@@ -130,6 +133,8 @@ def test_two_nodes(shared, tmp_path, unshared):
         first = [*launch, "--node_rank", "0", "-m", "trainer.cli.doctor", "--path", f"{tmp_path}/runs"]
         code, output = run_process(first, timeout=200, **interface)
     found = lines(output)
+    log = (tmp_path / "second.txt").read_text()
+    assert "all-reduce" in found, f"{output}\n--- second node\n{log}"
     assert found["all-reduce"] == ("ok", "gloo, 2 ranks") and found["launcher"] == ("ok", "2 ranks on 2 nodes"), output
     if shared:
         assert code == 0 and found["--path"][1].endswith("seen by 2 hosts"), output
