@@ -12,6 +12,7 @@ COMMANDS = [
     "convert_ckpt",
     "export_model",
     "merge_lora",
+    "doctor",
     "report",
     "watch",
 ]

@@ -125,7 +125,8 @@ def test_every_option_of_a_strategy_is_a_flag_with_the_same_default():
 
 def test_backend_names_appear_only_where_a_backend_is_chosen():
     allowed = {"trainer.strategies", "trainer.strategies.deepspeed", "trainer.strategies.fsdp2", "trainer.arguments"}
-    allowed |= {"trainer.cli.outputs"}  # reports the versions of packages, deepspeed among them
+    # these report the versions of packages, deepspeed among them
+    allowed |= {"trainer.cli.outputs", "trainer.cli.doctor_packages"}
     for name, path in modules().items():
         if name in allowed or name.startswith("trainer.compare"):
             continue
