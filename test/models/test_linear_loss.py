@@ -136,3 +136,33 @@ def test_peak_memory_is_an_eighth_of_the_logits():
     assert code == 0, output[-2000:]
     grown, logits = (float(re.search(f"{before}([0-9]+) MiB", output)[1]) for before in ("words: ", "of "))
     assert logits == 625 and 16 <= grown <= logits / 8, output  # a chunk itself is 16 MiB
+
+
+def test_the_weight_gradient_on_a_gpu_is_summed_in_fp32_in_one_call(monkeypatch):
+    """A kernel for CPU stands in, with the checks of aten/src/ATen/native/cuda/Blas.cpp, _addmm_dtype_out_cuda."""
+    calls = []
+
+    def addmm(total, one, other, out_dtype, *, beta=1, alpha=1, out):
+        assert one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]
+        assert one.dtype == other.dtype == torch.bfloat16 and out_dtype == out.dtype == total.dtype == torch.float32
+        assert (beta, alpha) == (1, 1) and total.shape == (len(one), other.shape[1])
+        calls.append(len(other))
+        return out.copy_(total + one.float() @ other.float())
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    monkeypatch.setattr(linear_loss, "on_gpu", lambda tensor: True)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((50, 16), (97, 16)))
+    targets = torch.randint(0, 97, (50,), generator=generator)
+    leaf, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()
+    linear_nll(hidden, leaf, None, targets, 20).sum().backward()
+    F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
+    library._destroy()
+    assert calls == [20, 20, 10]
+    assert (leaf.grad.double() - exact.grad).norm() <= 1e-2 * exact.grad.norm()
+
+
+def test_chunks_are_larger_on_a_gpu():
+    rows = [token_losses.rows_of_a_chunk(151_936, torch.device(device)) for device in ("cpu", "cuda")]
+    assert rows == [220, 1766]

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from trainer.models.attention.flash import on_gpu
+
 
 class _LinearNLL(torch.autograd.Function):
     """-log softmax(hidden @ weight.T + bias)[target] of each row, by chunks of rows. Backward computes it again."""
@@ -47,6 +49,8 @@ class _LinearNLL(torch.autograd.Function):
                 grad_hidden[rows] = grad_logits @ weight
             if for_weight and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, hidden[rows])
+            elif for_weight and on_gpu(grad_logits):  # sums in fp32 without a product in half precision between
+                torch.addmm(grad_weight, grad_logits.T, hidden[rows], out_dtype=torch.float32, out=grad_weight)
             elif for_weight:
                 grad_weight += grad_logits.T @ hidden[rows]
             if for_bias:

@@ -18,11 +18,12 @@ from trainer.datasets.packing import IGNORE, model_inputs
 
 # bytes of fp32 logits that exist at a time; a micro-batch that fits takes the plain route, which is faster
 CHUNK_BYTES = 2**27
+GPU_CHUNK_BYTES = 2**30  # a small product leaves most of a GPU idle
 
 
-def rows_of_a_chunk(vocab_size: int) -> int:
-    """Return how many rows of fp32 logits over a whole vocabulary take CHUNK_BYTES. It is at least one."""
-    return max(CHUNK_BYTES // (4 * vocab_size), 1)
+def rows_of_a_chunk(vocab_size: int, device: torch.device) -> int:
+    """Return how many rows of fp32 logits over a whole vocabulary are computed at a time. It is at least one."""
+    return max((GPU_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES) // (4 * vocab_size), 1)
 
 
 def causal_lm_logits(model, batch: dict) -> torch.Tensor:
@@ -36,7 +37,7 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     kept = micro_batch["kept"] if "kept" in micro_batch else _kept(labels)
     if not isinstance(head, torch.nn.Linear):  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, kept=kept)
-    chunk_rows = rows_of_a_chunk(head.out_features)
+    chunk_rows = rows_of_a_chunk(head.out_features, labels.device)
     if len(kept) <= chunk_rows:
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel(), kept=kept)
     from trainer.models.linear_loss import token_nll
@@ -56,7 +57,7 @@ def token_log_probs(
     whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` are the places of the
     labels, if they are known.
     """
-    nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
+    nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
         from trainer.models.vocab_parallel import vocab_parallel_nll
 
@@ -74,7 +75,7 @@ def token_entropies(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """Return -sum p log p over the vocabulary at every position, 0 where IGNORE; otherwise like `token_log_probs`."""
-    entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1])
+    entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
         from trainer.models.vocab_parallel import vocab_parallel_entropy
 
