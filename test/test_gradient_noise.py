@@ -89,3 +89,18 @@ def test_no_gradient_is_the_same_as_zeros_and_not_as_anything_else(tmp_path):
     del without["k.bias"]
     assert compare(tmp_path, (zeros, weights()), (without, weights()))[0] == 0
     assert compare(tmp_path, (without, weights()), (zeros, weights()))[0] == 0
+
+
+def test_noise_in_the_first_update_of_b_explains_rows_of_a(tmp_path):
+    """LoRA: A's first gradient is zero, since B is. The second one has B's first update as a factor, per column of B."""
+    a, b = "q.lora_A.default.weight", "q.lora_B.default.weight"  # (rank, inputs), (outputs, rank)
+    b_gradient = torch.tensor([[1.0, 0.1 * NOISE * GLOBAL]])  # only the second column is noise
+    grads = {"q.weight": torch.full((4,), GLOBAL / 2), a: torch.zeros(2, 3), b: b_gradient}
+    for row, expected in ((1, 0), (0, 1)):
+        moved = torch.ones(2, 3)
+        moved[row, 0] += LR
+        mine, other = (
+            {"q.weight": torch.ones(4), a: value, b: torch.ones(1, 2)} for value in (torch.ones(2, 3), moved)
+        )
+        code, _ = compare(tmp_path, (grads, mine), (grads, other))
+        assert code == expected, row

@@ -30,7 +30,12 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
         known = set(a.keys()) & set(b.keys())
 
         def is_noise(name: str):
-            return _noise_elements(a.get_tensor(name), b.get_tensor(name), floor) if name in known else None
+            if name not in known:
+                return None
+            elements = _noise_elements(a.get_tensor(name), b.get_tensor(name), floor)
+            factor = is_noise(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
+            # B begins at 0, so A's first gradient has B's first update as a factor, and is noise where that was noise
+            return elements if factor is None else elements | factor.any(dim=0)[:, None]  # B: (outputs, rank)
 
         files = Path(reference_dir) / WEIGHTS, Path(run_dir) / WEIGHTS
         comparison.worst_weight = compare_files(*files, is_noise, comparison.max_update or 0.0)

@@ -191,7 +191,8 @@ def _rope(rope: dict, small: dict) -> dict:
 def randomize(model, seed: int = 0) -> None:
     """Move norms, biases and stored vectors away from their zeros and ones, in place. They would hide a wrong factor.
 
-    Stored buffers move little: a bias that keeps an expert from all tokens would leave its router without a gradient.
+    Matrices of zeros move too: ERNIE's routers would choose between equal scores. What is not trained moves little: a
+    bias that keeps an expert from all tokens would leave its router without a gradient.
     """
     import torch
 
@@ -199,6 +200,7 @@ def randomize(model, seed: int = 0) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if tensor.ndim == 1 and tensor.is_floating_point():
+            if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
                 noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-                tensor.add_((0.1 if name in parameters else 0.01) * noise)
+                is_trained = name in parameters and parameters[name].requires_grad
+                tensor.add_((0.1 if is_trained else 0.01) * noise)

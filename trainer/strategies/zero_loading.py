@@ -9,6 +9,10 @@ from trainer.distributed.host_offload import keep_on_host
 from trainer.distributed.mesh import Meshes
 from trainer.strategies.autotp import hpz_group
 
+# These call layers as often as their tokens ask for: an expert that is the identity, blocks of keys. Ranks would gather
+# different weights, so each of these is gathered as a whole.
+LEAVES = ("LongcatFlashExperts", "Qwen4ExpTextQSAIndexer")
+
 
 def load_partitioned(
     folder: str,
@@ -40,6 +44,8 @@ def load_partitioned(
         dtypes = {name: buffer.dtype for name, buffer in build(dtype=torch.float32).named_buffers()}
     with partitioned, no_init_weights():
         model = build(dtype=dtype)
+    for module in model.modules():
+        module._z3_leaf = type(module).__name__ in LEAVES
     model_folder.read_generation_config(model, folder)
     model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
     names = list(model_folder.stored_tensors(model))
