@@ -38,12 +38,12 @@ zoo.CONFIGURATIONS = tuple(Configuration(name, 4, flags) for name, flags in CELL
 # a checkpoint of each is resumed on the others
 RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3")}
 # the second and fourth batch hold 5 samples: a rank gets nothing of them, but experts get tokens of other ranks
-SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save"]
+SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save", "--aux_loss_coef", "0.1"]
 
 
 def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
     """Verdict by "source to target": worst relative differences of steps 3 and 4 and of the weights from the plain loop,
-    and whether the losses are bitwise those of the source's own run."""
+    and whether the losses are bitwise those of the source's own run. All runs balance their experts."""
     base = ["--pretrain", str(folder / model / "model"), "--dataset", str(folder / "demo/sft.jsonl"), *zoo.TRAINING]
     folder = folder / "resumed"
     folder.mkdir()
