@@ -24,11 +24,16 @@ LAYOUTS = {
     "ep4": EP4,
     "ep2-ring2": (*EP2, *zoo.RING),
     "ep2-hsdp2": (*EP2, "--dp_replicate_size", "2"),
+    "tp2": (*zoo.FSDP2, *zoo.TP),
+    "ep2-tp2": (*EP2, *zoo.TP),
 }
 CELLS = {
     **LAYOUTS,
     **{f"{name}-packed": (*flags, "--packing_samples") for name, flags in LAYOUTS.items()},
     zoo.SAVE: EP2,
+    "tp2-ring2": (*zoo.FSDP2, *zoo.TP, *zoo.RING),
+    "tp2-hsdp2": (*zoo.FSDP2, *zoo.TP, "--dp_replicate_size", "2"),
+    "tp2-z2": (*zoo.DEEPSPEED, "2", *zoo.TP),
     "ep2-lora": (*EP2, *LORA),
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
