@@ -33,6 +33,16 @@ def sample_loss(model, sample: dict) -> torch.Tensor:
     return losses[loss_mask[1:]].sum()
 
 
+def balance_loss(model, batch: list[dict]) -> torch.Tensor:
+    """transformers' own, of all tokens of the batch."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    inputs = [torch.tensor([sample["input_ids"]]) for sample in batch]
+    logits = [model(input_ids=ids, output_router_logits=True).router_logits for ids in inputs]
+    layers = tuple(torch.cat(layer) for layer in zip(*logits))
+    return load_balancing_loss_func(layers, layers[0].shape[-1], model.config.num_experts_per_tok)
+
+
 def quantization(args) -> dict:
     """4-bit NormalFloat with quantized scales, for --load_in_4bit."""
     if not args.load_in_4bit:
@@ -180,6 +190,10 @@ def main(argv: list[str]) -> None:
                 mean_part = sample_loss(model, sample) / num_loss_tokens
                 mean_part.backward()
                 loss += mean_part.item()
+            if args.aux_loss_coef:
+                balance = args.aux_loss_coef * balance_loss(model, batch)
+                balance.backward()
+                loss += balance.item()
             if step == 1 and args.parity_dump:
                 dump({name: p.grad for name, p in named if p.grad is not None}, args.parity_dump, "grads_step1")
             max_norm = args.max_norm or math.inf

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer are shared out over the ep ranks, and tokens travel to them and back.
+"""Expert parallelism: the experts of a layer are shared out over the ep and tp ranks, and tokens travel to them.
 
 The ep axis is folded out of fsdp (dp_shard x sp): fsdp = efsdp x ep, and ep is the inner axis. 8 fsdp ranks with ep 4
 are two groups of four neighbours. Each group holds all experts, a quarter of them on each rank. Each expert is on two
@@ -6,9 +6,13 @@ ranks, and FSDP cuts it over these two. The rest of the model does not know of e
 
 A token goes to the rank of each of its experts and comes back by all-to-all, as in GShard (Lepikhin et al. 2020). No
 token is dropped, and nothing is padded. Routing weights are applied where the token comes from.
+
+The tp ranks have the same tokens, so no token travels between them. Each one sees to some whole experts, and their
+outputs are summed. Experts that are cut inside would make narrow matrices: 768 columns over tp 8 are 96.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,34 +23,35 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.tp_styles import SumGradients
 from trainer.errors import UserError
 
 FLAG = "--expert_parallel_size"
 
 
-def stacked_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold all experts of a layer, each parameter stacked: (experts, ...)."""
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]  # transformers marks them
+def are_experts(module: nn.Module) -> bool:
+    """Return whether `module` holds all experts of a layer, each parameter stacked: (experts, ...)."""
+    return hasattr(module, "_is_expert_parallel")  # transformers marks them
 
 
 def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
-    """Raise UserError unless the experts of `model` can be shared out over `ep` ranks of a mesh of these sizes."""
+    """Raise UserError unless the experts of `model` can be shared out over `ep` x tp ranks of a mesh of these sizes."""
     fsdp, kind = sizes.dp_shard * sizes.sp, type(model).__name__
     if fsdp % ep:
         fits = ", ".join(str(size) for size in range(1, fsdp + 1) if fsdp % size == 0)
         raise UserError(FLAG, f"{ep} does not divide the {fsdp} ranks that shard the weights (dp_shard x sp)", fits)
-    if sizes.tp > 1:
-        raise UserError(FLAG, f"{ep} with --tensor_parallel_size {sizes.tp}", "one of them")
-    experts = stacked_experts(model)
-    if not experts:
+    experts = [module for module in model.modules() if are_experts(module)]
+    if not experts and ep > 1:
         raise UserError(FLAG, f"{kind} has no experts that transformers stacks in one tensor", "1")
+    parts = ep * sizes.tp
+    flag, found = (FLAG, ep) if sizes.tp == 1 else (f"{FLAG} * --tensor_parallel_size", f"{ep} * {sizes.tp}")
     for parameter in (parameter for module in experts for parameter in module.parameters()):
-        if parameter.shape[0] % ep:
-            raise UserError(FLAG, f"{ep} does not divide the {parameter.shape[0]} experts of {kind}", "a divisor")
-        local = (parameter.shape[0] // ep, *parameter.shape[1:])
+        if parameter.shape[0] % parts:
+            raise UserError(flag, f"{found} does not divide the {parameter.shape[0]} experts of {kind}", "a divisor")
+        local = (parameter.shape[0] // parts, *parameter.shape[1:])
         if _cut_dim(local, fsdp // ep) is None:
             found = f"{fsdp // ep} ranks cannot share an expert tensor of {kind} of shape {local}"
-            raise UserError(FLAG, found, "a size that leaves a divisor of one of these numbers")
+            raise UserError(flag, found, "a size that leaves a divisor of one of these numbers")
 
 
 def _cut_dim(shape: tuple[int, ...], num_ranks: int) -> int | None:
@@ -54,23 +59,22 @@ def _cut_dim(shape: tuple[int, ...], num_ranks: int) -> int | None:
     return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), None)
 
 
-def expert_mesh(sizes: MeshSizes, ep: int, device_type: str) -> DeviceMesh:
-    """Build the mesh (dp_replicate, efsdp, ep) of the experts. All ranks call this together."""
-    return _expert_mesh(sizes, ep, device_type, dist.group.WORLD)
-
-
 @functools.cache  # as in `mesh.build_meshes`
 def _expert_mesh(sizes: MeshSizes, ep: int, device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
-    shape = (sizes.dp_replicate, sizes.dp_shard * sizes.sp // ep, ep)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    shape = (sizes.dp_replicate, sizes.dp_shard * sizes.sp // ep, ep, sizes.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep", "tp"))
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh, fsdp_options: dict) -> None:
-    """Share the experts of `model`, which is on the meta device, out over ep. FSDP cuts them over efsdp.
+def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str, fsdp_options: dict) -> None:
+    """Share the experts of `model`, which is on the meta device, out over ep and tp. FSDP cuts them over efsdp.
 
-    `fsdp_options` are those of the other layers. Call this before the layers get their own `fully_shard`.
+    `fsdp_options` are those of the other layers. Call this before the layers get their own `fully_shard`. All ranks
+    call it together, because it makes process groups.
     """
-    axes = ("dp_replicate", "efsdp") if mesh["dp_replicate"].size() > 1 else ("efsdp",)
+    experts = [module for module in model.modules() if are_experts(module)]
+    if not experts:
+        return
+    mesh = _expert_mesh(sizes, ep, device_type, dist.group.WORLD)
     # the router's weights stay as precise as without ep: FSDP would round them at the door of the experts
     policy = fsdp_options["mp_policy"]
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
@@ -79,32 +83,49 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, fsdp_options: dict) -> Non
     def placement(parameter: DTensor) -> Shard:
         return Shard(_cut_dim(parameter.to_local().shape, num_ranks))
 
-    for module in stacked_experts(model):
+    options = {"mp_policy": policy, "shard_placement_fn": placement}
+    options["mesh"] = mesh[("dp_replicate", "efsdp") if sizes.dp_replicate > 1 else "efsdp"]
+    for module in experts:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(parameter.data, mesh["ep"], [Shard(0)], src_data_rank=None)
+            part = distribute_tensor(parameter.data, mesh["ep", "tp"], [Shard(0), Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        module.num_experts //= mesh["ep"].size()
-        module.forward = functools.partial(_forward, module, module.forward, mesh.get_group("ep"))
-        fully_shard(module, **fsdp_options | {"mesh": mesh[axes], "mp_policy": policy, "shard_placement_fn": placement})
+        module.num_experts //= ep * sizes.tp
+        groups = mesh.get_group("ep"), mesh.get_group("tp")
+        module.forward = functools.partial(_forward, module, module.forward, *groups)
+        fully_shard(module, **fsdp_options | options)
 
 
-def _forward(module, local_forward, group, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-    """Compute the experts of this rank for the tokens of all ranks of `group` (three all-to-alls).
+def _forward(
+    module,
+    local_forward: Callable,
+    ep_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the experts of this rank for the tokens of all ep ranks (three all-to-alls over ep, all-reduce over tp).
 
     `hidden_states` is (tokens, hidden). `top_k_index` and `top_k_weights` are (tokens, k). Returns (tokens, hidden).
     """
-    num_ranks, num_local = group.size(), module.num_experts
+    ep, tp, num_local = ep_group.size(), tp_group.size(), module.num_experts
+    if tp > 1:  # the gradient of each tp rank comes from its own experts
+        hidden_states, top_k_weights = (SumGradients.apply(t, tp_group) for t in (hidden_states, top_k_weights))
     experts = top_k_index.flatten()
-    order = experts.argsort(stable=True)  # by expert, so also by the rank that holds it
-    sent = torch.bincount(experts, minlength=num_ranks * num_local).view(num_ranks, num_local)
-    received = torch.empty_like(sent)  # (rank that sends, expert of this rank): number of tokens
-    dist.all_to_all_single(received, sent, group=group)
+    order = experts.argsort(stable=True)  # by expert, so also by the ranks that hold them: ep, then tp
+    sent = torch.bincount(experts, minlength=ep * tp * num_local).view(ep, tp, num_local)
+    if tp > 1:
+        order = order[experts[order] // num_local % tp == tp_group.rank()]
+    sent = sent[:, tp_group.rank()].contiguous()  # (ep rank, expert of that rank): number of tokens
+    received = torch.empty_like(sent)  # (ep rank that sends, expert of this rank)
+    dist.all_to_all_single(received, sent, group=ep_group)
     send_sizes, receive_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    tokens = _AllToAll.apply(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, group)
-    ids = torch.arange(num_local, device=tokens.device).repeat(num_ranks).repeat_interleave(received.flatten())
-    outputs = _AllToAll.apply(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, group)
-    outputs = outputs[order.argsort()].unflatten(0, top_k_index.shape)  # (tokens, k, hidden)
-    return (outputs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    tokens = _AllToAll.apply(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, ep_group)
+    ids = torch.arange(num_local, device=tokens.device).repeat(ep).repeat_interleave(received.flatten())
+    outputs = _AllToAll.apply(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, ep_group)
+    outputs = outputs.new_zeros(len(experts), outputs.shape[-1]).index_copy(0, order, outputs)
+    result = (outputs.unflatten(0, top_k_index.shape) * top_k_weights[..., None]).sum(1)
+    return (_Sum.apply(result, tp_group) if tp > 1 else result).to(hidden_states.dtype)
 
 
 def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -129,7 +150,21 @@ def _local(parameter: DTensor) -> torch.Tensor:
     dp_replicate only, where other weights get the average over all ranks.
     """
     local = parameter.to_local(grad_placements=parameter.placements)
-    return _ScaleGradient.apply(local, 1 / parameter.device_mesh.size())
+    return _ScaleGradient.apply(local, 1 / parameter.device_mesh["ep"].size())
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce (sum) over `group`. Backward: identity, because every rank has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
 
 
 class _ScaleGradient(torch.autograd.Function):

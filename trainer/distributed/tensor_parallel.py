@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.expert_parallel import are_experts
 from trainer.distributed.tp_plans import PLANS
 from trainer.distributed.tp_styles import COLWISE, LORA_STYLES, SEQUENCE_FORMS, STYLES
 from trainer.errors import UserError
@@ -165,6 +166,12 @@ def _checked_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh | None, seque
     kind = type(model).__name__
     if not any("*" in pattern for pattern in plan):
         raise UserError(FLAG, f"no tensor-parallel plan for {kind}", f"{FLAG} 1")
+    # each tp rank holds some whole experts, where transformers' plans cut all of them inside
+    experts = {pattern_of(name) for name, module in model.named_modules() if are_experts(module)}
+    plan = {pattern: style for pattern, style in plan.items() if not _is_within(pattern, experts)}
+    plan |= dict.fromkeys(experts, "experts")
+    if experts and sequence_parallel:
+        raise UserError("--sequence_parallel", f"with {kind}: its routers see whole sequences", "leave it out")
     for pattern, style in plan.items():
         if style not in STYLES or (style in SEQUENCE_FORMS.values() and not sequence_parallel):
             raise UserError(FLAG, f"the plan of {kind} gives {pattern} the style {style}", "1")
@@ -185,8 +192,8 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     Head and embedding are cut over the vocabulary. Otherwise full logits would be gathered, and a tied weight can be
     cut in only one way. Other missing modules become replicas where all activations are full: between blocks, and in
     blocks whose column-parallel layers gather their output. A block without an entry becomes one replica: its input
-    and output are full. A missing module is an error in a block that works on this rank's columns, and in a mixture of
-    experts.
+    and output are full. In a mixture of experts, routers and shared experts become replicas. A missing module is an
+    error in a block that works on this rank's columns, and in experts that are not stacked.
     """
     plan = dict(plan)
     patterns = {name: pattern_of(name) for name, _ in model.named_modules()}
@@ -202,10 +209,15 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     cut = [(_parent(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
     split = {block for block, style in cut if style == "colwise" and patterns[block] not in layers}
     gathered = {block for block, _ in cut if patterns[block] not in layers} - split
+    mixtures = {_parent(name) for name, pattern in patterns.items() if plan.get(pattern) == "experts"}
+    mixtures = {name for name in mixtures if patterns[name] not in layers}
     whole = set()  # blocks that each tp rank computes in full
     for name, parameter in model.named_parameters():
         owner = _parent(name)
         if patterns[owner] in plan:
+            continue
+        if _is_within(owner, mixtures) and not _is_within(owner, split | gathered):
+            plan[patterns[owner]] = "replicated"
             continue
         layer = next((at for at in _paths(owner) if patterns[at] in layers), None)
         block = ".".join(owner.split(".")[: layer.count(".") + 2]) if layer else ""
@@ -276,6 +288,8 @@ def _check_even(sharded, tp: int) -> None:
     outer = filter(None, (sharded.get_input_embeddings(), sharded.get_output_embeddings()))
     by_vocabulary = {parameter for module in outer for parameter in module.parameters()}
     for name, parameter in sharded.named_parameters():
+        if not isinstance(parameter, DTensor):  # experts
+            continue
         placement = parameter.placements[0]
         if placement.is_shard() and parameter.shape[placement.dim] % tp and parameter not in by_vocabulary:
             raise UserError(FLAG, f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}", f"{FLAG} 1")
@@ -332,13 +346,17 @@ def format_plan(plan: dict[str, str]) -> str:
 
 
 def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication."""
+    """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication.
+
+    Stacked experts stay as they are: `expert_parallel.shard_experts` cuts them over ep and tp.
+    """
     for name, _ in reversed(list(model.named_modules())):  # a block after the modules inside it
         style = plan.get(name) or plan.get(pattern_of(name))
-        if style is not None:
+        if style not in (None, "experts"):
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
     model.tie_weights(recompute_mapping=False)  # two tied modules have each got their own parameter
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    plain = [name for name in plain if not are_experts(model.get_submodule(_parent(name)))]
     assert not plain, f"{plain[0]} is in no module of the plan"
 
 

@@ -96,10 +96,10 @@ class Replicated(ParallelStyle):
 
 def _local(parameter: DTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     local = parameter.to_local(grad_placements=[Replicate()])
-    return local if group is None else _SumGradients.apply(local, group)
+    return local if group is None else SumGradients.apply(local, group)
 
 
-class _SumGradients(torch.autograd.Function):
+class SumGradients(torch.autograd.Function):
     """Identity. Backward: all-reduce (sum) of the gradient over `group`."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class BlockInput(ParallelStyle):
 
 
 # the style strings of transformers' plans, and the ones that `resolve_tp_plan` adds
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": _Colwise,
     "rowwise": _Rowwise,
     "colwise_gather_output": lambda: _Colwise(output_layouts=Replicate()),
@@ -161,6 +161,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: Replicated(sum_gradients=True),
     "replicated": Replicated,
     "replicated_block": lambda: Replicated(whole=True),  # with all that other styles leave of the modules inside
+    "experts": None,  # see `expert_parallel.shard_experts`
     "replicated_in_block": ReplicatedInBlock,  # sees whole sequences, even with --sequence_parallel
     "block_input": BlockInput,
     "colwise_vocab": lambda: ColwiseParallel(use_local_output=False),  # logits stay sharded over the vocabulary

@@ -109,7 +109,7 @@ class FSDP2Strategy:
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
-        if self.options.expert_parallel_size > 1:
+        if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
             from trainer.distributed.expert_parallel import validate_experts
 
             validate_experts(model, self.options.expert_parallel_size, self.sizes)
@@ -156,11 +156,10 @@ class FSDP2Strategy:
         offload = offload and self.device.type != "cpu"
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        if self.options.expert_parallel_size > 1:
-            from trainer.distributed.expert_parallel import expert_mesh, shard_experts
+        if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
+            from trainer.distributed.expert_parallel import shard_experts
 
-            experts = expert_mesh(self.sizes, self.options.expert_parallel_size, self.device.type)
-            shard_experts(model, experts, options)
+            shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
             layers = set(model._no_split_modules or [])
             for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first

@@ -24,15 +24,16 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
             fixed, _ = sequence_log_probs(base, micro_batch, num_sequences, sp_group)
         return policy - fixed, policy
 
-    def mismatched_ratios(model, micro_batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def mismatched_ratios(model, micro_batch: dict) -> torch.Tensor:
         """Sum and number of the log-ratios of answers to other prompts. Their mean estimates the KL."""
         batch = micro_batch["mismatched"]
         ratios, _ = log_ratios(model, batch, batch["num_sequences"])
         weight = counts_here(sp_group)
-        return weight * ratios.sum(), ratios.new_tensor(weight * ratios.numel())
+        return torch.stack([weight * ratios.sum(), ratios.new_tensor(weight * ratios.numel())])
 
-    def loss(model, micro_batch: dict, mean: float):
-        kl = max(mean, 0.0)
+    def loss(model, micro_batch: dict, sums: torch.Tensor):
+        total_ratio, num_ratios = sums.tolist()
+        kl = max(total_ratio / num_ratios, 0.0)
         desirable = micro_batch["desirable"].double()
         ratios, policy = log_ratios(model, micro_batch, len(desirable))
         values = kto_loss(ratios, desirable, kl, beta, desirable_weight, undesirable_weight)

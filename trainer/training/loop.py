@@ -24,12 +24,12 @@ from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 @dataclass(frozen=True)
 class TwoPassLoss:
-    """A loss that needs, for each sample, a mean over the whole global batch. That mean has no gradient.
+    """A loss that needs, for each sample, sums over the whole global batch. They have no gradient.
 
-    `first_pass(model, micro_batch)` returns (sum, count) of the mean. `loss(model, micro_batch, mean=...)` is the loss.
+    `first_pass(model, micro_batch)` returns sums (n,). `loss(model, micro_batch, sums=...)` gets those of the batch.
     """
 
-    first_pass: Callable[[torch.nn.Module, dict], tuple]
+    first_pass: Callable[[torch.nn.Module, dict], torch.Tensor]
     loss: Callable[..., tuple]
 
 
@@ -63,7 +63,7 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
     denominator of the loss and of every gradient.
     """
     if isinstance(loss_fn, TwoPassLoss):
-        loss_fn = functools.partial(loss_fn.loss, mean=first_pass_mean(strategy, model, batch, loss_fn.first_pass))
+        loss_fn = functools.partial(loss_fn.loss, sums=first_pass_sums(strategy, model, batch, loss_fn.first_pass))
     kinds, totals = {}, 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         with torch.set_grad_enabled(train):
@@ -94,11 +94,10 @@ def _with_numbers(kinds: dict[str, MetricSum], numbers: list[float]) -> dict:
 
 
 @torch.no_grad()
-def first_pass_mean(strategy, model, batch, first_pass: Callable) -> float:
-    """The mean of `first_pass` over the global batch (one all-reduce over dp x sp)."""
-    parts = [torch.stack(first_pass(model, micro_batch)).double() for micro_batch in batch.micro_batches]
-    total, count = strategy.all_reduce(torch.stack(parts).sum(0)).tolist()
-    return total / count
+def first_pass_sums(strategy, model, batch, first_pass: Callable) -> torch.Tensor:
+    """The sums of `first_pass` over the global batch, fp64 (one all-reduce over dp x sp)."""
+    parts = [first_pass(model, micro_batch).double() for micro_batch in batch.micro_batches]
+    return strategy.all_reduce(torch.stack(parts).sum(0))
 
 
 def mean_metrics(sums: dict, count: int) -> dict[str, float]:
