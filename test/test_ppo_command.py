@@ -67,6 +67,7 @@ CHOICES = {
     "cispo": ["--advantage_estimator", "group_norm", "--policy_loss", "cispo", "--eps_clip_high", "0.3", "--packing_samples"],
     "dr_grpo": ["--advantage_estimator", "dr_grpo", "--loss_agg", "fixed_length", "--overlong_buffer_len", "4"],
     "dapo": ["--advantage_estimator", "group_norm", "--dynamic_filtering", "--dynamic_filtering_range", "0.0", "0.2"],
+    "preset": ["--preset", "dapo", "--dynamic_filtering", "false", "--generate_max_len", "4"],
     "stop": ["--advantage_estimator", "dr_grpo", "--stop", "1", "2", "--dual_clip", "3", "--entropy_loss_coef", "0.01"],
 }  # fmt: skip
 
@@ -101,6 +102,7 @@ def test_what_the_choices_do(chosen):
     assert gae[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert chosen["rloo"][1]["ratio_deviation"] == 0 < chosen["rloo"][2]["ratio_deviation"]  # at rate 0 nothing moved
     assert chosen["stop"][0]["response_length"] < chosen["rloo"][0]["response_length"]
+    assert all(row["truncated_fraction"] == 1 and row["tokens"] == row["loss"] == 0 for row in chosen["preset"])
     assert chosen["dapo"][0]["prompts_drawn"] >= 4 and chosen["dapo"][0]["reward"] < 0.2
     assert chosen["rloo"][0]["weights_checksum"] == chosen["gspo"][0]["weights_checksum"]
     assert chosen["rloo"][0]["reward"] == chosen["gspo"][0]["reward"]  # the same samples, whatever is learnt from them
@@ -448,6 +450,7 @@ WRONG = {
     "--use_kl_loss": ["--use_kl_loss"],
     "--kl_target": ["--kl_target", "6"],
     "--ref_model": ["--ref_model", "x"],
+    "--kl_in_score": ["--init_kl_coef", "0.1", "--kl_in_score", "--use_kl_loss", "--kl_estimator", "k2"],
     "--kl_estimator": ["--use_kl_loss", "--init_kl_coef", "0.1"],
     "--sequence_parallel": ["--sequence_parallel"],
     "--value_clip": ["--advantage_estimator", "rloo", "--value_clip", "0.2"],

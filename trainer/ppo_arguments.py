@@ -91,18 +91,22 @@ class ScoreArguments:
 class AdvantageArguments:
     """Advantages and policy"""
 
+    preset: Optional[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "ppo"]] = arg(
+        None, "the algorithm of a paper: default values of other flags, see docs/rlhf.md; flags that you give win"
+    )
     advantage_estimator: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"] = arg(
         "gae", "gae trains a critic; group_norm is the estimator of GRPO"
     )
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
-    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, cispo, or your own: trainer/models/policy_loss.py")
-    loss_agg: Literal["token", "sequence", "fixed_length"] = arg(
+    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, gspo_token, cispo, or your own: trainer/models/policy_loss.py")
+    loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",
         "token: mean over tokens; sequence: mean over responses of token means; "
-        "fixed_length: mean over responses of token sums / --generate_max_len",
+        "fixed_length: mean over responses of token sums / --generate_max_len; sum: the same without a division",
     )
+    mask_truncated: bool = arg(False, "no loss for responses that --generate_max_len cut; their scores still count")
     eps_clip: float = arg(0.2, "lower clip of the policy ratio: 1 - this", type="PositiveFloat")
     eps_clip_high: Optional[float] = arg(None, "upper clip: 1 + this (default: --eps_clip)", type="PositiveFloat")
     dual_clip: Optional[float] = arg(None, "bound on the loss of negative advantages; above 1", type="PositiveFloat")
@@ -129,6 +133,9 @@ class KLArguments:
     )
     init_kl_coef: float = arg(0.0, "weight of the KL to the reference; 0: no reference", type="NonNegativeFloat")
     use_kl_loss: bool = arg(False, "use the KL as a term of the loss instead of a penalty in the rewards")
+    kl_in_score: bool = arg(
+        False, "subtract the KL of a response from its score, before scores are compared, instead of token by token"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = arg(
         "k1", "see trainer/training/advantages.py; --use_kl_loss needs k2 or k3"
     )

@@ -48,7 +48,7 @@ def _refuse_idle(args: PPOArguments) -> None:
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
         ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator with a standard deviation"),
-        ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, cispo"),
+        ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, gspo_token, cispo"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
@@ -140,18 +140,22 @@ def _validate_algorithm(args: PPOArguments) -> None:
         raise UserError("--dynamic_filtering", "with --rollouts_from", "one of them")
     if args.dynamic_filtering_range[0] >= args.dynamic_filtering_range[1]:
         raise UserError("--dynamic_filtering_range", str(args.dynamic_filtering_range), "a lower and a higher bound")
-    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in ("ppo", "gspo")):
-        raise UserError(
-            "--dual_clip", f"{args.dual_clip} with --policy_loss {args.policy_loss}", "above 1, with ppo, gspo"
-        )
+    clipping = ("ppo", "gspo", "gspo_token")
+    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in clipping):
+        found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
+        raise UserError("--dual_clip", found, f"above 1, with {', '.join(clipping)}")
     if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
-        raise UserError("--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, cispo")
+        raise UserError(
+            "--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, gspo_token, cispo"
+        )
     if not args.init_kl_coef:
         needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
-        needing["--offload_ref"] = args.offload_ref
+        needing |= {"--offload_ref": args.offload_ref, "--kl_in_score": args.kl_in_score}
         for flag, value in needing.items():
             if value:
                 raise UserError(flag, "with --init_kl_coef 0, which means no reference", "--init_kl_coef above 0")
+    if args.use_kl_loss and args.kl_in_score:
+        raise UserError("--kl_in_score", "with --use_kl_loss", "one of them")
     if args.use_kl_loss and args.kl_estimator == "k1":
         raise UserError("--kl_estimator", "k1 with --use_kl_loss: its gradient is zero on average", "k2, k3")
 
@@ -200,6 +204,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         num_epochs=args.max_epochs,
         kl_estimator=args.kl_estimator,
         kl_in_rewards=bool(args.init_kl_coef) and not args.use_kl_loss,
+        kl_in_score=args.kl_in_score,
         kl_target=args.kl_target,
         kl_horizon=args.kl_horizon,
         tis_cap=args.tis_cap,

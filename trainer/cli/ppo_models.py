@@ -69,7 +69,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
 
     def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, int]:
-        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len)
+        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len, args.mask_truncated)
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(

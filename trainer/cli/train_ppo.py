@@ -10,6 +10,7 @@ import dataclasses
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
+from trainer.cli.presets import told, with_preset
 from trainer.ppo_arguments import PPOArguments
 
 COMMAND = "train_ppo"
@@ -17,7 +18,11 @@ COMMAND = "train_ppo"
 
 def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
-    return training_command.parse_or_demo(PPOArguments, COMMAND, argv, demo_defaults)
+
+    def parse_flags(flags: list[str]) -> tuple[PPOArguments, bool]:
+        return training_command.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
+
+    return with_preset(parse_flags, argv)
 
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
@@ -69,6 +74,8 @@ def run(argv: list[str]) -> None:
     validate(args)
     setup = training_command.set_up(args, is_demo)
     strategy, tokenizer = setup.strategy, setup.tokenizer
+    if args.preset:
+        strategy.print(told(args))
     prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load_data, render_prompt_text)
     frozen = build.frozen_rollouts(args)
     order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)

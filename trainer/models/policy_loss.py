@@ -110,6 +110,13 @@ def _gspo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
     return *ppo_loss(log_ratio, tokens.advantages, *bounds), log_ratio
 
 
+def _gspo_token(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    """Zheng et al. 2025, equations 13 and 14: the value of the sequence's ratio, with the gradient of each token."""
+    mean = tokens.mean_by_sequence(tokens.log_ratio.detach())
+    log_ratio = mean + tokens.log_probs - tokens.log_probs.detach()
+    return *ppo_loss(log_ratio, tokens.advantages, options.eps_low, options.eps_high, options.dual_clip), log_ratio
+
+
 def _cispo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
     bounds = options.eps_low, options.eps_high
     return *cispo_loss(tokens.log_probs, tokens.log_ratio, tokens.advantages, *bounds), tokens.log_ratio
@@ -120,6 +127,7 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "ppo": _ppo,
     "reinforce": _reinforce,
     "gspo": _gspo,
+    "gspo_token": _gspo_token,
     "cispo": _cispo,
 }
 
@@ -141,9 +149,10 @@ def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float
     """Return the weight of each sample's tokens in the sum of losses. The mean divides by the sum of `num_targets`.
 
     token: 1, divided by all tokens (DAPO, equation 8). sequence: 1 / length, by all samples (GRPO, equation 3).
-    fixed_length: 1 / max_len, by all samples (Dr. GRPO, Liu et al. 2025, section 3.2).
+    fixed_length: 1 / max_len, by all samples (Dr. GRPO, Liu et al. 2025, section 3.2). sum: 1, by all samples (the
+    response is one action, as in REINFORCE and RLOO: Ahmadian et al. 2024, section 2.2).
     """
-    if loss_agg == "token":
+    if loss_agg in ("token", "sum"):
         return [1.0] * len(lengths)
     return [1 / (length if loss_agg == "sequence" else max_len) for length in lengths]
 

@@ -121,7 +121,7 @@ def collate_samples(
       model's pad token, if it has another one. The score is always the reward of the last response token.
     - loss_weights: see `policy_loss.token_weights`
 
-    Per sample (n,), it adds response_lengths and sample_numbers. A split over sequence-parallel ranks pads the values
+    Per sample (n,), it adds response_lengths, sample_numbers and has_loss. A split over sequence-parallel ranks pads the values
     per token with 0. There is no label at these places.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
@@ -140,18 +140,24 @@ def collate_samples(
         weights[row, predicting] = sample["loss_weight"]
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
     numbers = torch.tensor([sample["number"] for sample in samples], dtype=torch.int64)
-    return {**batch, **extra, "loss_weights": weights, "response_lengths": lengths, "sample_numbers": numbers}
+    has_loss = torch.tensor([sample["loss_weight"] > 0 for sample in samples], dtype=torch.bool)
+    of_samples = {"response_lengths": lengths, "sample_numbers": numbers, "has_loss": has_loss}
+    return {**batch, **extra, "loss_weights": weights, **of_samples}
 
 
 class SampleSet:
-    """The samples of a rollout, with the interface of a dataset that a loader reads."""
+    """The samples of a rollout, with the interface of a dataset that a loader reads.
 
-    def __init__(self, samples: list[Sample], loss_agg: str, max_len: int):
+    With `mask_truncated`, samples that are not finished have no loss and do not count in its mean (DAPO, Yu et al. 2025,
+    section 3.4: overlong filtering).
+    """
+
+    def __init__(self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False):
         lengths = [len(sample.response_ids) for sample in samples]
         offset = 0
         self._rows: list[dict[str, Any]] = []
         for number, (sample, weight) in enumerate(zip(samples, token_weights(lengths, loss_agg, max_len))):
-            input_ids = sample.prompt_ids + sample.response_ids
+            input_ids, has_loss = sample.prompt_ids + sample.response_ids, sample.finished or not mask_truncated
             self._rows.append(
                 {
                     "input_ids": input_ids,
@@ -159,9 +165,9 @@ class SampleSet:
                     "number": number,
                     "offset": offset,
                     "response_length": lengths[number],
-                    "loss_weight": weight,
+                    "loss_weight": weight * has_loss,
                     "num_tokens": len(input_ids),
-                    "num_loss_tokens": num_targets(lengths[number], loss_agg),
+                    "num_loss_tokens": num_targets(lengths[number], loss_agg) * has_loss,
                     "digest": digest_of(input_ids),
                 }
             )

@@ -73,7 +73,7 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
         totals = totals + torch.stack([part.detach().double() for part in parts])
         if train:
             is_last = number == len(batch.micro_batches)
-            strategy.backward(loss_sum, model, num_targets=batch.num_targets, is_last=is_last)
+            strategy.backward(loss_sum, model, num_targets=max(batch.num_targets, 1), is_last=is_last)
     num_targets, *numbers = strategy.all_reduce(totals).tolist()
     if num_targets != batch.num_targets:
         raise RuntimeError(f"the loss counted {num_targets} targets, but the global batch has {batch.num_targets}")
@@ -102,7 +102,7 @@ def first_pass_sums(strategy, model, batch, first_pass: Callable) -> torch.Tenso
 
 def mean_metrics(sums: dict, count: int) -> dict[str, float]:
     """Means of the sums that `forward_backward` returns, over `count` targets or over their own count."""
-    found = (metric.means(name, count) for name, metric in _as_metric_sums(sums).items())
+    found = (metric.means(name, max(count, 1)) for name, metric in _as_metric_sums(sums).items())
     return {name: mean for means in found for name, mean in means.items()}
 
 

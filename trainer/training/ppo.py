@@ -189,6 +189,8 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
         penalty = state.kl_coef * adv.to_rows(kl, lengths)
     values = adv.to_rows(flat["old_values"], lengths) if "old_values" in flat else None
     scores = shaped_scores(samples, state, options)
+    if options.kl_in_score:
+        scores, penalty = scores - penalty.sum(1), None
     advantages, returns = adv.estimate_advantages(options.advantages, scores, mask, penalty, values)
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])

@@ -23,6 +23,7 @@ class PPOOptions:
     num_epochs: int = 1  # passes over each rollout
     kl_estimator: str = "k1"
     kl_in_rewards: bool = False
+    kl_in_score: bool = False  # of the whole response, before scores are compared
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None

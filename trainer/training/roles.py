@@ -41,8 +41,8 @@ def reward_scores(strategy, model, batches: list, num_samples: int, sp_group) ->
 def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
     """The count that this rank's part of a micro-batch adds. The loss is a mean over the total count."""
     if loss_agg == "token":
-        return (micro_batch["labels"] != IGNORE).sum()
-    return micro_batch["labels"].new_tensor(counts_here(sp_group) * len(micro_batch["response_lengths"]))
+        return ((micro_batch["labels"] != IGNORE) & (micro_batch["loss_weights"] > 0)).sum()
+    return counts_here(sp_group) * micro_batch["has_loss"].sum()
 
 
 def make_policy_loss(
