@@ -88,18 +88,20 @@ def default_targets(model) -> list[str]:
     """The names of all linear layers between embedding and head that an adapter fits.
 
     A router of experts has a forward pass of its own. The kernels of Mamba read the weight of `out_proj`, so they would
-    not see its adapter. peft takes some names (`gate_proj`) for the stacked experts of mixtures, also in paths. A name
-    is the last part of the path, unless it would also mean another module.
+    not see its adapter. Layers that share a weight (Zamba) cannot be tied again behind adapters. peft takes some names
+    (`gate_proj`) for the stacked experts of mixtures, also in paths. A name is the last part of the path, unless it
+    would also mean another module.
     """
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     heads = {model.get_submodule(name) for name, _ in model.named_children() if name in HEADS}
+    tied = _tied(model)
     mixers = {name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")}
 
     def fits(name: str, module: torch.nn.Module) -> bool:
         parent, _, leaf = name.rpartition(".")
         is_plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)
         is_plain = is_plain or type(module).__name__ in SAME_AS_LINEAR
-        is_read_elsewhere = leaf == "out_proj" and parent in mixers
+        is_read_elsewhere = (leaf == "out_proj" and parent in mixers) or f"{name}.weight" in tied
         return is_plain and module not in outer and module not in heads and not is_read_elsewhere
 
     paths = {name: fits(name, module) for name, module in model.named_modules() if name}
@@ -110,6 +112,11 @@ def default_targets(model) -> list[str]:
         raise UserError("--lora_rank", f"{type(model).__name__} has no linear layer for an adapter", "another model")
     leaves = ((name, name.rpartition(".")[2]) for name in targets)
     return sorted({name if leaf in ambiguous else leaf for name, leaf in leaves})
+
+
+def _tied(model) -> set[str]:
+    """Names of weights that belong to several layers."""
+    return {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
 
 
 def _means_experts(name: str, model) -> bool:
@@ -134,6 +141,8 @@ def _validate_targets(model) -> None:
             module in outer or not isinstance(module.base_layer, torch.nn.Linear | Conv1D)
         ):
             raise UserError("--target_modules", f"{name} is not a linear layer between embedding and head")
+        if isinstance(module, LoraLayer) and f"{name}.weight" in _tied(model):
+            raise UserError("--target_modules", f"{name} shares its weight with another layer")
 
 
 def _linear_names(model) -> str:

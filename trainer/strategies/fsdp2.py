@@ -162,8 +162,10 @@ class FSDP2Strategy:
             shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
             layers = set(model._no_split_modules or [])
+            # layers of Zamba that share weights have to be in one group: the root's
+            tied = {model.get_parameter(name) for name in model.all_tied_weights_keys.values()}
             for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
-                if type(module).__name__ in layers:
+                if type(module).__name__ in layers and tied.isdisjoint(module.parameters()):
                     fully_shard(module, **options)
             ends = model.get_input_embeddings(), model.get_output_embeddings()
             if (
