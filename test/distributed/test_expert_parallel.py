@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 from trainer.compare.zoo_models import tiny_config
 from trainer.distributed.expert_parallel import validate_experts
 from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.tensor_parallel import resolve_tp_plan
 from trainer.errors import UserError
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 
 MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")
-OFTEN = ("ep4", "ep2-ring2-packed")
-ONCE = ("ep2", "ep2-ring2", "ep2-hsdp2", "ep2-packed", "ep4-packed", "ep2-hsdp2-packed")
+OFTEN = ("ep4", "ep2-ring2-packed", "ep2-tp2")
+ONCE = ("ep2", "ep2-hsdp2-packed", "tp2", "tp2-packed", "tp2-ring2", "tp2-hsdp2")
 ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered")
 
 
@@ -65,8 +66,32 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line():
         check("qwen3_moe", 2, dp_shard=10)
     with pytest.raises(UserError, match="--expert_parallel_size: LlamaForCausalLM has no experts"):
         check("llama", 2, dp_shard=2)
-    with pytest.raises(UserError, match="2 with --tensor_parallel_size 2"):
-        check("qwen3_moe", 2, dp_shard=2, tp=2)
+    check("qwen3_moe", 2, dp_shard=2, tp=2)
+    with pytest.raises(
+        UserError, match=r"--expert_parallel_size \* --tensor_parallel_size: 2 \* 4 does not divide the 4 exp"
+    ):
+        check("qwen3_moe", 2, dp_shard=2, tp=4)
+
+
+def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():
+    def plan(name: str, **options) -> dict[str, str]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(name))
+        found = resolve_tp_plan(model, **options)
+        return {k.removeprefix("model.layers.*."): style for k, style in found.items() if ".mlp" in k}
+
+    qwen3 = {"mlp.experts": "experts", "mlp.gate": "replicated"}
+    assert plan("qwen3_moe") == plan("qwen3_moe", use_hf_tp_plan=True) == qwen3
+    shared = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    assert plan("qwen3_5_moe_text") == {
+        **qwen3,
+        "mlp.shared_expert": "block_input",
+        "mlp.shared_expert_gate": "replicated",
+        **{f"mlp.shared_expert.{name}": style for name, style in shared.items()},
+    }
+    assert plan("gpt_oss") == {"mlp.experts": "experts", "mlp.router": "replicated"}
+    with pytest.raises(UserError, match="--sequence_parallel: with Qwen3MoeForCausalLM"):
+        plan("qwen3_moe", sequence_parallel=True)
 
 
 def test_backends_and_flags_that_do_not_go_with_it():

@@ -6,6 +6,7 @@ import torch
 from launch import ROOT, torchrun
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
+from trainer.distributed.expert_parallel import are_experts
 from trainer.distributed.tensor_parallel import resolve_tp_plan
 from trainer.errors import UserError
 
@@ -32,8 +33,13 @@ def test_a_gated_delta_net_gathers_its_projections_and_keeps_the_rest_whole():
 def test_a_mixture_of_experts_is_no_whole_block():
     config = odd_plan_models.make_config("granitemoehybrid").to_dict()
     config = GraniteMoeHybridConfig(**config | {"num_local_experts": 4, "num_experts_per_tok": 2})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert resolve_tp_plan(model)["model.layers.*.block_sparse_moe.experts"] == "experts"
+    for module in filter(are_experts, model.modules()):
+        del module._is_expert_parallel  # as in a model whose experts transformers does not stack
     with pytest.raises(UserError, match=r"does not cover the parameter model.layers.0.block_sparse_moe"):
-        resolve(config)
+        resolve_tp_plan(model)
 
 
 def test_every_model_is_exact_on_both_backends(tmp_path):

@@ -3,8 +3,6 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain MODEL --dataset data.jsonl ...
 """
 
-import functools
-
 from trainer.arguments import SFTArguments
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
@@ -55,19 +53,16 @@ def run(argv: list[str]) -> None:
     training_command.validate_shared(args, eval_metrics=("eval_loss",))
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
-    collate = collate_packed if args.packing_samples else collate_padded
+    collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
     if args.aux_loss_coef:
-        from trainer.training.load_balance import experts_per_token, mark_tokens, with_batch_balance_loss
+        from trainer.training.load_balance import balance_batches
 
-        collate = functools.partial(mark_tokens, collate)
+        collate, loss_fn = balance_batches(collate, loss_fn, args.aux_loss_coef, setup.folder, args.trust_remote_code)
     loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
     model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    loss_fn = sft_loss
-    if args.aux_loss_coef:
-        loss_fn = with_batch_balance_loss(sft_loss, args.aux_loss_coef, experts_per_token(model.config))
     training_command.train_and_save(args, setup, model, loss_fn, run_facts)
 
 

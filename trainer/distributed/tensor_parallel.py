@@ -299,6 +299,8 @@ def _copy_on_meta(model):
     with torch.device("meta"):
         copied = type(model)(copy.deepcopy(model.config))
     copied.set_attn_implementation("eager")
+    for module in filter(are_experts, copied.modules()):  # their kernels do not run on the meta device
+        module.forward = lambda hidden_states, *routing: hidden_states
     return copied
 
 

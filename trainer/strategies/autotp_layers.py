@@ -63,6 +63,8 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     for pattern, style in plan.items():
         if style in IMPLIED:
             continue
+        if style == "experts":
+            raise UserError(FLAG, f"with --backend deepspeed and the experts {pattern}", "--backend fsdp2, or 1")
         if style not in PARTITION_TYPES:
             known = ", ".join([*PARTITION_TYPES, *IMPLIED])
             raise UserError(FLAG, f"the plan gives {pattern} the style {style}", known)

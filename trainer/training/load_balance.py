@@ -7,10 +7,12 @@ ranks and of samples in it.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
+from trainer.checkpoints.model_folder import read_config
 from trainer.errors import UserError
 from trainer.metrics import MetricSum
 from trainer.models.sequence_sums import counts_here, sum_by_sequence
@@ -90,6 +92,14 @@ def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> di
     batch = collate(samples, pad_token_id=pad_token_id)
     ones = torch.ones_like(batch["labels"])
     return batch | {"is_token": batch.get("attention_mask", ones) if samples else 0 * ones}
+
+
+def balance_batches(
+    collate: Callable, loss_fn: Callable, aux_loss_coef: float, folder: str, trust_remote_code: bool
+) -> tuple[Callable, TwoPassLoss]:
+    """`collate` and `loss_fn` of train_sft, with the load-balancing loss. Raises UserError if the model has no experts."""
+    top_k = experts_per_token(read_config(folder, trust_remote_code))
+    return functools.partial(mark_tokens, collate), with_batch_balance_loss(loss_fn, aux_loss_coef, top_k)
 
 
 def with_batch_balance_loss(loss_fn: Callable, aux_loss_coef: float, top_k: int) -> TwoPassLoss:
