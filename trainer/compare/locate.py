@@ -83,7 +83,7 @@ class TracedRun:
         except (SafetensorError, OSError, KeyError, TypeError) as error:
             raise UserError(str(at / TRACE), f"is not a trace: {error}") from None
         self.entries = set(self.trace.keys())
-        self.tokens = {name: column for name, column in zip(FACTS, self.trace.get_tensor("tokens").T)}
+        self.tokens = dict(zip(FACTS, self.trace.get_tensor("tokens").T))
         self.keys = list(zip(self.tokens["document"].tolist(), self.tokens["position"].tolist()))
         self.row = _first_row(self.folder / "metrics.jsonl")
 

@@ -1,6 +1,5 @@
 """What a difference between two runs usually means: a table of patterns, each with a guess in words."""
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ def explain(finding, pair) -> str:
 
 def between(finding) -> str:
     """The smallest module around the last place that agrees and the first one that does not."""
-    names = [name for name in (finding.before, finding.where) if "." in name]
-    common = os.path.commonprefix([f"{name}." for name in names]).rpartition(".")[0] if names else ""
-    return common or "the model"
+    paths = [name.split(".") for name in (finding.before, finding.where) if "." in name]
+    common = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
+    return ".".join(common) or "the model"
 
 
 def _sizes(pair) -> dict[str, int]:

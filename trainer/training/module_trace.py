@@ -10,6 +10,7 @@ matched. Padding is left out.
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -188,7 +189,7 @@ class FirstStep:
         ids, labels = self._whole_rows(micro_batch["input_ids"]), self._whole_rows(micro_batch["labels"])
         if "cu_seqlens_host" in micro_batch:
             bounds = micro_batch["cu_seqlens_host"].tolist()
-            documents = [(0, start, end) for start, end in zip(bounds, bounds[1:])]
+            documents = [(0, start, end) for start, end in itertools.pairwise(bounds)]
         else:
             lengths = self._whole_rows(micro_batch["attention_mask"]).sum(1).tolist()
             documents = [(row, 0, length) for row, length in enumerate(lengths)]
@@ -317,7 +318,7 @@ class _File:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         os.makedirs(self.folder, exist_ok=True)
-        self.file = open(os.path.join(self.folder, TRACE), "wb")  # noqa: SIM115 (closed by __exit__)
+        self.file = open(os.path.join(self.folder, TRACE), "wb")
         self.file.write(len(text).to_bytes(8, "little") + text)
         self.write(self.table.facts)
         return self
