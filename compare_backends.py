@@ -3,6 +3,8 @@
   compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
   compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
+  compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they part?
+  compare_backends.py --locate RUN_A RUN_B                       the same of two runs that had --parity_trace
 
 A log is a metrics.jsonl, a run folder with a metrics.jsonl, or the text that a run printed.
 Exit code: 0 if everything passed, 1 if something did not, 2 if nothing could be compared.
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from trainer.compare.comparison_report import comparison_dict, comparison_text, write_json
 from trainer.compare.dumps import add_dumps
+from trainer.compare.locate_report import configurations_of, is_folder_pair, locate_folders, run_pair
 from trainer.compare.logs import read_run
 from trainer.compare.matrix import check_args, load_matrix, matrix_thresholds
 from trainer.compare.parity import Thresholds, compare_runs
@@ -29,6 +32,7 @@ from trainer.errors import UserError
 ROOT = Path(__file__).resolve().parent
 LOG_ONLY = ("deepspeed_log", "fsdp2_log", "logs", "reference", "dumps", "plot", "json", "max_rows")
 RUN_ONLY = ("output_dir", "only", "jobs", "timeout", "update_table", "share_launch")
+LOCATE = ("locate", "json", "run", "output_dir", "timeout")
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(own_args)
         _check_mode(options, dashes)
-        passed = _run(options, train_args) if options.run else _compare_logs(options)
+        mode = _locate if options.locate else _run if options.run else _compare_logs
+        passed = mode(options, train_args)
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -82,6 +87,9 @@ def build_parser() -> Parser:
     run.add_argument(
         "--timeout", type=positive_integer, metavar="SECONDS", help="time limit of each configuration (default: 600)"
     )
+    where = parser.add_argument_group("finding the first difference")
+    locate_help = "names of two configurations of --run (default: full), or two run folders with --parity_trace"
+    where.add_argument("--locate", nargs=2, metavar=("A", "B"), help=locate_help)
     limits = parser.add_argument_group("largest relative differences allowed")
     loss_help = "for the loss (default: 0.05; with --run 1e-5, and 1e-2 for bf16 and fp16)"
     limits.add_argument("--threshold", type=non_negative_number, metavar="X", help=loss_help)
@@ -115,12 +123,31 @@ def _split_at_dashes(argv: list[str]) -> tuple[list[str], bool, list[str]]:
 
 def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
     """Raise UserError for flags that the chosen mode does not use."""
-    unused = LOG_ONLY if options.run else RUN_ONLY
+    if options.locate:
+        unused, why = [flag for flag in vars(options) if flag not in LOCATE], "with --locate"
+    else:
+        unused, why = (LOG_ONLY, "with --run") if options.run else (RUN_ONLY, "without --run")
     for flag in unused:
         if vars(options)[flag] is not None:
-            raise UserError(f"--{flag}", "has no effect " + ("with --run" if options.run else "without --run"))
-    if dashes and not options.run:
+            raise UserError(f"--{flag}", f"has no effect {why}")
+    if dashes and not (options.run or options.locate):
         raise UserError("--", "arguments for training without --run", "--run MATRIX -- TRAIN_ARGS")
+
+
+def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
+    if is_folder_pair(options.locate) and not train_args:
+        for flag in ("run", "output_dir", "timeout"):
+            if vars(options)[flag] is not None:
+                raise UserError(f"--{flag}", "has no effect with two run folders")
+        return locate_folders(options.locate, options.json)
+    configurations = configurations_of(options.locate, options.run)
+    if not train_args:
+        raise UserError("--locate", "no arguments for training", "--locate A B -- TRAIN_ARGS")
+    check_args("TRAIN_ARGS", train_args)
+    output_dir = Path(options.output_dir or f"runs/locate-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    places = {"cwd": ROOT, "output_dir": output_dir, "timeout": options.timeout or 600}
+    return locate_folders(run_pair(configurations, train_args, **places), options.json)
 
 
 def _run(options: argparse.Namespace, train_args: list[str]) -> bool:
@@ -150,7 +177,7 @@ def _run(options: argparse.Namespace, train_args: list[str]) -> bool:
     return passed
 
 
-def _compare_logs(options: argparse.Namespace) -> bool:
+def _compare_logs(options: argparse.Namespace, _train_args: list[str]) -> bool:
     if options.plot:
         require_matplotlib("--plot")
     paths = _log_paths(options)

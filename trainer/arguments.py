@@ -226,7 +226,15 @@ class CheckpointArguments:
 
 
 @dataclass
+class TraceArguments:
+    """Finding a fault"""
+
+    parity_trace: Optional[str] = arg(None, "folder for signatures of every module's output and gradient in step 1")
+
+
+@dataclass
 class SFTArguments(
+    TraceArguments,
     CheckpointArguments,
     OutputArguments,
     LayoutArguments,

@@ -37,10 +37,10 @@ def test_the_example_of_the_docstring():
         assert shard["cu_seqlens"].tolist() == [0, 5, 7, 8] and shard["cu_seqlens"].dtype == torch.int32
 
 
-def test_padded_rows_lose_their_attention_mask_and_keep_their_rows():
+def test_padded_rows_keep_their_rows():
     batch = collate_padded([sample(10, 3), sample(20, 2)], PAD)
     first, second = split_over_all_ranks(batch, 2)
-    assert first.keys() == {"input_ids", "position_ids", "labels"}
+    assert [shard["attention_mask"].tolist() for shard in (first, second)] == [[[1, 0], [1, 0]], [[1, 1], [1, 0]]]
     assert first["input_ids"].tolist() == [[10, 12], [20, PAD]]
     assert second["input_ids"].tolist() == [[11, 12], [21, PAD]]
     assert second["labels"].tolist() == [[12, IGNORE], [IGNORE, IGNORE]]

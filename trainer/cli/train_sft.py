@@ -63,6 +63,12 @@ def run(argv: list[str]) -> None:
     output_dir = training_command.open_run(args, setup, COMMAND)
     model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    if args.parity_trace:
+        from trainer.cli.outputs import make_writable
+        from trainer.training.module_trace import trace_first_step
+
+        make_writable("--parity_trace", args.parity_trace)
+        loss_fn = trace_first_step(args, setup.strategy, loss_fn)
     training_command.train_and_save(args, setup, model, loss_fn, run_facts)
 
 

@@ -146,7 +146,7 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 def check_args(where: str, args: tuple[str, ...] | list[str]) -> None:
     """Raise UserError for the flags that the matrix sets."""
-    for flag in ("--output_dir", "--parity_dump"):
+    for flag in ("--output_dir", "--parity_dump", "--parity_trace"):
         if any(arg == flag or arg.startswith(f"{flag}=") for arg in args):
             raise UserError(where, f"holds {flag}", "any other flag; the matrix sets this one for each run")
 

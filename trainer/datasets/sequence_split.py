@@ -19,8 +19,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
     the embedding of token 0 may be zero, which Gemma 3n cannot divide by. It is IGNORE for labels, a count from 0 for
     positions, and 0 otherwise. Entries that are not per token do not change.
     A micro-batch within the micro-batch is split separately. `cu_seqlens` still describes the whole row, because every
-    rank needs it. The padding becomes its last document. `attention_mask` is dropped: under causal attention, a real
-    token never sees the padding on its right.
+    rank needs it. The padding becomes its last document.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
 
@@ -35,7 +34,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
     rows, num_tokens = batch["input_ids"].shape
     padding = -num_tokens % (2 * sp_size)
     split = dict(batch)
-    _check_right_padding(split.pop("attention_mask", None))
+    _check_right_padding(split.get("attention_mask"))
     if "cu_seqlens" in batch and padding:
         for name in ("cu_seqlens", "cu_seqlens_host"):
             split[name] = F.pad(batch[name], (0, 1), value=num_tokens + padding)

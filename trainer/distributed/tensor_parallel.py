@@ -267,16 +267,16 @@ def get_gathered_tp_plan(model) -> dict[str, str]:
 
 def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> None:
     """Raise UserError unless every part is even, and two tokens go through the sharded model on the meta device."""
-    kind, sharded = type(model).__name__, _copy_on_meta(model)
+    kind, sharded = type(model).__name__, copy_on_meta(model)
     try:
         apply_tp_plan(sharded, plan, tp_mesh)
         _check_even(sharded, tp_mesh.size())
-        _forward(sharded)
+        forward_on_meta(sharded)
     except UserError:
         raise
     except Exception as error:  # any: the code of the model meets a part of the shape that it expects
         try:
-            _forward(_copy_on_meta(model))
+            forward_on_meta(copy_on_meta(model))
         except Exception:  # this model does not run on the meta device at all
             return
         reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
@@ -295,7 +295,7 @@ def _check_even(sharded, tp: int) -> None:
             raise UserError(FLAG, f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}", f"{FLAG} 1")
 
 
-def _copy_on_meta(model):
+def copy_on_meta(model):
     with torch.device("meta"):
         copied = type(model)(copy.deepcopy(model.config))
     copied.set_attn_implementation("eager")
@@ -304,7 +304,7 @@ def _copy_on_meta(model):
     return copied
 
 
-def _forward(model) -> None:
+def forward_on_meta(model) -> None:
     runs = model if model.get_output_embeddings() is not None else model.base_model
     with torch.device("meta"), _NoValues():
         input_ids = torch.zeros(1, 2, dtype=torch.long)
