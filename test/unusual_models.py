@@ -3,6 +3,7 @@
 Windows, chunks and the positions at which Llama 4 tunes queries are shorter than the samples.
 """
 
+import hybrid_models
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -65,6 +66,9 @@ SAMPLES = [
 
 
 def make_config(name: str):
+    """The config of a name in MODELS, or in `hybrid_models.CONFIGS`."""
+    if name in hybrid_models.CONFIGS:
+        return hybrid_models.CONFIGS[name]()
     return getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name]})
 
 

@@ -85,7 +85,7 @@ def fixed_model(policy, reference) -> Iterator:
 
 
 def default_targets(model) -> list[str]:
-    """The names of all linear layers between embedding and head that an adapter fits.
+    """The names of all linear layers between embedding and head that an adapter fits, of the text part of a model.
 
     A router of experts has a forward pass of its own. The kernels of Mamba read the weight of `out_proj`, so they would
     not see its adapter. Layers that share a weight (Zamba) cannot be tied again behind adapters. peft takes some names
@@ -104,7 +104,9 @@ def default_targets(model) -> list[str]:
         is_read_elsewhere = (leaf == "out_proj" and parent in mixers) or f"{name}.weight" in tied
         return is_plain and module not in outer and module not in heads and not is_read_elsewhere
 
-    paths = {name: fits(name, module) for name, module in model.named_modules() if name}
+    text = model.get_decoder() if model.config.get_text_config() is not model.config else model  # not a vision tower
+    in_text = set(text.modules())
+    paths = {name: module in in_text and fits(name, module) for name, module in model.named_modules() if name}
     ambiguous = {name.rpartition(".")[2] for name, is_target in paths.items() if not is_target}
     experts = {leaf for leaf in {name.rpartition(".")[2] for name in paths} if _means_experts(leaf, model)}
     targets = [name for name, is_target in paths.items() if is_target and name.rpartition(".")[2] not in experts]

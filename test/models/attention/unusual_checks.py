@@ -1,6 +1,6 @@
-"""Ring and Ulysses attention of unusual models, run by test_unusual_attention.py: `torchrun unusual_checks.py [NAME ...]`.
+"""Ring and Ulysses attention of unusual models: `torchrun unusual_checks.py [NAME ...]`.
 
-Logits and gradients on two ranks against eager attention of each sample alone.
+test_unusual_attention.py and test_hybrid_models.py run it. Logits and gradients on two ranks against eager attention of each sample alone.
 """
 
 import datetime
@@ -19,6 +19,7 @@ from trainer.datasets.sequence_split import split_micro_batch, zigzag_shard
 from trainer.models.activations import recompute_layers
 from trainer.models.attention.choice import fit_attention
 from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
+from trainer.models.recurrent_layers import restart_at_documents
 from trainer.models.token_losses import token_log_probs
 
 
@@ -29,6 +30,7 @@ def check(name: str, mode: str, batch: dict, recompute: bool, expected: tuple) -
     if recompute:
         recompute_layers(model)
         model.train()
+    restart_at_documents(model, dist.group.WORLD)
     shard = split_micro_batch(batch, dist.get_rank(), dist.get_world_size())
     logits = model(**model_inputs(shard)).logits
     (-token_log_probs(logits, shard["labels"]).sum()).backward()
