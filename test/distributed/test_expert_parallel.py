@@ -20,7 +20,7 @@ from trainer.strategies.options import StrategyOptions
 MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")
 OFTEN = ("ep4", "ep2-ring2-packed", "ep2-tp2")
 ONCE = ("ep2", "ep2-hsdp2-packed", "tp2", "tp2-packed", "tp2-ring2", "tp2-hsdp2")
-ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered")
+ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered", "fsdp2-3r")
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,18 @@ def test_every_mixture_equals_the_plain_loop(found, model):
 
 
 def test_checkpoints_resume_on_every_layout(found):
-    assert len(found[1]) == 12
+    assert len(found[1]) == 16
     for pair, worst in found[1].items():
         source, target = pair.split(" to ")
         assert worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-4 and worst["weights"] <= 1e-4, (pair, worst)
         assert worst["bitwise"] or source != target, pair
+
+
+def test_no_rank_holds_more_than_its_share():
+    code, output = run_process([sys.executable, str(ROOT / "test/distributed/expert_memory.py")])
+    assert code == 0, output[-3000:]
+    ratios = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("ratio")]
+    assert len(ratios) == 5 and max(ratios) <= 1.1, output
 
 
 def check(name: str, ep: int, **sizes: int) -> None:

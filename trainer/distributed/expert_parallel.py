@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.sharded_tensors import even_dim
 from trainer.distributed.tp_styles import SumGradients
 from trainer.errors import UserError
 
@@ -49,14 +50,9 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
         if parameter.shape[0] % parts:
             raise UserError(flag, f"{found} does not divide the {parameter.shape[0]} experts of {kind}", "a divisor")
         local = (parameter.shape[0] // parts, *parameter.shape[1:])
-        if _cut_dim(local, fsdp // ep) is None:
+        if even_dim(local, fsdp // ep) is None:
             found = f"{fsdp // ep} ranks cannot share an expert tensor of {kind} of shape {local}"
             raise UserError(flag, found, "a size that leaves a divisor of one of these numbers")
-
-
-def _cut_dim(shape: tuple[int, ...], num_ranks: int) -> int | None:
-    """Return the first dimension that `num_ranks` divides: few experts on many ranks are cut inside, not padded."""
-    return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), None)
 
 
 @functools.cache  # as in `mesh.build_meshes`
@@ -78,10 +74,9 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
     # the router's weights stay as precise as without ep: FSDP would round them at the door of the experts
     policy = fsdp_options["mp_policy"]
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    num_ranks = mesh["efsdp"].size()
 
     def placement(parameter: DTensor) -> Shard:
-        return Shard(_cut_dim(parameter.to_local().shape, num_ranks))
+        return Shard(even_dim(parameter.to_local().shape, mesh["efsdp"].size()))
 
     options = {"mp_policy": policy, "shard_placement_fn": placement}
     options["mesh"] = mesh[("dp_replicate", "efsdp") if sizes.dp_replicate > 1 else "efsdp"]
@@ -121,7 +116,8 @@ def _forward(
     dist.all_to_all_single(received, sent, group=ep_group)
     send_sizes, receive_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     tokens = _AllToAll.apply(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, ep_group)
-    ids = torch.arange(num_local, device=tokens.device).repeat(ep).repeat_interleave(received.flatten())
+    ids = torch.arange(num_local, device=tokens.device).repeat(ep)
+    ids = ids.repeat_interleave(received.flatten(), output_size=len(tokens))
     outputs = _AllToAll.apply(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, ep_group)
     outputs = outputs.new_zeros(len(experts), outputs.shape[-1]).index_copy(0, order, outputs)
     result = (outputs.unflatten(0, top_k_index.shape) * top_k_weights[..., None]).sum(1)

@@ -3,7 +3,7 @@
 from typing import Optional
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -23,3 +23,14 @@ def local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
         return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape))
+
+
+def even_dim(shape: tuple[int, ...], num_ranks: int) -> Optional[int]:
+    """Return the first dimension that `num_ranks` divides, or None. 4 experts (4, 48, 32) on 3 ranks give 1."""
+    return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), None)
+
+
+def even_placement(parameter: torch.Tensor, num_ranks: int) -> Optional[Shard]:
+    """Return how fully_shard cuts stacked experts. None is the first dimension, which it pads: 16 to 256 experts."""
+    dim = even_dim(parameter.shape, num_ranks) if parameter.ndim > 2 else None
+    return None if dim is None else Shard(dim)

@@ -5,6 +5,7 @@ scales the sum by `number of loss ranks / count`, and FSDP2 averages gradients o
 gradient of (sum of all losses) / count on every layout.
 """
 
+import functools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from trainer.checkpoints import model_folder
 from trainer.datasets.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
-from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor, whole
+from trainer.distributed.sharded_tensors import even_placement, local_region, to_local_if_dtensor, whole
 from trainer.errors import UserError
 from trainer.optimizers.adamw import state_tensors, states_of, use_parameters
 from trainer.optimizers.build import build_optimizer
@@ -150,6 +151,7 @@ class FSDP2Strategy:
             "mesh": self.meshes.params[axes],
             "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
             "reshard_after_forward": self.options.zero_stage != 2,
+            "shard_placement_fn": functools.partial(even_placement, num_ranks=self.meshes.params["fsdp"].size()),
         }
         if self.sizes.tp > 1:
             options["shard_placement_fn"] = self._apply_tp(model)
