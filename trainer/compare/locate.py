@@ -108,9 +108,7 @@ class Pair:
         self.a, self.b = a, b
         place = {key: number for number, key in enumerate(b.keys)}
         both = [(number, place[key]) for number, key in enumerate(a.keys) if key in place]
-        if not both:
-            raise UserError(b.name, "has no token in common with the other run", "the same data and the same batch")
-        self.at_a, self.at_b = torch.tensor(both).T
+        self.at_a, self.at_b = torch.tensor(both, dtype=torch.int64).view(-1, 2).T
         self.roundoff = max(ROUNDOFF[run.facts["dtype"]] for run in (a, b))
         there = set(b.facts["modules"])
         self.modules = [name for name in a.facts["modules"] if name in there]
@@ -129,8 +127,10 @@ class Pair:
 def locate(a: TracedRun, b: TracedRun) -> list[PhaseResult]:
     """The result of each phase, in the order of a step."""
     pair = Pair(a, b)
-    results = [_data(pair), _forward(pair), _loss(pair), _backward(pair)]
-    if all((run.dump / GRADIENTS).is_file() for run in (a, b)):
+    results = [_data(pair)]
+    if len(pair.at_a):  # else the runs have no document in common, and nothing else can be compared
+        results += [_forward(pair), _loss(pair), _backward(pair)]
+    if len(pair.at_a) and all((run.dump / GRADIENTS).is_file() for run in (a, b)):
         results += [_gradients(pair), _gradient_norm(pair)]
         if all((run.dump / WEIGHTS).is_file() for run in (a, b)):
             results.append(_weights(pair))
