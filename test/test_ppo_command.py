@@ -67,6 +67,7 @@ CHOICES = {
     "cispo": ["--advantage_estimator", "group_norm", "--policy_loss", "cispo", "--eps_clip_high", "0.3", "--packing_samples"],
     "dr_grpo": ["--advantage_estimator", "dr_grpo", "--loss_agg", "fixed_length", "--overlong_buffer_len", "4"],
     "dapo": ["--advantage_estimator", "group_norm", "--dynamic_filtering", "--dynamic_filtering_range", "0.0", "0.2"],
+    "cut": ["--advantage_estimator", "rloo", "--top_p", "0.95", "--top_k", "40", "--min_p", "0.02", "--init_kl_coef", "0.1"],
     "preset": ["--preset", "dapo", "--dynamic_filtering", "false", "--generate_max_len", "4"],
     "stop": ["--advantage_estimator", "dr_grpo", "--stop", "1", "2", "--dual_clip", "3", "--entropy_loss_coef", "0.01"],
 }  # fmt: skip
@@ -106,6 +107,18 @@ def test_what_the_choices_do(chosen):
     assert chosen["dapo"][0]["prompts_drawn"] >= 4 and chosen["dapo"][0]["reward"] < 0.2
     assert chosen["rloo"][0]["weights_checksum"] == chosen["gspo"][0]["weights_checksum"]
     assert chosen["rloo"][0]["reward"] == chosen["gspo"][0]["reward"]  # the same samples, whatever is learnt from them
+
+
+def test_rollouts_are_trained_on_with_the_truncation_that_they_were_drawn_with(chosen, folder):
+    """The first rollout of two updates: the first one is on-policy over the kept tokens, whoever drew them."""
+    frozen = ["--max_steps", "2", "--rollouts_from", str(folder / "cut/rollouts.jsonl")]
+    code, output = train_alone(flags(folder, "cut-again", *CHOICES["cut"], *frozen))
+    assert code == 0, output[-3000:]
+    again = read_steps(folder / "cut-again")
+    assert [row["loss"] for row in again] == [row["loss"] for row in chosen["cut"][:2]]
+    assert again[0]["ratio_deviation"] == 0 and 0 < again[0]["entropy"] < chosen["rloo"][0]["entropy"]
+    code, output = train_alone(flags(folder, "cut-free", *CHOICES["rloo"], *frozen))
+    assert code == 2 and "error: --top_p, --top_k, --min_p: " in output, output[-3000:]
 
 
 def test_samples_can_be_read_and_trained_on_again(chosen, folder):
@@ -436,8 +449,7 @@ def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, 
 # --- one line
 
 WRONG = {
-    "--top_p": ["--top_p", "0.9"],
-    "--top_k": ["--top_k", "40"],
+    "--top_p": ["--top_p", "1.1"],
     "--n_samples_per_prompt": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
     "--reward_func": ["--reward_func", ""],
     "--remote_rm_url": ["--remote_rm_url", "http://x"],
@@ -457,7 +469,6 @@ WRONG = {
     "--freezing_actor_steps": ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
     "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
     "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
-    "--min_p": ["--min_p", "0.1"],
     "--stop": ["--stop", ""],
     "--lambd": ["--advantage_estimator", "rloo", "--lambd", "0.9"],
     "--no_advantage_std_norm": ["--advantage_estimator", "rloo", "--no_advantage_std_norm"],

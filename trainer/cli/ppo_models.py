@@ -10,7 +10,7 @@ from typing import Optional
 
 from trainer.cli import training_command
 from trainer.cli.lora_flags import add_adapter_of_flags
-from trainer.cli.ppo_flags import reference_is_base
+from trainer.cli.ppo_flags import reference_is_base, sampling_of
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
@@ -54,6 +54,10 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
     frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
     if not frozen:
         raise UserError("--rollouts_from", f"{args.rollouts_from} holds no rollout", "a rollouts.jsonl of train_ppo")
+    for sample in (sample for samples in frozen for sample in samples):
+        if bool(sample.kept_ids) != sampling_of(args).truncates:
+            found = f"{args.rollouts_from} was made {'with' if sample.kept_ids else 'without'} truncated sampling"
+            raise UserError("--top_p, --top_k, --min_p", found, "the values of the run that made the rollouts")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"

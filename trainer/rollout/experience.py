@@ -36,6 +36,7 @@ class Sample:
     label: Optional[str]
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
+    kept_ids: list[list[int]] = field(default_factory=list)  # as in Completion
 
 
 def gather_over_world(values: list) -> list:
@@ -71,6 +72,7 @@ def generate_samples(
                 log_probs=completion.log_probs,
                 finished=completion.finished,
                 label=asked[number]["label"],
+                kept_ids=completion.kept_ids,
             )
             for number, completion in zip(mine, completions)
             if rank_in_engine == 0  # the other ranks of the engine have the same samples
@@ -210,6 +212,23 @@ def spread(batches: list, name: str, flat: torch.Tensor) -> None:
             micro_batch[name] = torch.where(keep, values, 0.0)
 
 
+def spread_sets(batches: list, samples: list[Sample]) -> None:
+    """Give every micro-batch the sets that its tokens were drawn from, if sampling was truncated.
+
+    They are `kept_sets` of `models.truncation.within_sets`.
+    """
+    sets = [torch.tensor(ids) for sample in samples for ids in sample.kept_ids]
+    if not sets:
+        return
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            keep = (micro_batch["labels"] != IGNORE).flatten()
+            mine = [sets[index] for index in micro_batch["response_index"].flatten()[keep].tolist()]
+            places = keep.nonzero().squeeze(1).cpu().repeat_interleave(torch.tensor([len(ids) for ids in mine]).long())
+            kept_sets = torch.stack([places, torch.cat([sets[0][:0], *mine])])
+            micro_batch["kept_sets"] = kept_sets.to(keep.device)
+
+
 # --- rollouts.jsonl
 
 
@@ -219,7 +238,8 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    return {"rollout": rollout, **texts, **vars(sample)}
+    values = {name: value for name, value in vars(sample).items() if name != "kept_ids" or value}
+    return {"rollout": rollout, **texts, **values}
 
 
 def as_table(samples: list[Sample], tokenizer) -> list[dict]:
