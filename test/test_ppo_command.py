@@ -156,6 +156,40 @@ def test_samples_appear_in_the_mirrors(folder):
         assert data in [table["data"] for table in tables]
 
 
+# --- several rewards
+
+STYLE = """
+def reward_func(prompts, responses, labels, finished, level, **columns):
+    for prompt, label, own, extra in zip(prompts, labels, level, columns["extra"]):
+        assert prompt == f"sort {own}" and label == str(own) and extra == [own, {"twice": 2 * own}], (prompt, own, extra)
+    assert set(columns) == {"q", "label", "extra"}
+    return [own / 10 for own in level], {"cut": [not value for value in finished]}
+"""
+
+
+def test_several_rewards_get_the_columns_of_their_rows(folder):
+    """Some prompts are left out, and the evaluation has other rows: a reward that got another row's columns would fail."""
+    (folder / "style.py").write_text(STYLE)
+    for name, numbers in (("several", range(12)), ("several-eval", range(40, 48))):
+        rows = [{"q": f"sort {n}", "label": str(n), "level": n, "extra": [n, {"twice": 2 * n}]} for n in numbers]
+        rows[3]["q"] = "much too long " * 60
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--dataset", f"{folder}/several.jsonl", "--input_key", "q", "--advantage_estimator", "rloo"]
+    line += ["--eval_dataset", f"{folder}/several-eval.jsonl", "--eval_steps", "2", "--max_steps", "4"]
+    line += ["--reward_func", f"{folder}/dense.py, {folder}/style.py", "--reward_weights", "2", "0.5"]
+    code, output = train_alone(flags(folder, "several", *line))
+    assert code == 0, output[-3000:]
+    for row in read_steps(folder / "several"):
+        assert row["reward"] == pytest.approx(2 * row["reward_dense"] + 0.5 * row["reward_style"])
+        assert row["reward_style_cut"] == row["truncated_fraction"] and "reward_dense_words" in row
+    evaluations = [row for row in read_rows(folder / "several") if "eval_reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert all(row["eval_reward_style"] == pytest.approx((sum(range(40, 48)) - 43) / 70) for row in evaluations)
+    samples = [json.loads(line) for line in (folder / "several/rollouts.jsonl").read_text().splitlines()]
+    assert all(s["score"] == pytest.approx(2 * s["metrics"]["dense"] + s["metrics"]["style"] / 2) for s in samples)
+    assert "columns" not in samples[0]
+
+
 # --- reward models
 
 

@@ -70,13 +70,14 @@ class ScoreArguments:
 
     reward_func: Optional[str] = arg(
         None,
-        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func",
+        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func; "
+        "or several of these (comma-separated)",
     )
     reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")
     offload_reward: bool = arg(False, "keep the reward models' weights in host memory while they are not in use")
     reward_weights: Optional[list[float]] = arg(
-        None, "weights of the reward models (default: 1 each)", type=float, nargs="+"
+        None, "weights of the reward functions or models (default: 1 each)", type=float, nargs="+"
     )
     remote_rm_url: Optional[str] = arg(None, "HTTP endpoint that scores; see python -m trainer.cli.serve_rm")
     remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")

@@ -117,9 +117,10 @@ def _validate_rewards(args: PPOArguments) -> None:
     if needs_labels(args.reward_func) and not args.label_key:
         raise UserError("--label_key", f"missing with --reward_func {args.reward_func}", "the column of the answers")
     if args.reward_weights is not None:
-        count = len(args.reward_pretrain.split(",")) if args.reward_pretrain else 0
+        count = len((args.reward_pretrain or args.reward_func or "").split(",")) * (not args.remote_rm_url)
         if len(args.reward_weights) != count:
-            raise UserError("--reward_weights", f"{len(args.reward_weights)} for {count} --reward_pretrain", "one each")
+            found = f"{len(args.reward_weights)} for {count} --reward_func or --reward_pretrain"
+            raise UserError("--reward_weights", found, "one each")
     if args.reward_pretrain and args.sequence_parallel:
         raise UserError("--sequence_parallel", "with a reward model: its head scores whole sequences", "leave it out")
     if args.reward_clip_range and args.reward_clip_range[0] >= args.reward_clip_range[1]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainer.datasets.answers import scored_position
 from trainer.datasets.global_batches import contiguous_slice
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.prompts import columns_of
 from trainer.datasets.rows import digest_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
@@ -37,6 +38,7 @@ class Sample:
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
     kept_ids: list[list[int]] = field(default_factory=list)  # as in Completion
+    columns: dict = field(default_factory=dict)  # of the prompt's row, for reward functions that take them
 
 
 def gather_over_world(values: list) -> list:
@@ -73,6 +75,7 @@ def generate_samples(
                 finished=completion.finished,
                 label=asked[number]["label"],
                 kept_ids=completion.kept_ids,
+                columns=columns_of(asked[number]),
             )
             for number, completion in zip(mine, completions)
             if rank_in_engine == 0  # the other ranks of the engine have the same samples
@@ -95,7 +98,8 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
     finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
     problem, results = None, []
     try:
-        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished)
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         results = [
             (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
         ]
@@ -238,7 +242,8 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    values = {name: value for name, value in vars(sample).items() if name != "kept_ids" or value}
+    left_out = ("columns",) if sample.kept_ids else ("columns", "kept_ids")
+    values = {name: value for name, value in vars(sample).items() if name not in left_out}
     return {"rollout": rollout, **texts, **values}
 
 

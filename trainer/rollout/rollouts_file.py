@@ -44,7 +44,7 @@ def _ends_with_newline(path: str) -> bool:
 
 def read_rollouts(path: str) -> list[list[Sample]]:
     """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
-    names = [field.name for field in dataclasses.fields(Sample)]
+    names = [field.name for field in dataclasses.fields(Sample) if field.name != "columns"]
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
         with open(path) as file:
