@@ -24,7 +24,11 @@ from trainer.models.reward import make_initial_reward_model
 
 def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
     ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
-    distribution = torch.log_softmax(model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature, -1)
+    logits = model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature
+    for row, kept in enumerate(sample.get("kept_ids", [])):  # what truncated sampling drew from
+        left_out = sorted(set(range(logits.shape[1])) - set(kept))
+        logits = logits.index_put((torch.tensor(row), torch.tensor(left_out)), torch.tensor(-1e30))
+    distribution = torch.log_softmax(logits, -1)
     picked = distribution[torch.arange(len(sample["response_ids"])), sample["response_ids"]]
     return picked.double(), -(distribution.exp() * distribution).sum(-1).double()
 

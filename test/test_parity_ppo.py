@@ -29,13 +29,15 @@ ALGORITHMS = {
 }  # fmt: skip
 LORA = ["--lora_rank", "8", "--learning_rate", "2e-3"]
 ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS["ppo"], *LORA]}
+ALGORITHMS["grpocut"] = [*ALGORITHMS["grpo"], "--top_p", "0.9", "--top_k", "50", "--min_p", "0.01"]
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 GRID = [f"{algorithm}-{backend}-{mesh}" for algorithm in ("grpo", "ppo") for backend in BACKENDS for mesh in MESHES]
 GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "grpolora-z3-dp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
+GRID += ["grpocut-fsdp2-dp2", "grpocut-fsdp2-tp2", "grpocut-z1-tp2", "grpocut-z3-sp2"]
 PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
 
 
-def write_rollouts(path, shared_data) -> None:
+def write_rollouts(path, shared_data, **truncation) -> None:
     """Rollouts of the untrained policy with scores drawn from a seed. Their log-probs are a little off, so that the
     importance weights of --tis_cap are not all 1."""
     from transformers import AutoTokenizer
@@ -56,10 +58,13 @@ def write_rollouts(path, shared_data) -> None:
         for number in range(PROMPTS * EACH):
             prompt = prompts[rollout * PROMPTS + number // EACH]
             limit = 4 + 5 * (number % 4)  # responses of different lengths
-            found = engine.generate([prompt], Sampling(0.9, limit, (2,)), [sample_seed(0, rollout, number)])[0]
+            found = engine.generate(
+                [prompt], Sampling(0.9, limit, (2,), **truncation), [sample_seed(0, rollout, number)]
+            )[0]
             row = {"rollout": rollout, "number": number, "row": number // EACH, "prompt_ids": prompt}
             row |= {"response_ids": found.token_ids, "finished": found.finished, "label": None, "metrics": {}}
             row["log_probs"] = [value + generator.gauss(0, 0.05) for value in found.log_probs]
+            row |= {"kept_ids": found.kept_ids} if truncation else {}
             lines.append(json.dumps({**row, "score": generator.gauss(0, 1)}) + "\n")
     path.write_text("".join(lines))
 
@@ -76,7 +81,8 @@ def command_line(name: str, folder, data) -> list[str]:
         "16",
     ]
     flags += ["--input_key", "question", "--label_key", "answer", "--prompt_max_len", "256", "--generate_max_len", "24"]
-    flags += ["--rollouts_from", f"{folder}/frozen.jsonl", "--rollout_batch_size", str(PROMPTS)]
+    flags += ["--rollouts_from", f"{folder}/frozen{'-cut' * (algorithm == 'grpocut')}.jsonl"]
+    flags += ["--rollout_batch_size", str(PROMPTS)]
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
     flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
     flags += ["--lr_scheduler", "constant", "--param_dtype", "fp32", *ALGORITHMS[algorithm]]
@@ -96,6 +102,7 @@ def num_ranks(name: str) -> int:
 def run_grid(names: list[str], folder, data) -> None:
     """The plain loops, then all runs of one number of ranks after the other."""
     write_rollouts(folder / "frozen.jsonl", data)
+    write_rollouts(folder / "frozen-cut.jsonl", data, top_p=0.9, top_k=50, min_p=0.01)
     for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
         line = command_line(f"{algorithm}-reference", folder, data)[1:]
         code, output = run_process([sys.executable, str(ROOT / "test/ppo_reference.py"), *line])

@@ -67,6 +67,7 @@ CHOICES = {
     "cispo": ["--advantage_estimator", "group_norm", "--policy_loss", "cispo", "--eps_clip_high", "0.3", "--packing_samples"],
     "dr_grpo": ["--advantage_estimator", "dr_grpo", "--loss_agg", "fixed_length", "--overlong_buffer_len", "4"],
     "dapo": ["--advantage_estimator", "group_norm", "--dynamic_filtering", "--dynamic_filtering_range", "0.0", "0.2"],
+    "cut": ["--advantage_estimator", "rloo", "--top_p", "0.95", "--top_k", "40", "--min_p", "0.02", "--init_kl_coef", "0.1"],
     "preset": ["--preset", "dapo", "--dynamic_filtering", "false", "--generate_max_len", "4"],
     "stop": ["--advantage_estimator", "dr_grpo", "--stop", "1", "2", "--dual_clip", "3", "--entropy_loss_coef", "0.01"],
 }  # fmt: skip
@@ -108,6 +109,18 @@ def test_what_the_choices_do(chosen):
     assert chosen["rloo"][0]["reward"] == chosen["gspo"][0]["reward"]  # the same samples, whatever is learnt from them
 
 
+def test_rollouts_are_trained_on_with_the_truncation_that_they_were_drawn_with(chosen, folder):
+    """The first rollout of two updates: the first one is on-policy over the kept tokens, whoever drew them."""
+    frozen = ["--max_steps", "2", "--rollouts_from", str(folder / "cut/rollouts.jsonl")]
+    code, output = train_alone(flags(folder, "cut-again", *CHOICES["cut"], *frozen))
+    assert code == 0, output[-3000:]
+    again = read_steps(folder / "cut-again")
+    assert [row["loss"] for row in again] == [row["loss"] for row in chosen["cut"][:2]]
+    assert again[0]["ratio_deviation"] == 0 and 0 < again[0]["entropy"] < chosen["rloo"][0]["entropy"]
+    code, output = train_alone(flags(folder, "cut-free", *CHOICES["rloo"], *frozen))
+    assert code == 2 and "error: --top_p, --top_k, --min_p: " in output, output[-3000:]
+
+
 def test_samples_can_be_read_and_trained_on_again(chosen, folder):
     lines = [json.loads(line) for line in (folder / "gspo/rollouts.jsonl").read_text().splitlines()]
     assert [(row["rollout"], row["number"]) for row in lines] == [(r, n) for r in (0, 1) for n in range(8)]
@@ -141,6 +154,40 @@ def test_samples_appear_in_the_mirrors(folder):
         assert all(str(row["score"]) in text for row in own) and len(text.splitlines()) == 2 + len(own)
         data = [[row[key] for key in ("prompt", "response", "label", "score", "finished")] for row in own]
         assert data in [table["data"] for table in tables]
+
+
+# --- several rewards
+
+STYLE = """
+def reward_func(prompts, responses, labels, finished, level, **columns):
+    for prompt, label, own, extra in zip(prompts, labels, level, columns["extra"]):
+        assert prompt == f"sort {own}" and label == str(own) and extra == [own, {"twice": 2 * own}], (prompt, own, extra)
+    assert set(columns) == {"q", "label", "extra"}
+    return [own / 10 for own in level], {"cut": [not value for value in finished]}
+"""
+
+
+def test_several_rewards_get_the_columns_of_their_rows(folder):
+    """Some prompts are left out, and the evaluation has other rows: a reward that got another row's columns would fail."""
+    (folder / "style.py").write_text(STYLE)
+    for name, numbers in (("several", range(12)), ("several-eval", range(40, 48))):
+        rows = [{"q": f"sort {n}", "label": str(n), "level": n, "extra": [n, {"twice": 2 * n}]} for n in numbers]
+        rows[3]["q"] = "much too long " * 60
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--dataset", f"{folder}/several.jsonl", "--input_key", "q", "--advantage_estimator", "rloo"]
+    line += ["--eval_dataset", f"{folder}/several-eval.jsonl", "--eval_steps", "2", "--max_steps", "4"]
+    line += ["--reward_func", f"{folder}/dense.py, {folder}/style.py", "--reward_weights", "2", "0.5"]
+    code, output = train_alone(flags(folder, "several", *line))
+    assert code == 0, output[-3000:]
+    for row in read_steps(folder / "several"):
+        assert row["reward"] == pytest.approx(2 * row["reward_dense"] + 0.5 * row["reward_style"])
+        assert row["reward_style_cut"] == row["truncated_fraction"] and "reward_dense_words" in row
+    evaluations = [row for row in read_rows(folder / "several") if "eval_reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert all(row["eval_reward_style"] == pytest.approx((sum(range(40, 48)) - 43) / 70) for row in evaluations)
+    samples = [json.loads(line) for line in (folder / "several/rollouts.jsonl").read_text().splitlines()]
+    assert all(s["score"] == pytest.approx(2 * s["metrics"]["dense"] + s["metrics"]["style"] / 2) for s in samples)
+    assert "columns" not in samples[0]
 
 
 # --- reward models
@@ -436,8 +483,7 @@ def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, 
 # --- one line
 
 WRONG = {
-    "--top_p": ["--top_p", "0.9"],
-    "--top_k": ["--top_k", "40"],
+    "--top_p": ["--top_p", "1.1"],
     "--n_samples_per_prompt": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
     "--reward_func": ["--reward_func", ""],
     "--remote_rm_url": ["--remote_rm_url", "http://x"],
@@ -457,7 +503,6 @@ WRONG = {
     "--freezing_actor_steps": ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
     "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
     "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
-    "--min_p": ["--min_p", "0.1"],
     "--stop": ["--stop", ""],
     "--lambd": ["--advantage_estimator", "rloo", "--lambd", "0.9"],
     "--no_advantage_std_norm": ["--advantage_estimator", "rloo", "--no_advantage_std_norm"],

@@ -43,9 +43,13 @@ class RolloutArguments:
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
     generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")
     temperature: float = arg(1.0, "temperature of sampling and of the log-probs in training", type="PositiveFloat")
-    top_p: float = arg(1.0, "only 1: log-probs of a truncated distribution would not be the policy's")
-    top_k: int = arg(0, "only 0 (off), for the same reason")
-    min_p: float = arg(0.0, "only 0 (off), for the same reason")
+    top_p: float = arg(
+        1.0, "draw from the most likely tokens up to this share; training does too", type="PositiveFloat"
+    )
+    top_k: int = arg(0, "draw from this many most likely tokens; 0: from all", type="NonNegativeInt")
+    min_p: float = arg(
+        0.0, "draw from tokens of at least this times the largest probability", type="ClosedUnitInterval"
+    )
     stop: Optional[list[str]] = arg(
         None, "texts that end a response, in addition to the end-of-sequence token", type=str, nargs="+"
     )
@@ -66,13 +70,14 @@ class ScoreArguments:
 
     reward_func: Optional[str] = arg(
         None,
-        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func",
+        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func; "
+        "or several of these (comma-separated)",
     )
     reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")
     offload_reward: bool = arg(False, "keep the reward models' weights in host memory while they are not in use")
     reward_weights: Optional[list[float]] = arg(
-        None, "weights of the reward models (default: 1 each)", type=float, nargs="+"
+        None, "weights of the reward functions or models (default: 1 each)", type=float, nargs="+"
     )
     remote_rm_url: Optional[str] = arg(None, "HTTP endpoint that scores; see python -m trainer.cli.serve_rm")
     remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")

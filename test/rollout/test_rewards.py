@@ -20,7 +20,14 @@ from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.experience import Sample, score_by_texts
 from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
-from trainer.rollout.rewards import function_scorer, remote_scorer
+from trainer.rollout.rewards import (
+    function_scorer,
+    load_reward_function,
+    load_reward_functions,
+    remote_scorer,
+    wanted_columns,
+    weighted_scorer,
+)
 from trainer.training.ppo import sample_facts
 
 ANSWERS = {
@@ -141,6 +148,10 @@ FUNCTIONS = {
 }
 
 
+def scorer_of(name: str, timeout: float):
+    return function_scorer(name, load_reward_function(name), timeout)
+
+
 def write_function(tmp_path, body: str) -> str:
     path = tmp_path / "reward.py"
     path.write_text(f"def reward_func(prompts, responses, labels):\n{body}\n")
@@ -150,7 +161,7 @@ def write_function(tmp_path, body: str) -> str:
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_a_reward_function_that_fails(case, tmp_path):
     body, expected = FUNCTIONS[case]
-    score = function_scorer(write_function(tmp_path, body), timeout=0.5)
+    score = scorer_of(write_function(tmp_path, body), timeout=0.5)
     with pytest.raises(UserError) as error:
         score(["a", "b"], ["c", "d"], [None, None], [True, True])
     assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
@@ -169,7 +180,7 @@ LAZY = {
 def test_a_lazy_or_a_huge_result_is_guarded_as_well(body, tmp_path):
     """A generator runs when it is read; that must happen inside the guard and its time limit."""
     lines = f"    import itertools\n    import time\n    {body}"
-    score = function_scorer(write_function(tmp_path, lines), timeout=0.5)
+    score = scorer_of(write_function(tmp_path, lines), timeout=0.5)
     started = time.monotonic()
     with pytest.raises(UserError) as error:
         score(["p"], ["r"], [None], [True])
@@ -177,7 +188,7 @@ def test_a_lazy_or_a_huge_result_is_guarded_as_well(body, tmp_path):
 
 
 def test_a_lazy_result_counts(tmp_path):
-    score = function_scorer(write_function(tmp_path, "    return (len(text) for text in responses)"), timeout=5)
+    score = scorer_of(write_function(tmp_path, "    return (len(text) for text in responses)"), timeout=5)
     assert score(["p", "p"], ["r", "rr"], [None, None], [True, True]) == ([1.0, 2.0], {})
 
 
@@ -185,7 +196,7 @@ def test_a_reward_function_gives_scores_and_metrics(tmp_path):
     singles = "'one': 1, 'np': numpy.float32(0.5), 'int': numpy.int64(2), '0d': torch.tensor(3.0), 'n': torch.ones(2)"
     body = f"    import numpy, torch\n    metrics = {{'label': [float(x) for x in labels], {singles}}}\n"
     body += "    return [len(r) for r in responses], metrics"
-    score = function_scorer(write_function(tmp_path, body), timeout=60)  # the first call may import torch
+    score = scorer_of(write_function(tmp_path, body), timeout=60)  # the first call may import torch
     asked = ["", ""], ["a", "abc"], ["2", "3"], [True, False]
     expected = {
         "label": [2.0, 3.0],
@@ -200,8 +211,67 @@ def test_a_reward_function_gives_scores_and_metrics(tmp_path):
 
 
 def test_a_tuple_of_two_numbers_is_two_scores(tmp_path):
-    score = function_scorer(write_function(tmp_path, "    return 0.5, 1"), timeout=5)
+    score = scorer_of(write_function(tmp_path, "    return 0.5, 1"), timeout=5)
     assert score(["", ""], ["a", "b"], [None, None], [True, True]) == ([0.5, 1.0], {})
+
+
+WANTS = {  # the signature of a reward function, and the extra arguments that it gets
+    "prompts, responses, labels": [],
+    "prompts, responses, labels, finished": ["finished"],
+    "prompts, responses, labels, *, level, tests=None, other=None": ["level", "tests"],
+    "prompts, responses, labels, **columns": ["finished", "id", "level", "tests"],
+    "*texts": [],
+}
+COLUMNS = {"id": [7, 8], "level": ["low", "high"], "labels": [0, 0], "tests": [[1], []]}
+
+
+@pytest.mark.parametrize("signature", WANTS)
+def test_a_function_gets_the_columns_that_it_takes_and_whether_responses_ended(signature, tmp_path):
+    (tmp_path / "reward.py").write_text(f"""
+seen = {{}}
+def reward_func({signature}):
+    seen.update(locals())
+    return [0.0, 0.0]
+""")
+    functions = load_reward_functions(str(tmp_path / "reward.py"))
+    columns = wanted_columns(functions, list(COLUMNS), "--dataset")
+    assert columns == [name for name in WANTS[signature] if name != "finished"]
+    [(name, function)] = functions.items()
+    texts = {"prompts": ["p", "q"], "responses": ["r", "s"], "labels": ["a", "b"]}
+    function_scorer(name, function, 5)(*texts.values(), [True, False], {key: COLUMNS[key] for key in columns})
+    seen = function.__globals__["seen"]
+    seen |= seen.pop("columns", {})
+    expected = {key: {**COLUMNS, "finished": [True, False]}[key] for key in WANTS[signature]}
+    expected |= {"texts": tuple(texts.values())} if signature == "*texts" else texts
+    assert {key: value for key, value in seen.items() if value is not None} == expected
+
+
+def test_an_argument_that_is_no_column_is_named_before_the_first_step(tmp_path):
+    (tmp_path / "reward.py").write_text("def reward_func(prompts, responses, labels, difficulty):\n    return [0]")
+    with pytest.raises(UserError) as error:
+        wanted_columns(load_reward_functions(str(tmp_path / "reward.py")), ["id", "level"], "--eval_dataset")
+    assert error.value.found == "reward_func takes difficulty, which is no column of --eval_dataset"
+    assert error.value.allowed == "finished, id, level"
+
+
+def test_several_functions_are_weighted_and_each_one_is_a_metric(tmp_path):
+    (tmp_path / "short.py").write_text(
+        "def reward_func(p, r, l, finished):\n    return [-len(x) for x in r], {'ended': finished}"
+    )
+    functions = load_reward_functions(f"exact_match, {tmp_path}/short.py")
+    scorers = {name: function_scorer(name, f, 5) for name, f in zip(("exact_match", "short"), functions.values())}
+    score = weighted_scorer(scorers, [2.0, 0.25])
+    found = score(["p", "p"], ["7", "eight"], ["7", "8"], [True, False], {})
+    assert found[0] == [2 - 0.25, -5 * 0.25]
+    assert found[1] == {"exact_match": [1.0, 0.0], "short": [-1.0, -5.0], "short_ended": [1.0, 0.0]}
+    assert score([], [], [], [], {})[0] == []
+    with pytest.raises(UserError, match="--reward_weights: score"):
+        weighted_scorer(scorers, [1e15, 1e15])(["p"], ["eight"], ["8"], [True], {})
+    for wrong in (f"{tmp_path}/short.py,{tmp_path}/short.py", f"{tmp_path}/short.py,{tmp_path}/a/short.py"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a/short.py").write_text("def reward_func(p, r, l): return [0] * len(r)")
+        with pytest.raises(UserError, match="--reward_func"):
+            load_reward_functions(wrong)
 
 
 def test_metrics_that_only_some_samples_have_are_averaged_over_those():
@@ -216,7 +286,7 @@ def test_metrics_that_only_some_samples_have_are_averaged_over_those():
 @pytest.mark.parametrize("name", ["nowhere.py", "mathe"])
 def test_a_reward_function_that_is_not_there(name):
     with pytest.raises(UserError, match="--reward_func"):
-        function_scorer(name, 1)
+        scorer_of(name, 1)
 
 
 def test_a_file_without_the_function_or_with_an_error(tmp_path):
@@ -229,7 +299,7 @@ def test_a_file_without_the_function_or_with_an_error(tmp_path):
     for text, expected in found.items():
         path.write_text(text)
         with pytest.raises(UserError, match=expected):
-            function_scorer(str(path), 1)
+            scorer_of(str(path), 1)
 
 
 @contextlib.contextmanager
@@ -309,7 +379,7 @@ def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_
     make_demo(str(tmp_path))
     tokenizer, told = load_tokenizer(str(tmp_path / "model")), []
 
-    def scorer(prompts, responses, labels, finished):
+    def scorer(prompts, responses, labels, finished, columns):
         told.extend(finished)
         return [0.0] * len(responses), {}
 

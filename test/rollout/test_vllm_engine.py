@@ -4,6 +4,7 @@ The tests run if vLLM is installed. test/run_vllm_tests.sh makes an environment 
 """
 
 import importlib.util
+import math
 import os
 import sys
 
@@ -14,6 +15,7 @@ from launch import read_rows, read_steps, run_process, torchrun
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see test/run_vllm_tests.sh", allow_module_level=True)
 
+from rollout.test_truncation import plainly_kept
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -122,6 +124,23 @@ def test_log_probs_are_of_the_distribution_at_the_temperature(engines):
         expected = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-4)
         assert len(completion.token_ids) == 16 and not completion.finished
+
+
+@pytest.mark.parametrize("cut", [(0.8, 40, 0.0), (1.0, 5, 0.0), (0.9, 60, 0.05)])
+def test_the_tokens_that_are_drawn_from_and_their_probabilities(engines, cut):
+    engine, _, model, _ = engines
+    sizes = set()
+    for prompt, found in zip(PROMPTS, engine.generate(PROMPTS, Sampling(0.7, 16, (), (), *cut), SEEDS)):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *found.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        assert len(found.kept_ids) == len(found.token_ids) == len(logits)
+        for row, token, log_prob, ids in zip(logits, found.token_ids, found.log_probs, found.kept_ids):
+            expected = plainly_kept((row / 0.7).double().softmax(-1).tolist(), *cut)
+            assert set(ids) == expected.keys()
+            assert math.exp(log_prob) == pytest.approx(expected[token], rel=1e-3)
+            sizes.add(len(ids))
+    assert sizes == {5} if cut[1] == 5 else len(sizes) > 3
+    assert all(found.kept_ids == [] for found in engine.generate(PROMPTS, Sampling(0.0, 3, (), (), *cut)))
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(engines):

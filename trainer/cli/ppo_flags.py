@@ -28,9 +28,8 @@ def validate(args: PPOArguments) -> None:
         raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
     if args.lora_dropout:  # the ratio of policies would not be 1 on the first update
         raise UserError("--lora_dropout", f"{args.lora_dropout:g} with train_ppo", "0")
-    for flag, value, off in (("--top_p", args.top_p, 1), ("--top_k", args.top_k, 0), ("--min_p", args.min_p, 0)):
-        if value != off:
-            raise UserError(flag, f"{value}: log-probs of a truncated distribution are not the policy's", str(off))
+    if args.top_p > 1:
+        raise UserError("--top_p", f"{args.top_p:g}", "above 0, up to 1")
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
@@ -94,6 +93,8 @@ def _validate_engine(args: PPOArguments) -> None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
     if share is not None and share >= 1:
         raise UserError(flag, f"{share:g}", "below 1")
+    if (args.top_p < 1 or args.min_p) and not args.top_k:
+        raise UserError("--top_k", "missing with --top_p or --min_p and vllm, which tells limited sets", "such as 1000")
     if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
         raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
 
@@ -116,9 +117,10 @@ def _validate_rewards(args: PPOArguments) -> None:
     if needs_labels(args.reward_func) and not args.label_key:
         raise UserError("--label_key", f"missing with --reward_func {args.reward_func}", "the column of the answers")
     if args.reward_weights is not None:
-        count = len(args.reward_pretrain.split(",")) if args.reward_pretrain else 0
+        count = len((args.reward_pretrain or args.reward_func or "").split(",")) * (not args.remote_rm_url)
         if len(args.reward_weights) != count:
-            raise UserError("--reward_weights", f"{len(args.reward_weights)} for {count} --reward_pretrain", "one each")
+            found = f"{len(args.reward_weights)} for {count} --reward_func or --reward_pretrain"
+            raise UserError("--reward_weights", found, "one each")
     if args.reward_pretrain and args.sequence_parallel:
         raise UserError("--sequence_parallel", "with a reward model: its head scores whole sequences", "leave it out")
     if args.reward_clip_range and args.reward_clip_range[0] >= args.reward_clip_range[1]:
@@ -175,10 +177,16 @@ def _validate_critic(args: PPOArguments) -> None:
             raise UserError(flag, f"with --advantage_estimator {args.advantage_estimator}", "gae")
 
 
+def sampling_of(args: PPOArguments, stop_ids: tuple[int, ...] = ()):
+    from trainer.rollout.sampling import Sampling
+
+    truncation = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+    return Sampling(args.temperature, args.generate_max_len, stop_ids, tuple(args.stop or ()), **truncation)
+
+
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.training.ppo`, from the flags."""
     from trainer.models.policy_loss import PolicyOptions
-    from trainer.rollout.sampling import Sampling
     from trainer.training.advantages import AdvantageOptions
     from trainer.training.ppo_state import PPOOptions
 
@@ -199,7 +207,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     return PPOOptions(
         advantages=advantages,
         policy=policy,
-        sampling=Sampling(args.temperature, args.generate_max_len, stop_ids, tuple(args.stop or ())),
+        sampling=sampling_of(args, stop_ids),
         seed=args.seed,
         num_epochs=args.max_epochs,
         kl_estimator=args.kl_estimator,

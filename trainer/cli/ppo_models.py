@@ -10,7 +10,7 @@ from typing import Optional
 
 from trainer.cli import training_command
 from trainer.cli.lora_flags import add_adapter_of_flags
-from trainer.cli.ppo_flags import reference_is_base
+from trainer.cli.ppo_flags import reference_is_base, sampling_of
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
@@ -54,6 +54,10 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
     frozen, size = read_rollouts(args.rollouts_from), args.n_samples_per_prompt
     if not frozen:
         raise UserError("--rollouts_from", f"{args.rollouts_from} holds no rollout", "a rollouts.jsonl of train_ppo")
+    for sample in (sample for samples in frozen for sample in samples):
+        if bool(sample.kept_ids) != sampling_of(args).truncates:
+            found = f"{args.rollouts_from} was made {'with' if sample.kept_ids else 'without'} truncated sampling"
+            raise UserError("--top_p, --top_k, --min_p", found, "the values of the run that made the rollouts")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
@@ -88,7 +92,12 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
 
 
 def build_roles(
-    args: PPOArguments, setup: training_command.Setup, output_dir: str, total_steps: int, make_batches: Callable
+    args: PPOArguments,
+    setup: training_command.Setup,
+    output_dir: str,
+    total_steps: int,
+    make_batches: Callable,
+    functions: dict[str, Callable],
 ):
     """Load and shard all models one after the other, so that only one model is ever whole."""
     from transformers import AutoModelForCausalLM
@@ -104,7 +113,7 @@ def build_roles(
     return Roles(
         actor=actor,
         average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
-        score=build_reward(args, setup, make_batches),
+        score=build_reward(args, setup, make_batches, functions),
         engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
         critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
         has_reference=bool(args.init_kl_coef),
@@ -203,17 +212,22 @@ def _critic(args: PPOArguments, setup: training_command.Setup, output_dir: str, 
 # --- rewards
 
 
-def build_reward(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
+def build_reward(
+    args: PPOArguments, setup: training_command.Setup, make_batches: Callable, functions: dict[str, Callable]
+) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
     from trainer.rollout.experience import score_by_texts
-    from trainer.rollout.rewards import function_scorer, remote_scorer
+    from trainer.rollout.rewards import function_scorer, remote_scorer, short_name, weighted_scorer
 
     if args.reward_pretrain:
         return _reward_models(args, setup, make_batches)
     if args.remote_rm_url:
         scorer = remote_scorer(args.remote_rm_url, args.remote_rm_timeout, args.remote_rm_retries)
-    elif args.reward_func:
-        scorer = function_scorer(args.reward_func, args.reward_timeout)
+    elif functions:
+        scorers = {short_name(name): function_scorer(name, f, args.reward_timeout) for name, f in functions.items()}
+        [scorer, *others] = scorers.values()
+        if others or args.reward_weights:
+            scorer = weighted_scorer(scorers, args.reward_weights or [1.0] * len(scorers))
     else:  # scores come from --rollouts_from, and nothing is evaluated
         return lambda samples: None
     ids = stop_ids(setup)

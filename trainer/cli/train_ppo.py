@@ -6,6 +6,8 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 
 import contextlib
 import dataclasses
+import functools
+from typing import Optional
 
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
@@ -25,13 +27,15 @@ def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     return with_preset(parse_flags, argv)
 
 
-def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
-    """Return (prompts, ledger) of --dataset or --eval_dataset."""
-    from trainer.datasets.prompts import tokenize_prompts
-    from trainer.rollout.rewards import needs_labels
+def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):
+    """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
+    from trainer.datasets.prompts import tokenize_prompts, with_columns
+    from trainer.rollout.rewards import needs_labels, wanted_columns
 
-    return tokenize_prompts(
-        training_command.load_flag_rows(args, names, split, flag),
+    rows = training_command.load_flag_rows(args, names, split, flag)
+    columns = wanted_columns(functions or {}, rows.column_names, flag)
+    prompts, ledger = tokenize_prompts(
+        rows,
         tokenizer,
         flag=flag,
         input_key=args.input_key,
@@ -42,6 +46,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str):
         num_proc=args.dataset_num_proc,
         needs_labels=needs_labels(args.reward_func),
     )
+    return with_columns(prompts, rows, columns), ledger
 
 
 def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
@@ -66,6 +71,7 @@ def run(argv: list[str]) -> None:
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.datasets.prompts import render_prompt_text
     from trainer.rollout.prompt_order import PromptOrder
+    from trainer.rollout.rewards import load_reward_functions
     from trainer.rollout.rollouts_file import RolloutsLog
     from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
     from trainer.training.ppo import PPORun, train_ppo
@@ -76,14 +82,16 @@ def run(argv: list[str]) -> None:
     strategy, tokenizer = setup.strategy, setup.tokenizer
     if args.preset:
         strategy.print(told(args))
-    prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load_data, render_prompt_text)
+    functions = load_reward_functions(args.reward_func)
+    load = functools.partial(load_data, functions=functions)
+    prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load, render_prompt_text)
     frozen = build.frozen_rollouts(args)
     order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
     total_steps = build.count_steps(args, order, frozen)
     output_dir = training_command.open_run(args, setup, COMMAND)
     make_batches = build.make_batches_of(args, setup)
     options = ppo_options(args, build.stop_ids(setup))
-    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches)
+    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)
     others = {"critic": roles.critic} if roles.critic else {}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
 TOKENIZER_VERSION = 3
+COLUMN = "column "  # before the name of a column that is kept for rewards
 
 
 @dataclass
@@ -117,6 +118,21 @@ def tokenize_prompts(
                 found = "no value" if label is None else "an empty text"
                 raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", found, "an answer to compare with")
     return prompts, ledger
+
+
+def with_columns(prompts: "Dataset", rows: "Dataset", names: list[str]) -> "Dataset":
+    """Add the columns `names` of `rows` to their prompts, for `columns_of`."""
+    from datasets import concatenate_datasets
+
+    if not names:
+        return prompts
+    columns = rows.select_columns(names).select(prompts["row"])
+    return concatenate_datasets([prompts, columns.rename_columns({name: COLUMN + name for name in names})], axis=1)
+
+
+def columns_of(prompt: dict[str, Any]) -> dict[str, Any]:
+    """The columns of the dataset that `with_columns` added to a prompt."""
+    return {name.removeprefix(COLUMN): value for name, value in prompt.items() if name.startswith(COLUMN)}
 
 
 def _features() -> "Features":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainer.datasets.answers import scored_position
 from trainer.datasets.global_batches import contiguous_slice
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.prompts import columns_of
 from trainer.datasets.rows import digest_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
@@ -36,6 +37,8 @@ class Sample:
     label: Optional[str]
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
+    kept_ids: list[list[int]] = field(default_factory=list)  # as in Completion
+    columns: dict = field(default_factory=dict)  # of the prompt's row, for reward functions that take them
 
 
 def gather_over_world(values: list) -> list:
@@ -71,6 +74,8 @@ def generate_samples(
                 log_probs=completion.log_probs,
                 finished=completion.finished,
                 label=asked[number]["label"],
+                kept_ids=completion.kept_ids,
+                columns=columns_of(asked[number]),
             )
             for number, completion in zip(mine, completions)
             if rank_in_engine == 0  # the other ranks of the engine have the same samples
@@ -93,7 +98,8 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
     finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
     problem, results = None, []
     try:
-        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished)
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         results = [
             (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
         ]
@@ -210,6 +216,23 @@ def spread(batches: list, name: str, flat: torch.Tensor) -> None:
             micro_batch[name] = torch.where(keep, values, 0.0)
 
 
+def spread_sets(batches: list, samples: list[Sample]) -> None:
+    """Give every micro-batch the sets that its tokens were drawn from, if sampling was truncated.
+
+    They are `kept_sets` of `models.truncation.within_sets`.
+    """
+    sets = [torch.tensor(ids) for sample in samples for ids in sample.kept_ids]
+    if not sets:
+        return
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            keep = (micro_batch["labels"] != IGNORE).flatten()
+            mine = [sets[index] for index in micro_batch["response_index"].flatten()[keep].tolist()]
+            places = keep.nonzero().squeeze(1).cpu().repeat_interleave(torch.tensor([len(ids) for ids in mine]).long())
+            kept_sets = torch.stack([places, torch.cat([sets[0][:0], *mine])])
+            micro_batch["kept_sets"] = kept_sets.to(keep.device)
+
+
 # --- rollouts.jsonl
 
 
@@ -219,7 +242,9 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    return {"rollout": rollout, **texts, **vars(sample)}
+    left_out = ("columns",) if sample.kept_ids else ("columns", "kept_ids")
+    values = {name: value for name, value in vars(sample).items() if name not in left_out}
+    return {"rollout": rollout, **texts, **values}
 
 
 def as_table(samples: list[Sample], tokenizer) -> list[dict]:

@@ -10,6 +10,7 @@ import torch
 
 from trainer.checkpoints.model_folder import restore_computed_buffers, stored_tensors
 from trainer.models.model_loading import has_sdpa
+from trainer.models.truncation import truncate
 from trainer.rollout.checksum import Checksum
 from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, register_attention
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
@@ -100,10 +101,14 @@ class HFEngine:
         for step in range(sampling.max_new_tokens):
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
             log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+            kept_ids = None
+            if sampling.truncates:
+                log_probs = truncate(log_probs, sampling.top_p, sampling.top_k, sampling.min_p)
+                kept_ids = [row.nonzero().squeeze(1).tolist() for row in log_probs > float("-inf")]
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
             pairs = [(prompts[row], completions[row]) for row in rows]
-            going_on = self._append(pairs, tokens.tolist(), picked.tolist(), sampling)
+            going_on = self._append(pairs, tokens.tolist(), picked.tolist(), kept_ids, sampling)
             if not going_on:
                 break
             if 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
@@ -112,7 +117,7 @@ class HFEngine:
                 tokens, rows = tokens[kept], [rows[index] for index in going_on]
         return completions
 
-    def _append(self, pairs: list[tuple], tokens, log_probs, sampling: Sampling) -> list[int]:
+    def _append(self, pairs: list[tuple], tokens, log_probs, kept_ids, sampling: Sampling) -> list[int]:
         """Add a token to each completion, of (prompt, completion) pairs, that has not ended. Returns the positions of
         those that continue."""
         going_on = []
@@ -121,6 +126,8 @@ class HFEngine:
                 continue
             completion.token_ids.append(tokens[index])
             completion.log_probs.append(log_probs[index])
+            if kept_ids is not None:
+                completion.kept_ids.append(kept_ids[index])
             in_text = self._ends_in_text(prompt, completion, sampling)
             completion.finished = tokens[index] in sampling.stop_ids or in_text
             if not completion.finished:

@@ -1,7 +1,8 @@
-"""Scores from outside the mesh: a Python function or an HTTP endpoint. Every failure there becomes one UserError."""
+"""Scores from outside the mesh: Python functions or an HTTP endpoint. Every failure there becomes one UserError."""
 
 import http.client
 import importlib.util
+import inspect
 import itertools
 import json
 import numbers
@@ -20,14 +21,60 @@ BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
 FIRST_PAUSE_SECONDS = 0.5
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
+ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column of such a name is not handed over
 RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
-# score(prompts, responses, labels, finished) -> (scores, further metrics), each with one number per response.
-# `finished` says whether the response ended with a stop token. The text does not show this.
-Scorer = Callable[[list[str], list[str], list, list[bool]], tuple[list[float], dict[str, list[float]]]]
+# score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
+# `finished` says whether the response ended with a stop token. The text does not show this. `columns` are of the dataset.
+Scorer = Callable[[list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float], dict[str, list[float]]]]
+
+
+def function_names(reward_func: str | None) -> list[str]:
+    return [name.strip() for name in reward_func.split(",")] if reward_func else []
 
 
 def needs_labels(reward_func: str | None) -> bool:
-    return reward_func in BUILT_IN
+    return any(name in BUILT_IN for name in function_names(reward_func))
+
+
+def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
+    """The functions of --reward_func, by their names. Raises UserError if two have the same short name in the log."""
+    names = function_names(reward_func)
+    taken = [*RESERVED_METRICS, *map(short_name, names)]
+    if len(names) > 1 and len(set(taken)) < len(taken):
+        raise UserError(FLAG, f"{reward_func}: the log needs different names", "files with names of their own")
+    return {name: load_reward_function(name) for name in names}
+
+
+def short_name(name: str) -> str:
+    """The name of a reward function in the log: math, or `style` of rewards/style.py."""
+    return os.path.basename(name).removesuffix(".py")
+
+
+def extra_arguments(function: Callable) -> tuple[list[str], list[str], bool]:
+    """The arguments after (prompts, responses, labels): all names, those without a default, and whether it takes any."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a function that is not written in Python
+        return [], [], False
+    named = [p for p in parameters[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in named], [p.name for p in named if p.default is p.empty], takes_any
+
+
+def wanted_columns(functions: dict[str, Callable], columns: list[str], flag: str) -> list[str]:
+    """The columns of the dataset `flag` that reward functions take by name, or all for `**columns`.
+
+    Raises UserError if a function needs an argument that is no column.
+    """
+    wanted: set[str] = set()
+    for name, function in functions.items():
+        names, needed, takes_any = extra_arguments(function)
+        missing = next((name for name in needed if name not in (*columns, "finished")), None)
+        if missing:
+            found = f"reward_func takes {missing}, which is no column of {flag}"
+            raise UserError(f"{FLAG} {name}", found, f"finished, {', '.join(columns)}")
+        wanted |= set(columns if takes_any else names)
+    return [name for name in columns if name in wanted and name not in ARGUMENTS]
 
 
 def load_reward_function(name: str) -> Callable:
@@ -47,25 +94,45 @@ def load_reward_function(name: str) -> Callable:
     return module.reward_func
 
 
-def function_scorer(name: str, timeout: float) -> Scorer:
-    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds."""
-    function, where = load_reward_function(name), f"{FLAG} {name}"
+def function_scorer(name: str, function: Callable, timeout: float) -> Scorer:
+    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
 
-    def score(prompts, responses, labels, finished):
+    The function also gets `finished` and columns of the dataset, as far as it has arguments of these names.
+    """
+    where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
+
+    def score(prompts, responses, labels, finished, columns=None):
         if not responses:
             return [], {}
-        return check_scores(where, _call(where, timeout, function, prompts, responses, labels), len(responses))
+        values = {**(columns or {}), "finished": finished}
+        extra = {key: value for key, value in values.items() if takes_any or key in names}
+        result = _call(where, timeout, function, prompts, responses, labels, **extra)
+        return check_scores(where, result, len(responses))
 
     return score
 
 
-def _call(where: str, timeout: float, function: Callable, *arguments) -> Any:
-    """`function(*arguments)` in its own thread. If the call never returns, the thread dies with the process."""
+def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
+    """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name."""
+
+    def score(*arguments):
+        scores, metrics = {}, {}
+        for name, scorer in scorers.items():
+            scores[name], own = scorer(*arguments)
+            metrics |= {f"{name}_{metric}": values for metric, values in own.items()}
+        totals = [sum(w * value for w, value in zip(weights, values)) for values in zip(*scores.values())]
+        return check_scores("--reward_weights", totals, len(totals))[0], scores | metrics
+
+    return score
+
+
+def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -> Any:
+    """`function(*arguments, **extra)` in its own thread. If the call never returns, the thread dies with the process."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
-            outcome["value"] = _realized(function(*arguments), limit=len(arguments[1]) + 1)
+            outcome["value"] = _realized(function(*arguments, **extra), limit=len(arguments[1]) + 1)
         except BaseException as error:  # the user's code may raise anything, and call sys.exit()
             outcome["error"] = error
 
@@ -138,7 +205,7 @@ def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_P
     time-out, a status other than 200, or an answer that cannot be understood.
     """
 
-    def score(prompts, responses, labels, finished):
+    def score(prompts, responses, labels, finished, columns=None):
         if not responses:
             return [], {}
         request = {"prompts": prompts, "responses": responses, "labels": labels, "finished": finished}

@@ -44,16 +44,20 @@ def _ends_with_newline(path: str) -> bool:
 
 def read_rollouts(path: str) -> list[list[Sample]]:
     """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
-    names = [field.name for field in dataclasses.fields(Sample)]
+    names = [field.name for field in dataclasses.fields(Sample) if field.name != "columns"]
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
         with open(path) as file:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
+                    row.setdefault("kept_ids", [])
                     sample = Sample(**{name: row[name] for name in names})
                     if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
                         raise ValueError("a response without tokens, or without a log-prob for each token")
+                    sets = sample.kept_ids or [[token] for token in sample.response_ids]
+                    if not all(token in ids for token, ids in zip(sample.response_ids, sets, strict=True)):
+                        raise ValueError("a token that is not in the set of its draw")
                     if not abs(sample.score) <= LARGEST_SCORE:
                         raise ValueError(f"a score of {sample.score}")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample

@@ -6,7 +6,7 @@ and the other samples in the batch do not change it.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,15 +21,26 @@ class Sampling:
     max_new_tokens: int
     stop_ids: tuple[int, ...]  # tokens that end a response and belong to it
     stop_texts: tuple[str, ...] = ()  # texts that end a response; the token that completes them belongs to it
+    top_p: float = 1.0  # these three: see models/truncation.py
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return bool(self.temperature) and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass
 class Completion:
-    """The tokens of a response, their log-probs under the distribution of the draw, and whether the response ended."""
+    """The tokens of a response, their log-probs under the distribution of the draw, and whether the response ended.
+
+    If sampling truncates, `kept_ids` has for each token the tokens that it was drawn from.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     finished: bool
+    kept_ids: list[list[int]] = field(default_factory=list)
 
 
 def sample_seed(seed: int, rollout: int, sample: int) -> int:

@@ -17,6 +17,7 @@ from trainer.rollout.sampling import Completion, Sampling
 
 CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPU
 MIN_CPU_HEAD_DIM = 32
+SPARE_LOGPROBS = 32
 MIN_CPU_CACHE_BYTES = 64 << 20
 
 
@@ -63,7 +64,8 @@ class VLLMEngine:
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=tp_size,
                 max_model_len=max_len,
-                logprobs_mode="processed_logprobs",  # log-probs of the distribution at the temperature
+                logprobs_mode="processed_logprobs",  # log-probs of the distribution that tokens are drawn from
+                max_logprobs=-1,  # as many as are asked for
                 generation_config="vllm",  # ignore the folder's own sampling settings
                 trust_remote_code=trust_remote_code,
                 seed=0,
@@ -103,10 +105,11 @@ class VLLMEngine:
         self._llm.reset_prefix_cache()
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         seeds = seeds if sampling.temperature else [None] * len(prompts)
-        params = [_sampling_params(sampling, seed) for seed in seeds]
+        most = self._llm.model_config.get_vocab_size()
+        params = [_sampling_params(sampling, seed, most) for seed in seeds]
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._llm.generate(asked, params, use_tqdm=False)
-        return [_completion(output.outputs[0]) for output in outputs]
+        return [_completion(output.outputs[0], sampling.truncates) for output in outputs]
 
 
 def _start(**options):
@@ -119,7 +122,7 @@ def _start(**options):
         raise UserError("--rollout_engine", found, "hf") from None
 
 
-def _sampling_params(sampling: Sampling, seed: int | None):
+def _sampling_params(sampling: Sampling, seed: int | None, vocab_size: int):
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -130,15 +133,21 @@ def _sampling_params(sampling: Sampling, seed: int | None):
         ignore_eos=True,  # only `stop_ids` end a response
         detokenize=bool(sampling.stop_texts),
         skip_special_tokens=False,  # a stop text may be a special token
-        logprobs=0,  # only of the sampled token
+        # only of the sampled token, or of all that it was drawn from: vLLM keeps more than top_k if some are equal
+        logprobs=min(sampling.top_k + SPARE_LOGPROBS, vocab_size) if sampling.truncates else 0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=seed,
     )
 
 
-def _completion(output) -> Completion:
-    token_ids = list(output.token_ids)
+def _completion(output, truncates: bool) -> Completion:
+    token_ids, kept_ids = list(output.token_ids), []
+    if truncates:
+        kept_ids = [[id for id, found in step.items() if found.logprob > float("-inf")] for step in output.logprobs]
     log_probs = [step[token].logprob for step, token in zip(output.logprobs, token_ids)]
-    return Completion(token_ids, log_probs, output.finish_reason == "stop")
+    return Completion(token_ids, log_probs, output.finish_reason == "stop", kept_ids)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
-from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread
+from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.sync import sync_weights
@@ -346,6 +346,7 @@ def _updates(
     policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
     value_loss = make_value_loss(options.policy, run.sp_group)
     batches, num_response_tokens = run.make_batches(samples, episode)
+    spread_sets(batches, samples)
     with timed(facts, "logprobs"):
         flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
     facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)

@@ -12,12 +12,19 @@ from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyToken
 from trainer.models.reward import token_scores
 from trainer.models.sequence_sums import counts_here, sum_by_sequence
 from trainer.models.token_losses import causal_lm_logits, token_entropies, token_log_probs
+from trainer.models.truncation import within_sets
 from trainer.training.advantages import kl_estimate
 
 
 def policy_log_probs(model, micro_batch: dict, temperature: float) -> torch.Tensor:
     """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from."""
-    return token_log_probs(causal_lm_logits(model, micro_batch), micro_batch["labels"], temperature=temperature)
+    return token_log_probs(policy_logits(model, micro_batch), micro_batch["labels"], temperature=temperature)
+
+
+def policy_logits(model, micro_batch: dict) -> torch.Tensor:
+    """Logits (rows, tokens, vocab). If sampling was truncated, only of the tokens that could be drawn at each place."""
+    logits = causal_lm_logits(model, micro_batch)
+    return within_sets(logits, micro_batch["kept_sets"]) if "kept_sets" in micro_batch else logits
 
 
 def critic_values(model, micro_batch: dict) -> torch.Tensor:
@@ -62,7 +69,7 @@ def make_policy_loss(
     def policy_loss(model, micro_batch: dict):
         labels = micro_batch["labels"]
         keep = labels != IGNORE
-        logits = causal_lm_logits(model, micro_batch)
+        logits = policy_logits(model, micro_batch)
         log_probs = token_log_probs(logits, labels, temperature=options.temperature).double()
         if "old_log_probs" in micro_batch:
             old_log_probs = micro_batch["old_log_probs"]
