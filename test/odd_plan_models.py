@@ -32,6 +32,12 @@ MODELS = {
         "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16, "head_dim": 8,
     }),
     "qwen3_5": ("Qwen3_5Text", {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **DELTA_NET}),
+    "gemma4_images": ("Gemma4", {  # tensor parallelism cuts the text part only
+        **dict.fromkeys(SIZES), "audio_config": None,
+        "text_config": {**SIZES, "head_dim": 8, "global_head_dim": 4, "layer_types": 2 * ["full_attention"], "hidden_size_per_layer_input": 0},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                          "num_key_value_heads": 4, "head_dim": 8},
+    }),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
 }  # fmt: skip
 LAYOUTS = {

@@ -69,6 +69,16 @@ def check_a_plan_that_does_not_fit_is_refused() -> None:
     # the model trains without its plan: every linear layer gathers its output
     plan = tensor_parallel.resolve_tp_plan(model, tp_mesh)
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise_gather_output", plan
+    images = make_config("gemma4_images")  # with this, Gemma 4 reads the embedding's weight beside the embedding
+    images.text_config.hidden_size_per_layer_input, images.text_config.vocab_size_per_layer_input = 8, 96
+    with torch.device("meta"):
+        images = AutoModelForCausalLM.from_config(images)
+    try:
+        tensor_parallel.resolve_tp_plan(images, tp_mesh)
+    except UserError as error:
+        assert "their code reads a weight of another layer" in str(error), error
+    else:
+        raise AssertionError("a plan that cuts a weight for other layers was accepted")
     uneven.config.n_inner = 49
     try:
         tensor_parallel.resolve_tp_plan(uneven, tp_mesh)

@@ -42,6 +42,12 @@ def test_a_mixture_of_experts_is_no_whole_block():
         resolve_tp_plan(model)
 
 
+def test_a_vision_tower_stays_whole():
+    plan = resolve(odd_plan_models.make_config("gemma4_images"))
+    towers = {style for pattern, style in plan.items() if "vision" in pattern}
+    assert towers == {"replicated"} and plan["model.language_model.layers.*.self_attn.q_proj"] == "colwise"
+
+
 def test_every_model_is_exact_on_both_backends(tmp_path):
     for name in odd_plan_models.MODELS:
         odd_plan_models.save_model(name, str(tmp_path))
