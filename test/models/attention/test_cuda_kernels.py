@@ -17,14 +17,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 64, 0.125
 
 
+def forget_kernels() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "torch_kernels")]:
+        del sys.modules[name]
+
+
 @pytest.fixture(autouse=True, params=["torch", "flash-attn"])
 def kernel_calls(request, monkeypatch):
     """With and without flash-attn 2. On CPU, the calls that arrived at a flash kernel."""
     calls = None
     flash.flash_attn_2_fault.cache_clear()
     if DEVICE == "cpu":
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "torch_kernels")]:
-            monkeypatch.delitem(sys.modules, name)
+        forget_kernels()
         monkeypatch.syspath_prepend(str(ROOT / "test/flash_attn_shim"))
         import torch_kernels
 
@@ -40,6 +44,7 @@ def kernel_calls(request, monkeypatch):
     flash.flash_attn_2_fault.cache_clear()
     if DEVICE == "cpu":
         library._destroy()
+        forget_kernels()  # or other tests of this process would find flash-attn installed
 
 
 def arrived(calls, dtype: torch.dtype) -> None:
