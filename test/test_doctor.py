@@ -24,7 +24,7 @@ def free_port() -> int:
 def lines(output: str) -> dict[str, tuple[str, str]]:
     """{name of the thing: (state, text)}"""
     found = [line for line in output.splitlines() if line.startswith(("ok ", "note ", "FAIL "))]
-    return {line[6:20].strip(): (line[:5].strip(), line[20:].strip()) for line in found}
+    return {line[6:21].strip(): (line[:5].strip(), line[21:].strip()) for line in found}
 
 
 def package(folder: Path, name: str, version: str, *needs: str) -> None:

@@ -1,19 +1,24 @@
 """Measure SFT speed on one GPU: train_sft on both backends and TRL's SFTTrainer, against plain bf16 matrix products.
 
-    python scripts/bench/gpu_speed.py --data ../shared/data [--rounds 5] [--update docs/benchmarks.md]
+    python scripts/bench/gpu_speed.py [--data ../shared/data] [--rounds 5] [--update docs/benchmarks.md]
 
-The model is random and has the shape of Qwen3 1.7B, in bf16 with fp32 master weights. A sample has 4096 tokens, and
-gradient checkpointing is off. The training FLOP/s (see `trainer.metrics.flops_per_token`) are divided by the FLOP/s of
+The model is random and has the shape of Qwen3 1.7B, in bf16 with fp32 master weights; on a GPU with less than 60 GiB,
+that of Qwen3 0.6B. A sample has 4096 tokens, and gradient checkpointing is off. Without --data, the texts are random
+digits and the tokenizer is that of the demo: the speed is the same. TRL takes part where it is installed. The training FLOP/s (see `trainer.metrics.flops_per_token`) are divided by the FLOP/s of
 products of 8192 x 8192 matrices in the same round. `--tiny` only tests the script, in seconds on a CPU. Its figures
 have no meaning.
 """
 
 import argparse
+import json
+import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +28,8 @@ QWEN3_1_7B = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128,
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40960, "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3_0_6B = {**QWEN3_1_7B, "hidden_size": 1024, "intermediate_size": 3072}
+MIN_BYTES_OF_1_7B = 60 << 30
 TINY = {**QWEN3_1_7B, "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 TRL = "TRL SFTTrainer"
 
@@ -64,16 +71,27 @@ def contenders(folder: Path, args, length: int) -> dict[str, list[str]]:
     ours = [sys.executable, "-m", "trainer.cli.train_sft", *flags, "--max_steps", steps]
     ours += ["--micro_train_batch_size", micro]
     found = {f"train_sft {name}": [*ours, *backend] for name, backend in BACKENDS.items()}
-    found[TRL] = [sys.executable, str(HERE / "trl_loop.py"), steps, micro, *flags]
-    return found | {f"{name}, compiled": [*command, "--compile"] for name, command in found.items()}
+    if find_spec("trl") is not None:
+        found[TRL] = [sys.executable, str(HERE / "trl_loop.py"), steps, micro, *flags]
+    found |= {f"{name}, compiled": [*command, "--compile"] for name, command in found.items()}
+    return {name: command for name, command in found.items() if re.search(args.only, name)}
+
+
+def make_random_rows(target: Path, length: int, num_rows: int = 512) -> None:
+    """Write texts of at least `length` tokens. The demo's tokenizer makes one token of a digit."""
+    digits = random.Random(0)
+    rows = (" ".join(str(digits.randrange(10)) for _ in range(length)) for _ in range(num_rows))
+    target.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/ and models/stories260K-hf/")
+    parser.add_argument("--data", type=Path, help="folder with gsm8k/ and models/stories260K-hf/")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro", type=int, default=2, help="samples in one forward pass; a step has 8")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only contenders with a name that matches")
+    parser.add_argument("--json", type=Path, help="write the figures of all rounds")
     parser.add_argument("--tiny", action="store_true", help="test this script on a CPU")
     parser.add_argument(
         "--matmul", action="store_true", help=argparse.SUPPRESS
@@ -87,11 +105,20 @@ def main() -> None:
         sys.exit("error: no CUDA device here (allowed: --tiny, to test this script)")
     name = "a CPU, to test the script" if args.tiny else torch.cuda.get_device_name()
     shape, length = (TINY, 256) if args.tiny else (QWEN3_1_7B, 4096)
+    if not args.tiny and torch.cuda.get_device_properties(0).total_memory < MIN_BYTES_OF_1_7B:
+        shape = QWEN3_0_6B
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as folder_name:
-        folder, data = Path(folder_name), args.data.resolve()
-        flops = make_model(folder / "model", data / "models/stories260K-hf", shape, length)
-        make_long_rows(data / "gsm8k/train.jsonl", folder / "long.jsonl", per_row=length // 64)
+        folder = Path(folder_name)
+        if args.data:
+            make_long_rows(args.data / "gsm8k/train.jsonl", folder / "long.jsonl", per_row=length // 64)
+        else:
+            from trainer.datasets.demo import make_demo
+
+            make_demo(str(folder / "demo"))
+            make_random_rows(folder / "long.jsonl", length, num_rows=8 * args.steps)
+        tokenizer = args.data / "models/stories260K-hf" if args.data else folder / "demo/model"
+        flops = make_model(folder / "model", tokenizer, shape, length)
         commands = contenders(folder, args, length)
         found: dict[str, list[dict]] = {name: [] for name in commands}
         matmul = [sys.executable, __file__, *sys.argv[1:], "--matmul"]
@@ -105,13 +132,15 @@ def main() -> None:
     lines += [f"bf16 products reach {statistics.median(rates) / 1e12:.1f} TFLOP/s (median).", ""]
     lines += ["| | tokens/s | TFLOP/s | / bf16 products | / TRL | / TRL compiled | step p90/p10 | peak MiB |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    if args.json:
+        args.json.write_text(json.dumps({"matmul": rates, "flops_per_token": flops, "found": found}))
     for contender, figures in found.items():
         keys = ("tokens_per_second", "step_time_p90_over_p10", "peak_memory_mib")
         speed, spread, peak = (statistics.median(f[key] for f in figures) for key in keys)
         share = statistics.median(flops * f["tokens_per_second"] / rate for f, rate in zip(figures, rates))
-        others = " | ".join(f"{ratio(found, contender, other):.2f}" for other in (TRL, f"{TRL}, compiled"))
+        others = [f"{ratio(found, contender, o):.2f}" if o in found else "" for o in (TRL, f"{TRL}, compiled")]
         lines.append(
-            f"| {contender} | {speed:.0f} | {flops * speed / 1e12:.1f} | {share:.2f} | {others} | "
+            f"| {contender} | {speed:.0f} | {flops * speed / 1e12:.1f} | {share:.2f} | {' | '.join(others)} | "
             f"{spread:.2f} | {peak:.0f} |"
         )
     print("\n".join(lines))

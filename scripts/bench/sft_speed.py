@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -163,7 +164,8 @@ def table(found: dict[str, list[dict]]) -> list[str]:
 def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed", "trl"))
+    packages = [name for name in ("torch", "transformers", "deepspeed", "trl") if find_spec(name)]
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
         f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; "
         f"Python {platform.python_version()}, {versions}"

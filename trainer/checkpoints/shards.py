@@ -20,7 +20,7 @@ from safetensors import safe_open
 from trainer.checkpoints import checkpoint_store as store
 from trainer.errors import UserError
 
-MAX_FILE_BYTES = 256 << 20  # a rank needs so much host memory to save, in addition to its state
+MAX_FILE_BYTES = 256 << 20  # a rank needs twice so much host memory to save, in addition to its state
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size
 
 
@@ -100,9 +100,9 @@ def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> dic
     entries = {}
     for number, group in enumerate(_in_files(shards)):
         name = f"{prefix}-{number:05d}.safetensors"
-        tensors = {shard.key: shard.tensor.to("cpu", copy=True).contiguous() for shard in group}
-        data = safetensors.torch.save(tensors, metadata=_file_metadata(group))
-        entries[name] = store.write_file(os.path.join(folder, name), data)
+        facts = _file_metadata(group)  # no name holds the tensors or the bytes: one file's are in memory at a time
+        data = safetensors.torch.save({s.key: s.tensor.to("cpu", copy=True).contiguous() for s in group}, facts)
+        entries[name], data = store.write_file(os.path.join(folder, name), data), None
     return entries
 
 

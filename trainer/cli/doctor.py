@@ -49,7 +49,9 @@ def network_findings() -> Iterator[Finding]:
     if taken:
         yield Finding("GPU per rank", FAIL, taken, "as many ranks as GPUs, or another GPU for each task")
     else:
-        yield Finding("all-reduce", "ok", f"{backend}, {dist.get_world_size()} ranks")
+        yield Finding(
+            "all-reduce", "ok", f"{backend}, {dist.get_world_size()} rank" + "s" * (dist.get_world_size() > 1)
+        )
 
 
 def _shared_gpus(device) -> str | None:

@@ -27,7 +27,7 @@ class Finding:
     cure: str = ""
 
     def __str__(self) -> str:
-        return f"{self.state:<5} {self.name:<14} {self.text}" + (f" -> {self.cure}" if self.cure else "")
+        return f"{self.state:<5} {self.name:<15} {self.text}" + (f" -> {self.cure}" if self.cure else "")
 
 
 def machine_findings() -> Iterator[Finding]:
@@ -136,8 +136,9 @@ def launcher_variables(environment: dict[str, str]) -> Finding:
     if missing := [name for name in needed if name not in environment]:
         text = f"RANK={environment['RANK']} is set, but not {', '.join(missing)}"
         return Finding("launcher", FAIL, text, "start with torchrun (scripts/slurm_train_sft.sh), or unset RANK")
-    nodes = int(environment["WORLD_SIZE"]) // int(environment["LOCAL_WORLD_SIZE"])
-    return Finding("launcher", "ok", f"{environment['WORLD_SIZE']} ranks on {nodes} node{'s' * (nodes > 1)}")
+    ranks = int(environment["WORLD_SIZE"])
+    nodes = ranks // int(environment["LOCAL_WORLD_SIZE"])
+    return Finding("launcher", "ok", f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}")
 
 
 def interfaces() -> Finding:

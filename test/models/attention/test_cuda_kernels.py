@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 64, 0.125
 
 
-def forget_shim() -> None:
+def forget_kernels() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "torch_kernels")]:
         del sys.modules[name]
 
@@ -28,7 +28,7 @@ def kernel_calls(request, monkeypatch):
     calls = None
     flash.flash_attn_2_fault.cache_clear()
     if DEVICE == "cpu":
-        forget_shim()
+        forget_kernels()
         monkeypatch.syspath_prepend(str(ROOT / "test/flash_attn_shim"))
         import torch_kernels
 
@@ -44,7 +44,7 @@ def kernel_calls(request, monkeypatch):
     flash.flash_attn_2_fault.cache_clear()
     if DEVICE == "cpu":
         library._destroy()
-        forget_shim()
+        forget_kernels()  # or other tests of this process would find flash-attn installed
 
 
 def arrived(calls, dtype: torch.dtype) -> None:

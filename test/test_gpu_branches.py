@@ -1,0 +1,70 @@
+"""Code that only a GPU reaches is named in docs/gpu.md, with the test that executes it without one, if there is any."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+from launch import ROOT
+
+SCRIPT = ROOT / "scripts/gpu_branches.py"
+SOURCE = """
+def one(tensor, device):
+    if tensor.is_cuda:
+        return 1
+    if device.type == "cpu" or not kernels:
+        return 2
+    if flag and device.type == "cpu":
+        raise ValueError
+    for name in names:
+        if device.type != "cuda":
+            continue
+        copy(name)
+    if torch.is_autocast_enabled(device.type):
+        return 3
+
+class Two:
+    def three(self):
+        if self.device.type == "cpu":
+            a()
+        else:
+            b()
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_branches", SCRIPT)
+    module = sys.modules["gpu_branches"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sides_of_conditions(script, tmp_path):
+    (tmp_path / "source.py").write_text(SOURCE)
+    found = {
+        (branch.function, SOURCE.splitlines()[branch.line - 1].strip())
+        for branch in script.branches(tmp_path / "source.py")
+    }
+    assert found == {
+        ("one", "return 1"),
+        ("one", 'if flag and device.type == "cpu":'),
+        ("one", "copy(name)"),
+        ("three", "b()"),
+    }
+
+
+def test_every_branch_has_its_line_on_the_page(script):
+    page = (ROOT / "docs/gpu.md").read_text()
+    named = re.findall(r"^\| `(\S+: \w+)` \| (.+) \|$", page, re.MULTILINE)
+    assert {name for name, _ in named} == {str(branch).rpartition(": ")[0] for branch in script.all_branches()}
+    for _, who in named:
+        for test in re.findall(r"`(test_\w+\.py)`", who):
+            assert list((ROOT / "test").rglob(test)), test
+
+
+def test_lines_that_run_are_noted(script, tmp_path):
+    """The tracing itself: a side that a test executes is found, and one that it does not is not."""
+    hits = script.executed(script.all_branches(), ["test/strategies/test_visible_gpus.py"])
+    found = {str(b).rpartition(": ")[0] for b in script.all_branches() if f"{b.path}:{b.line}" in hits}
+    assert found == {"strategies/deepspeed.py: setup_distributed"}
