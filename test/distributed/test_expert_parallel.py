@@ -18,8 +18,8 @@ from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 
 MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")
-OFTEN = ("ep4", "ep2-ring2-packed", "ep2-tp2")
-ONCE = ("ep2", "ep2-hsdp2-packed", "tp2", "tp2-packed", "tp2-ring2", "tp2-hsdp2")
+OFTEN = ("ep2-ring2-packed", "ep2-tp2")  # the script also takes any other cell
+ONCE = ("ep2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "tp2-hsdp2")
 ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered", "fsdp2-3r")
 
 

@@ -112,16 +112,20 @@ def _forward(
     if tp > 1:
         order = order[experts[order] // num_local % tp == tp_group.rank()]
     sent = sent[:, tp_group.rank()].contiguous()  # (ep rank, expert of that rank): number of tokens
-    received = torch.empty_like(sent)  # (ep rank that sends, expert of this rank)
-    dist.all_to_all_single(received, sent, group=ep_group)
+    received = _exchange(sent, [1] * ep, [1] * ep, ep_group)  # (ep rank that sends, expert of this rank)
     send_sizes, receive_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    tokens = _AllToAll.apply(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, ep_group)
+    tokens = _exchange(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, ep_group)
     ids = torch.arange(num_local, device=tokens.device).repeat(ep)
     ids = ids.repeat_interleave(received.flatten(), output_size=len(tokens))
-    outputs = _AllToAll.apply(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, ep_group)
+    outputs = _exchange(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, ep_group)
     outputs = outputs.new_zeros(len(experts), outputs.shape[-1]).index_copy(0, order, outputs)
     result = (outputs.unflatten(0, top_k_index.shape) * top_k_weights[..., None]).sum(1)
     return (_Sum.apply(result, tp_group) if tp > 1 else result).to(hidden_states.dtype)
+
+
+def _exchange(rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], group) -> torch.Tensor:
+    """Send the first rows to the first rank of `group`, and so on. Returns those of all ranks (all-to-all)."""
+    return rows if group.size() == 1 else _AllToAll.apply(rows, receive_sizes, send_sizes, group)
 
 
 def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
