@@ -102,7 +102,9 @@ def test_wrong_use_is_one_line(arguments, message, capsys):
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [{"param_dtype": "fp16"}, {"load_checkpoint": "latest"}, {"verify_resume": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"param_dtype": "fp16"}, {"load_checkpoint": "latest"}, {"verify_resume": 1}, {"compile": True}]
+)
 def test_what_cannot_be_traced_is_refused(wrong):
     usual = {"param_dtype": "fp32", "load_checkpoint": None, "verify_resume": None, "compile": False}
     with pytest.raises(UserError, match="--parity_trace: with"):
