@@ -21,7 +21,6 @@ from pathlib import Path
 
 from trainer.compare.comparison_report import comparison_dict, comparison_text, write_json
 from trainer.compare.dumps import add_dumps
-from trainer.compare.locate_report import configurations_of, is_folder_pair, locate_folders, run_pair
 from trainer.compare.logs import read_run
 from trainer.compare.matrix import check_args, load_matrix, matrix_thresholds
 from trainer.compare.parity import Thresholds, compare_runs
@@ -135,6 +134,8 @@ def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
 
 
 def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
+    from trainer.compare.locate_report import configurations_of, is_folder_pair, locate_folders, run_pair  # torch
+
     if is_folder_pair(options.locate) and not train_args:
         for flag in ("run", "output_dir", "timeout"):
             if vars(options)[flag] is not None:

@@ -23,7 +23,7 @@ NUM_ROWS = 64
 PATH_FLAGS = [
     *("--pretrain", "--dataset", "--eval_dataset", "--output_dir", "--save_path", "--load_checkpoint", "--config"),
     *("--ref_model", "--reward_pretrain", "--critic_pretrain", "--rollouts_from", "--parity_dump", "--reward_func"),
-    "--tokenizer_chat_template",
+    *("--tokenizer_chat_template", "--parity_trace"),
 ]
 SMALL_PPO = {  # what makes a run of train_ppo short
     "--max_samples": "16",

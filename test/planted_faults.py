@@ -525,7 +525,7 @@ class Bench:
             ending = run_ranks(train, ranks, folder.with_suffix(".log"), 120)
             self.seconds += ending.seconds
             assert ending.kind == "done", f"{name}: {ending.text} ({folder.with_suffix('.log')})"
-        return TracedRun(name, folder)
+        return TracedRun(layout, folder)
 
     def clean(self, a: str, b: str) -> tuple[bool, str, float]:
         """(whether the pair agrees, what is said, the largest difference / allowed)"""

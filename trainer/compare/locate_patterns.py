@@ -91,6 +91,12 @@ def _all_gradients(finding, pair) -> bool:
     return int(found) >= 0.9 * int(total.split()[0])
 
 
+def _few_tokens_of_experts(finding, pair) -> bool:
+    count = re.fullmatch(r"(\d+) of (\d+)", finding.tokens)
+    few = bool(count) and int(count[1]) <= 0.2 * int(count[2])
+    return few and pair.roundoff > 1e-6 and bool(re.search("expert|router|gate", f"{finding.where} {finding.before}"))
+
+
 F, B, G = ("forward",), ("backward",), ("gradients",)
 TABLE = (
     Pattern("documents", ("data",), lambda f, p: f.where == "documents",
@@ -99,6 +105,8 @@ TABLE = (
             "The runs train other tokens: a loss mask or a shift of the labels."),
     Pattern("positions", F, _at(re.compile("rotary|position|wpe")),
             "Positions or their frequencies. Look at position_ids of packed or split rows, and at rope parameters."),
+    Pattern("other experts", ("forward", "backward"), _few_tokens_of_experts,
+            "A few tokens chose other experts. Rounding of the router's scores can do that: compare these runs in fp32."),
     Pattern("documents see each other", F, lambda f, p: _later_documents(f, p) and INTO_ATTENTION.search(f.before or ""),
             "Packed documents attend to each other, or the bounds of documents are wrong. Look at cu_seqlens."),
     Pattern("missing all-reduce", F, lambda f, p: _ranks_disagree(f, p),

@@ -45,6 +45,8 @@ def trace_first_step(args, strategy, loss_fn):
         raise UserError(FLAG, "with --aux_loss_coef, whose loss runs each micro-batch twice", "one of them")
     if args.param_dtype == "fp16":
         raise UserError(FLAG, "with --param_dtype fp16: its loss scale differs from run to run", "bf16, fp32")
+    if args.compile:
+        raise UserError(FLAG, "with --compile: its hooks would be compiled too", "one of them")
     facts = {"dtype": args.param_dtype, "optim": args.optim, "max_norm": args.max_norm, "betas": args.adam_betas}
     return FirstStep(strategy, args.parity_trace, loss_fn, facts)
 
@@ -108,18 +110,14 @@ class FirstStep:
     # --- recording
 
     def _watch(self, model) -> None:
-        """Put a hook on every module, except on those inside of compiled layers."""
+        """Put a hook on every module."""
         if self.strategy.sizes.tp > 1:
             self.shapes = _whole_shapes(model)
         layers = set(model._no_split_modules or [])
-        compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
         for name, module in model.named_modules():
             self.num_layers += type(module).__name__ in layers
-            if not name or any(name.startswith(f"{layer}.") for layer in compiled):
-                continue
-            hook = functools.partial(self._after, name)
-            hook = torch.compiler.disable(hook) if name in compiled else hook
-            self.hooks.append(module.register_forward_hook(hook))
+            if name:
+                self.hooks.append(module.register_forward_hook(functools.partial(self._after, name)))
 
     def _after(self, name: str, module, inputs, output) -> None:
         tensor = _first_tensor(output)

@@ -1,0 +1,143 @@
+"""`compare_backends.py --locate`: planted faults are found where they are, clean pairs agree, and wrong use is one line.
+
+test/planted_faults.py holds all faults. Here, a part of them runs: both backends, tp and sp, fp32 and bf16, every phase.
+"""
+
+import json
+import math
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import ROOT, run_process
+from planted_faults import CLEAN, FAULTS, MARKERS
+
+from trainer.compare.locate import constant_ratio
+from trainer.errors import UserError
+from trainer.training.module_trace import PARTS, _signs, trace_first_step
+
+CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
+          "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps")  # fmt: skip
+PAIRS = ("clean fsdp2-tp2-seq$", "clean z2-ring2-packed$", "clean fsdp2-ring2-packed-bf16")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    command = [sys.executable, "test/planted_faults.py", "--keep", str(folder), "--only", *CHOSEN, *PAIRS]
+    return folder, *run_process(command, timeout=500)
+
+
+def test_planted_faults_are_found_and_clean_pairs_agree(bench):
+    _, code, output = bench
+    assert code == 0, output[-6000:]
+    lines = output.splitlines()
+    found = [line for line in lines if line.startswith("found")]
+    agree = [line for line in lines if line.startswith("agree")]
+    assert len(found) == len(CHOSEN) and len(agree) == len(PAIRS), output[-6000:]
+
+
+def locate(*arguments: str) -> tuple[int, str]:
+    return run_process([sys.executable, "compare_backends.py", "--locate", *arguments], timeout=300)
+
+
+def test_two_runs_are_compared_by_the_command(bench, tmp_path):
+    """A run agrees with itself. A trace that is not finite in one module is found there."""
+    folder = bench[0]
+    code, output = locate(
+        str(folder / "fsdp2-1r"), str(folder / "fsdp2-tp2-seq"), "--json", str(tmp_path / "found.json")
+    )
+    assert code == 0 and "The runs agree up to rounding." in output, output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["agree"] and [row["phase"] for row in found["phases"]][:2] == ["data", "forward"]
+
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder / "fsdp2-1r", tmp_path / "broken")
+    trace = tmp_path / "broken/parity/trace.safetensors"
+    with safe_open(trace, framework="pt") as file:
+        facts = file.metadata()
+    tensors = load_file(trace)
+    tensors["model.layers.1.mlp.act_fn"][3] = math.nan
+    save_file(tensors, trace, facts)
+    code, output = locate(str(folder / "fsdp2-1r"), str(tmp_path / "broken"))
+    assert code == 1 and "The runs part in forward, at model.layers.1.mlp.act_fn." in output, output
+
+
+def test_two_configurations_are_launched(bench, tmp_path):
+    """The names are those of a matrix. The mean squared gradient differs only by rounding between micro-batches."""
+    (tmp_path / "matrix.yaml").write_text(
+        "configurations:\n- {name: one, nproc: 1, args: [--backend, fsdp2]}\n"
+        "- {name: decayed, nproc: 1, args: [--backend, fsdp2, --adam_betas, 0.5, 0.9, --max_norm, 0.1]}\n"
+    )
+    demo = ["--pretrain", str(bench[0] / "demo/model"), "--dataset", str(bench[0] / "demo/sft.jsonl")]
+    demo += ["--apply_chat_template", "--max_samples", "8", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
+    flags = ["--run", str(tmp_path / "matrix.yaml"), "--output_dir", str(tmp_path / "out")]
+    code, output = locate("one", "decayed", *flags, "--", *demo, "--param_dtype", "fp32", "--learning_rate", "1e-3")
+    assert code == 0, output  # clipping and betas are part of what the gradients explain
+    assert (tmp_path / "out/decayed/parity/trace.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fsdp2-1r-mb1", "nobody", "--", "--pretrain", "m"), "--locate: 'nobody'"),
+        (("fsdp2-1r-mb1", "fsdp2-1r-mb1", "--", "--pretrain", "m"), "--locate: fsdp2-1r-mb1 twice"),
+        (("fsdp2-1r-mb1", "fsdp2-1r-mb4"), "no arguments for training"),
+        (("docs", "test"), "holds no trace.safetensors"),
+        (("docs", "test", "--timeout", "5"), "--timeout: has no effect with two run folders"),
+        (("docs", "test", "--plot", "a.png"), "--plot: has no effect with --locate"),
+        (("fsdp2-1r-mb1", "fsdp2-1r-mb4", "--", "--parity_trace", "x"), "holds --parity_trace"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments, message, capsys):
+    sys.path.insert(0, str(ROOT))
+    import compare_backends
+
+    assert compare_backends.main(["--locate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"param_dtype": "fp16"}, {"load_checkpoint": "latest"}, {"verify_resume": 1}, {"compile": True}]
+)
+def test_what_cannot_be_traced_is_refused(wrong):
+    usual = {"param_dtype": "fp32", "load_checkpoint": None, "verify_resume": None, "compile": False}
+    with pytest.raises(UserError, match="--parity_trace: with"):
+        trace_first_step(SimpleNamespace(**usual | wrong), None, None)
+
+
+def test_signatures_estimate_differences_and_add_up():
+    """Against explicit sums; the parts of two ranks add up; the relative difference is that of the tensors."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 6, 20, generator=generator, dtype=torch.float64)
+    y = x + 1e-3 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    y[..., :3, :] = x[..., :3, :]  # the first half of the features is the same
+    signs = _signs((6, 20), (6, 20), (0, 0))
+    a, b = x.flatten(1) @ signs, y.flatten(1) @ signs
+    for part in range(PARTS):
+        own = signs[part * 15 : (part + 1) * 15, part]
+        assert own.abs().eq(1).all() and torch.allclose(a[:, part], x.flatten(1)[:, part * 15 : part * 15 + 15] @ own)
+    halves = [x[:, :, at : at + 10].flatten(1) @ _signs((6, 20), (6, 10), (0, at)) for at in (0, 10)]
+    assert torch.allclose(halves[0] + halves[1], a)
+    assert ((b - a).norm() / a.norm()).item() == pytest.approx(((y - x).norm() / x.norm()).item(), rel=0.05)
+    assert (b - a)[:, : PARTS // 2].abs().max() == 0 < (b - a)[:, PARTS // 2 :].abs().min()
+
+
+def test_a_ratio_is_constant_or_there_is_none():
+    x = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
+    assert constant_ratio(x, 2 * x, 1e-6) == pytest.approx(2)
+    assert constant_ratio(x, torch.zeros_like(x), 1e-6) == 0
+    assert constant_ratio(x, x.flip(0), 1e-6) is None
+
+
+def test_the_committed_table_is_complete():
+    table = (ROOT / "docs/locate.md").read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
+    assert f"{len(FAULTS)} of {len(FAULTS)} planted faults are found" in table
+    assert f"{len(CLEAN)} of {len(CLEAN)} clean pairs agree" in table and len(FAULTS) >= 15 and len(CLEAN) >= 20
+    for fault in FAULTS:
+        assert f"| {fault.name} | {fault.layout} |" in table
