@@ -77,6 +77,9 @@ def gae_advantages(args, samples: list[dict]) -> None:
 
 def weight(args, sample: dict, batch: list[dict]) -> float:
     """What a token of the sample counts in the mean."""
+    batch = [other for other in batch if other["finished"] or not args.mask_truncated]
+    if not any(other is sample for other in batch):
+        return 0.0
     if args.loss_agg == "token":
         return 1 / sum(len(other["response_ids"]) for other in batch)
     length = len(sample["response_ids"]) if args.loss_agg == "sequence" else args.generate_max_len

@@ -29,11 +29,19 @@ ALGORITHMS = {
 }  # fmt: skip
 LORA = ["--lora_rank", "8", "--learning_rate", "2e-3"]
 ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS["ppo"], *LORA]}
-ALGORITHMS["grpocut"] = [*ALGORITHMS["grpo"], "--top_p", "0.9", "--top_k", "50", "--min_p", "0.01"]
+CUT = ["--top_p", "0.9", "--top_k", "50", "--min_p", "0.01", "--mask_truncated"]
+ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT]}
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 GRID = [f"{algorithm}-{backend}-{mesh}" for algorithm in ("grpo", "ppo") for backend in BACKENDS for mesh in MESHES]
 GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "grpolora-z3-dp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
-GRID += ["grpocut-fsdp2-dp2", "grpocut-fsdp2-tp2", "grpocut-z1-tp2", "grpocut-z3-sp2"]
+GRID += [
+    "grpocut-fsdp2-dp2",
+    "grpocut-fsdp2-tp2",
+    "grpocut-z1-tp2",
+    "grpocut-z3-sp2",
+    "ppocut-fsdp2-sp2",
+    "ppocut-z1-dp2",
+]
 PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
 
 
@@ -64,7 +72,7 @@ def write_rollouts(path, shared_data, **truncation) -> None:
             row = {"rollout": rollout, "number": number, "row": number // EACH, "prompt_ids": prompt}
             row |= {"response_ids": found.token_ids, "finished": found.finished, "label": None, "metrics": {}}
             row["log_probs"] = [value + generator.gauss(0, 0.05) for value in found.log_probs]
-            row |= {"kept_ids": found.kept_ids} if truncation else {}
+            row |= {"kept_ids": found.kept_ids, "finished": number % 3 > 0} if truncation else {}
             lines.append(json.dumps({**row, "score": generator.gauss(0, 1)}) + "\n")
     path.write_text("".join(lines))
 
@@ -81,7 +89,7 @@ def command_line(name: str, folder, data) -> list[str]:
         "16",
     ]
     flags += ["--input_key", "question", "--label_key", "answer", "--prompt_max_len", "256", "--generate_max_len", "24"]
-    flags += ["--rollouts_from", f"{folder}/frozen{'-cut' * (algorithm == 'grpocut')}.jsonl"]
+    flags += ["--rollouts_from", f"{folder}/frozen{'-cut' * algorithm.endswith('cut')}.jsonl"]
     flags += ["--rollout_batch_size", str(PROMPTS)]
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
     flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]

@@ -96,8 +96,10 @@ class ScoreArguments:
 class AdvantageArguments:
     """Advantages and policy"""
 
-    preset: Optional[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "ppo"]] = arg(
-        None, "the algorithm of a paper: default values of other flags, see docs/rlhf.md; flags that you give win"
+    preset: Optional[str] = arg(
+        None,
+        "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
+        "docs/rlhf.md; flags that you give win",
     )
     advantage_estimator: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"] = arg(
         "gae", "gae trains a critic; group_norm is the estimator of GRPO"

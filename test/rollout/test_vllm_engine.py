@@ -375,7 +375,10 @@ def test_the_share_of_a_gpu_needs_one(demo, monkeypatch):
     assert "--vllm_gpu_memory_utilization: 0.3 on the CPU" in errors[0]
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--temperature", "0.005"), ("--vllm_gpu_memory_utilization", "1")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--temperature", "0.005"), ("--top_p", "0.9"), ("--min_p", "0.1"), ("--vllm_gpu_memory_utilization", "1")],
+)
 def test_flags_that_vllm_does_not_take(flag, value):
     from trainer.cli.ppo_flags import validate
     from trainer.cli.train_ppo import parse

@@ -14,6 +14,7 @@ import torch
 from trainer.cli.ppo_flags import ppo_options, validate
 from trainer.cli.presets import PRESETS, told
 from trainer.cli.train_ppo import parse
+from trainer.errors import UserError
 from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
 from trainer.rollout.experience import Sample, SampleSet, collate_samples
 from trainer.training.ppo import add_advantages, add_log_probs
@@ -144,7 +145,7 @@ def cispo(samples, old, policy, reference, values):
 
 
 def rloo(samples, old, policy, reference, values):
-    """Ahmadian et al. 2024, equation 5 with the reward of equation 3: the response is one action, its KL is in its R."""
+    """Ahmadian et al. 2024, section 2.2: the response is one action, and its KL is part of its reward R(x, y)."""
     scores = [
         score - 0.03 * (log_probs(old, sample) - log_probs(reference, sample)).sum().item()
         for score, sample in zip(SCORES, samples)
@@ -177,7 +178,7 @@ def ppo(samples, old, policy, reference, values):
 PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, cispo, rloo, ppo)}
 
 
-@pytest.mark.parametrize("size", [0.02, 0.7])
+@pytest.mark.parametrize("size", [0.02, 0.7, 2.0])
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_loss_and_its_gradient_are_those_of_the_paper(name, size):
     values = torch.randn(sum(LENGTHS), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -189,8 +190,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(name, size):
     torch.testing.assert_close(policies[0].table.grad, policies[1].table.grad, rtol=0, atol=1e-6)
 
 
-def test_every_preset_has_a_paper():
+def test_every_preset_has_a_paper_and_others_are_refused():
     assert PAPERS.keys() == PRESETS.keys()
+    with pytest.raises(UserError, match=r"--preset: grpoo .allowed: grpo, dr_grpo"):
+        arguments("--preset", "grpoo")
 
 
 # --- flags

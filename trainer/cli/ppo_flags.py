@@ -94,7 +94,8 @@ def _validate_engine(args: PPOArguments) -> None:
     if share is not None and share >= 1:
         raise UserError(flag, f"{share:g}", "below 1")
     if (args.top_p < 1 or args.min_p) and not args.top_k:
-        raise UserError("--top_k", "missing with --top_p or --min_p and vllm, which tells limited sets", "such as 1000")
+        flag = "--top_p" if args.top_p < 1 else "--min_p"
+        raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
     if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
         raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
 

@@ -5,6 +5,7 @@ docs/rlhf.md has the table with the papers and their equations.
 
 from collections.abc import Callable
 
+from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
 OF_KL = ("use_kl_loss", "kl_in_score", "kl_estimator")  # they need --init_kl_coef above 0
@@ -36,11 +37,13 @@ def recipe(args: PPOArguments) -> dict:
 def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
     """`parse(argv)`, with the flags of --preset in front: what the user gives, in a file too, overrides them.
 
-    A user who gives --init_kl_coef 0 gives up the other flags of the KL too.
+    A user who gives --init_kl_coef 0 gives up the other flags of the KL too. Raises UserError for an unknown preset.
     """
     args, is_demo = parse(argv)
     if args.preset is None:
         return args, is_demo
+    if args.preset not in PRESETS:
+        raise UserError("--preset", args.preset, ", ".join(PRESETS))
     values = recipe(args)
     args, is_demo = parse([*_as_flags(values), *argv])
     if not args.init_kl_coef:
