@@ -103,10 +103,23 @@ def test_wrong_use_is_one_line(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"param_dtype": "fp16"}, {"load_checkpoint": "latest"}, {"verify_resume": 1}, {"compile": True}]
+    "wrong",
+    [
+        {"param_dtype": "fp16"},
+        {"load_checkpoint": "latest"},
+        {"verify_resume": 1},
+        {"compile": True},
+        {"aux_loss_coef": 0.1},
+    ],
 )
 def test_what_cannot_be_traced_is_refused(wrong):
-    usual = {"param_dtype": "fp32", "load_checkpoint": None, "verify_resume": None, "compile": False}
+    usual = {
+        "param_dtype": "fp32",
+        "load_checkpoint": None,
+        "verify_resume": None,
+        "compile": False,
+        "aux_loss_coef": 0.0,
+    }
     with pytest.raises(UserError, match="--parity_trace: with"):
         trace_first_step(SimpleNamespace(**usual | wrong), None, None)
 
