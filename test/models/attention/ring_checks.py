@@ -311,7 +311,7 @@ def split(config, batch: dict, mode: str, checkpointing: bool) -> tuple[float, i
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard = split_micro_batch(batch, dist.get_rank(), dist.get_world_size(), pad_token_id=0)
+    shard = split_micro_batch(batch, dist.get_rank(), dist.get_world_size())
     inputs = {key: tensor for key, tensor in shard.items() if key != "labels"}
     loss = -token_log_probs(model(**inputs, use_cache=False).logits, shard["labels"]).sum()
     count = (shard["labels"] != IGNORE).sum()
