@@ -7,6 +7,7 @@ import pytest
 from launch import ROOT, run_process
 
 from trainer.compare.zoo_models import SETTINGS, SKIPPED, published, tiny_config, zoo_names
+from trainer.models.tiny import shrink
 
 # One of each kind: dense, biased, sliding, sparse, latent attention, state space, gated, soft caps, tied, fused.
 MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
@@ -30,6 +31,12 @@ def test_tiny_models_have_every_kind_of_layer():
         assert layer_kinds(tiny) == layer_kinds(whole), name
         for kinds in ("mlp_layer_types", "layers_block_type", "block_types"):
             assert set(getattr(tiny, kinds, None) or ()) == set(getattr(whole, kinds, None) or ()), (name, kinds)
+
+
+def test_a_tiny_model_with_shared_keys_is_shrunk_again_to_the_same_layers():
+    for config in (tiny_config("gemma4_text"), tiny_config("gemma3n_text")):
+        again = shrink(config)
+        assert again.num_kv_shared_layers == 2 and again.layer_types == config.layer_types
 
 
 def test_every_model_of_the_zoo_is_found_by_a_published_name():

@@ -58,7 +58,7 @@ CONFIGS = {
 UNCACHED = {"nemotron_h", "recurrent_gemma", "mamba2"}
 # one is shorter than the convolutions, one longer than the windows and chunks; two are equal
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], list(range(40, 62)), [5, 6, 7]]
-TRAINED = ("qwen3_5", "nemotron_h", "gpt_oss", "lfm2")
+TRAINED = ("qwen3_5", "nemotron_h", "gpt_oss", "gemma4", "lfm2")
 BACKENDS = {"fsdp2": ["fsdp2"], "z3": ["deepspeed", "--zero_stage", "3"]}
 
 

@@ -13,29 +13,33 @@ from safetensors.torch import save_file
 
 from trainer.checkpoints import adapter_tensors
 from trainer.checkpoints.model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_class, published_weights
+from trainer.checkpoints.safetensors_stream import SafetensorsStream
 from trainer.errors import UserError
 
 
 def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
     """Write (name, CPU tensor) pairs as safetensors files of at most `max_shard_bytes` (or one tensor) each.
 
-    Only one shard is in memory at a time. The final names contain the count, so the files get them at the end.
+    Only one tensor is in memory at a time. The final names contain the count, so the files get them at the end.
     """
-    shards: list[list[str]] = []
-    total = 0
-    for number, shard in enumerate(_in_shards(tensors, max_shard_bytes)):
-        total += sum(tensor.nbytes for tensor in shard.values())
-        save_file(shard, os.path.join(folder, f"shard-{number}"), metadata={"format": "pt"})
-        shards.append(list(shard))
+    shards: list[SafetensorsStream] = []
+    for name, tensor in tensors:
+        if not shards or not shards[-1].fits(name, tensor):
+            if shards:
+                shards[-1].close()
+            shards.append(SafetensorsStream(os.path.join(folder, f"shard-{len(shards)}"), max_shard_bytes))
+        shards[-1].add(name, tensor)
+    shards[-1].close()
     if len(shards) == 1:
         os.replace(os.path.join(folder, "shard-0"), os.path.join(folder, SINGLE))
         return
     weight_map = {}
-    for number, names in enumerate(shards):
+    for number, shard in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         os.replace(os.path.join(folder, f"shard-{number}"), os.path.join(folder, file))
-        weight_map.update(dict.fromkeys(names, file))
+        weight_map.update(dict.fromkeys(shard.names, file))
     with open(os.path.join(folder, INDEX), "w") as out:
+        total = sum(shard.size for shard in shards)
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
 
 
@@ -106,18 +110,6 @@ def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> No
     save_file(own, os.path.join(folder, adapter_tensors.ADAPTER_WEIGHTS), metadata={"format": "pt"})
 
 
-def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield shard
-
-
 def fresh_folder(folder: str) -> str:
     """Make an empty folder next to `folder` to write into. Once it is complete, `os.replace` it over the final name."""
     temporary = folder.rstrip("/") + ".tmp"
@@ -145,7 +137,7 @@ def save_pretrained(
     """Write a Hugging Face folder: config, generation config, tokenizer with chat template, and weights in `dtype`.
 
     With an adapter, write a peft folder with weights in fp32. Every rank iterates `tensors`, because gathering them is
-    collective. The rank that `writes` holds one shard at a time. Without `tensors`, write everything but the weights.
+    collective. The rank that `writes` holds one tensor at a time. Without `tensors`, write everything but the weights.
     Raises UserError on the rank that writes if it cannot.
     """
 

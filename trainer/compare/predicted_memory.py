@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MASTERS, MOMENTS, GRADS = 4, 8, 4  # bytes: everything that accumulates is fp32
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default: so many fp32 gradients are reduced at a time
-FILE_BYTES, MODEL_FILE_BYTES = 256 << 20, 2 << 30
+FILE_BYTES = 256 << 20
 STAGES = {"fsdp2": (3, 2), "deepspeed": (0, 1, 2, 3)}
 
 
@@ -50,7 +50,8 @@ def predict(
         written = state
     else:
         load, state, step, written = _deepspeed(stage, width, p, n, bucket, on_gpu)
-    save = state + max(2 * min(written, FILE_BYTES), min(width * p, MODEL_FILE_BYTES))
+    one_tensor = (MASTERS + width) * largest_layer  # gathered and converted; the exported model is written in a stream
+    save = state + max(2 * min(written, FILE_BYTES), one_tensor)
     return Memory(load, state, step, save)
 
 

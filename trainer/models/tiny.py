@@ -61,6 +61,7 @@ SIZES = (
 SIZE_OF = {name: size for size, names in SIZES for name in names.split()}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 BY_LAYER = ("per_layer_config",)
+SHARED = "num_kv_shared_layers"
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
 # A model with few layers has the usual scale of activations only with larger weights than 0.02.
 SCALES = ("initializer_range", "init_std", "initializer_factor_std")
@@ -117,10 +118,11 @@ def _keep_layers(small: dict) -> None:
     numbers = [key for key, value in small.items() if _are_layer_numbers(key, value, depth)]
     lists = [k for k, v in small.items() if isinstance(v, (list, tuple)) and len(v) == depth and k not in numbers]
     tables = {key: {int(n): v for n, v in small[key].items()} for key in BY_LAYER if small.get(key)}
+    first_shared = depth - (small.get(SHARED) or 0)  # the layers from here on read keys and values of earlier ones
 
     def kind(layer: int) -> str:
         listed, numbered = [small[key][layer] for key in lists], [layer in small[key] for key in numbers]
-        return str((listed, numbered, [table.get(layer) for table in tables.values()]))
+        return str((listed, numbered, [table.get(layer) for table in tables.values()], layer >= first_shared))
 
     kinds = [kind(layer) for layer in range(depth)]
     kept = sorted({kinds.index(found) for found in kinds})
@@ -137,6 +139,8 @@ def _keep_layers(small: dict) -> None:
         small[key] = {new: _table_sizes(table[old]) for new, old in enumerate(kept) if old in table}
     if name:
         small[name] = len(kept)
+    if small.get(SHARED):
+        small[SHARED] = sum(layer >= first_shared for layer in kept)
     for key in periods:
         offset = key.replace("period", "offset")
         small[key] = min(4, small[key])
