@@ -84,6 +84,19 @@ def test_the_keys_part_of_a_fused_bias_is_noise_and_the_rest_is_not(tmp_path):
         assert code == expected, moved
 
 
+def test_an_element_whose_terms_cancel_is_noise_in_its_own_tensor(tmp_path):
+    """Its share of the norm of all gradients would be smaller: 1e-6 * 10 / 32, while its tensor has a norm of 8."""
+    for size, expected in ((0.5, 0), (2.0, 1)):
+        fused = torch.full((1024,), 0.25)
+        fused[7] = size * NOISE * 8.0
+        moved = torch.ones(1024)
+        moved[7] += LR * 4
+        mine = {"q.weight": torch.ones(16), "k.bias": torch.ones(4), "qkv.bias": torch.ones(1024)}
+        other = mine | {"qkv.bias": moved}
+        grads = gradients(torch.ones(4), fused)
+        assert compare(tmp_path, (grads, mine), (grads, other))[0] == expected
+
+
 def test_no_gradient_is_the_same_as_zeros_and_not_as_anything_else(tmp_path):
     zeros, without = gradients(torch.zeros(4)), gradients(torch.zeros(4))
     del without["k.bias"]

@@ -96,13 +96,14 @@ def _norm(tensor) -> float:
 def _noise_elements(a, b, floor: float):
     """Which elements have a gradient that is noise in both files, and not exactly zero in both.
 
-    All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor. So the bias of
-    keys is found where one tensor holds the biases of queries, keys and values.
+    All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor, or below NOISE of
+    that tensor's norm. So the bias of keys is found where one tensor holds the biases of queries, keys and values. And
+    so is an element whose terms cancel: Adam divides it by little more than its epsilon, and its rounding shows.
     """
-    largest = a.abs().maximum(b.abs())
-    if max(_norm(a), _norm(b)) <= floor:
+    largest, norm = a.abs().maximum(b.abs()), max(_norm(a), _norm(b))
+    if norm <= floor:
         return largest > 0
-    return (largest > 0) & (largest <= floor / math.sqrt(a.numel()))
+    return (largest > 0) & (largest <= max(floor / math.sqrt(a.numel()), NOISE * norm))
 
 
 def _open(path: Path):

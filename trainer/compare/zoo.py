@@ -205,6 +205,9 @@ def _build(config, folder: Path, work_dir: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model)
+    model.save_pretrained(folder / "random")
+    # transformers computes some stored values anew when it loads them, such as a bias of Zaya: those are the model's
+    model = AutoModelForCausalLM.from_pretrained(folder / "random", dtype=torch.float32)
     model.save_pretrained(folder / "model")
     for path in (work_dir / "demo/model").iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):

@@ -82,6 +82,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
 def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options) -> tuple:
     """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
+    _validate_head(model, plan)
     with _our_layers(plan):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)
@@ -101,6 +102,13 @@ def _accept_scaled_embedding(model) -> None:
         found = f"the tied {type(embedding).__name__}, which AutoTP does not cut"
         raise UserError(FLAG, found, "--backend fsdp2, or 1")
     embedding.__class__ = Gemma3TextScaledWordEmbedding
+
+
+def _validate_head(model, plan: dict[str, str]) -> None:
+    """Raises UserError for a head over the vocabulary that AutoTP would not find: it goes by the name."""
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    if "colwise_vocab" in plan.values() and head not in ("lm_head", "embed_out"):
+        raise UserError(FLAG, f"the head is called {head}, and AutoTP finds lm_head only", "--backend fsdp2, or 1")
 
 
 @contextlib.contextmanager
