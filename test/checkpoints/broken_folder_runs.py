@@ -82,6 +82,7 @@ FAULTS = {
     "unknown model_type": lambda folder: change_json(
         folder / "config.json", model_type="llama9", transformers_version="9.1.0"
     ),
+    "padding on the left": lambda folder: change_json(folder / "config.json", model_type="cpmant"),
     "vocabulary of the config": lambda folder: change_json(folder / "config.json", vocab_size=5000),
     "large tokenizer": shrink_the_vocabulary,
     "width of the config": lambda folder: change_json(folder / "config.json", intermediate_size=40),

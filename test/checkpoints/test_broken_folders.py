@@ -17,6 +17,7 @@ FOUND = {
     "index names too much": "names model.layers.9.mlp.up_proj.weight, which model-00001-of-00002.safetensors does not hold",
     "missing tensor": "has no weight model.norm.weight",
     "unknown model_type": "does not know the model_type 'llama9'",
+    "padding on the left": "is a cpmant, whose mask wants padding on the left",
     "vocabulary of the config": "model.embed_tokens.weight",
     "large tokenizer": "of the tokenizer is beyond the ",
     "width of the config": "mlp",

@@ -123,6 +123,8 @@ def _fault_of_config(folder: str, flag: str) -> UserError | None:
         return UserError(
             flag, found, f"transformers {written} or newer wrote it" if written else "a newer transformers"
         )
+    if kind == "cpmant":
+        return UserError(flag, f"{folder} is a {kind}, whose mask wants padding on the left", "another architecture")
     readers = [(path, AutoConfig)] if "auto_map" not in config else []
     for name, reader in [*readers, (os.path.join(folder, "generation_config.json"), GenerationConfig)]:
         try:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -41,13 +42,13 @@ def _readable(folder: str, flag: str) -> str:
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        contents, stored = {}, set()
-        for name in ("config.json", "generation_config.json", INDEX):
-            if os.path.exists(path := os.path.join(folder, name)):
-                with open(path, encoding="utf-8") as file:
-                    contents[name] = json.load(file)
+        held, stored = os.listdir(folder), set()
+        names = [name for name in ("config.json", "generation_config.json", INDEX) if name in held]
+        contents = {name: json.loads(Path(folder, name).read_text("utf-8")) for name in names}
+        if contents["config.json"].get("model_type") == "cpmant":
+            raise ValueError("it wants padding on the left")
         listed = contents[INDEX]["weight_map"] if INDEX in contents else {}
-        for name in set(listed.values()) or ({SINGLE} & set(os.listdir(folder))):
+        for name in set(listed.values()) or ({SINGLE} & set(held)):
             with safe_open(os.path.join(folder, name), framework="pt") as weights:
                 stored |= {(tensor, name) for tensor in weights.keys()}  # noqa: SIM118 (no mapping)
         if not stored.issuperset(listed.items()):
