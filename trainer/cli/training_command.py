@@ -103,11 +103,15 @@ class Setup:
 
 def set_up(args, is_demo: bool) -> Setup:
     """Start the strategy, make the demo if it is requested, and load the tokenizer."""
+    from transformers import masking_utils
+
     from trainer.distributed.collectives import rank_0_first
     from trainer.distributed.mesh import validate_batch_sizes
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.strategies import get_strategy
 
+    # transformers looks at positions for packed rows, and waits for the GPU. `get` finds no tensor in {}: no packed rows.
+    masking_utils.find_packed_sequence_indices = {}.get  # cu_seqlens tell our attention of packed rows
     strategy = get_strategy(args)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
@@ -337,17 +341,11 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
 
 
 def loop_options(args, total_steps: int):
-    """The flags that the training loop reads."""
+    """The flags that the training loop reads. Each has the name of its option."""
     from trainer.training.loop import LoopOptions
 
-    return LoopOptions(
-        total_steps=total_steps,
-        logging_steps=args.logging_steps,
-        eval_steps=args.eval_steps,
-        max_skipped_steps=args.max_skipped_steps,
-        check_replicas_every=args.check_replicas_every,
-        parity_dump=args.parity_dump,
-    )
+    flags = vars(args) | {"total_steps": total_steps}
+    return LoopOptions(**{field.name: flags[field.name] for field in dataclasses.fields(LoopOptions)})
 
 
 def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
