@@ -43,6 +43,29 @@ def balance_loss(model, batch: list[dict]) -> torch.Tensor:
     return load_balancing_loss_func(layers, layers[0].shape[-1], model.config.num_experts_per_tok)
 
 
+def record_choices(model) -> list[tuple[torch.Tensor, list[int]]]:
+    """For each mixture of experts: the bias of its router, and a list that gets each chosen expert of each token."""
+    found = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            block = model.get_submodule(name.removesuffix(".experts"))
+            [bias] = [tensor for key, tensor in block.named_buffers() if "e_score_correction_bias" in key]
+            chosen: list[int] = []
+            module.register_forward_hook(lambda _, args, output, chosen=chosen: chosen.extend(args[1].flatten().tolist()))
+            found.append((bias, chosen))
+    assert found
+    return found
+
+
+def move_biases(choices: list[tuple[torch.Tensor, list[int]]], rate: float) -> None:
+    """Wang et al. 2024, algorithm 1: up for an expert with less than its share of the tokens, down for one with more."""
+    for bias, chosen in choices:
+        for expert in range(len(bias)):
+            excess = chosen.count(expert) * len(bias) - len(chosen)
+            bias[expert] -= rate * ((excess > 0) - (excess < 0))
+        chosen.clear()
+
+
 def quantization(args) -> dict:
     """4-bit NormalFloat with quantized scales, for --load_in_4bit."""
     if not args.load_in_4bit:
@@ -153,6 +176,7 @@ def main(argv: list[str]) -> None:
     if args.lora_rank:
         model = add_lora(model, args)
     model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has
+    choices = record_choices(model) if args.expert_bias_update_rate else []
     named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
@@ -207,6 +231,7 @@ def main(argv: list[str]) -> None:
             for matrix in in_8_bits:
                 round_moments(optimizer.state[matrix])
             scheduler.step()
+            move_biases(choices, args.expert_bias_update_rate)
             model.zero_grad()
             log.write(json.dumps(row) + "\n")
             print(f"step {step}/{total_steps} | loss {loss:.9g} | grad_norm {grad_norm:.9g}", flush=True)

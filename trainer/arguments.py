@@ -103,6 +103,9 @@ class SFTDataArguments:
     aux_loss_coef: float = arg(
         0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
     )
+    expert_bias_update_rate: float = arg(
+        0.0, "routers with e_score_correction_bias: move it so far after each step", type="NonNegativeFloat"
+    )
 
 
 @dataclass

@@ -54,15 +54,19 @@ def run(argv: list[str]) -> None:
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
-    if args.aux_loss_coef:
+    if args.aux_loss_coef or args.expert_bias_update_rate:
         from trainer.training.load_balance import balance_batches
 
-        collate, loss_fn = balance_batches(collate, loss_fn, args.aux_loss_coef, setup.folder, args.trust_remote_code)
+        collate, loss_fn = balance_batches(args, setup.folder, collate, loss_fn)
     loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
     model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
     run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    if args.expert_bias_update_rate:
+        from trainer.training.expert_bias import balance_by_bias
+
+        loss_fn = balance_by_bias(setup.strategy, model, loss_fn, args.expert_bias_update_rate)
     if args.parity_trace:
         from trainer.cli.outputs import make_writable
         from trainer.training.module_trace import trace_first_step

@@ -16,7 +16,7 @@ from trainer.checkpoints.model_folder import read_config
 from trainer.errors import UserError
 from trainer.metrics import MetricSum
 from trainer.models.sequence_sums import counts_here, sum_by_sequence
-from trainer.training.loop import TwoPassLoss
+from trainer.training.loop import LossFunction, TwoPassLoss
 
 
 def experts_per_token(config) -> int:
@@ -94,12 +94,15 @@ def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> di
     return batch | {"is_token": batch.get("attention_mask", ones) if samples else 0 * ones}
 
 
-def balance_batches(
-    collate: Callable, loss_fn: Callable, aux_loss_coef: float, folder: str, trust_remote_code: bool
-) -> tuple[Callable, TwoPassLoss]:
-    """`collate` and `loss_fn` of train_sft, with the load-balancing loss. Raises UserError if the model has no experts."""
-    top_k = experts_per_token(read_config(folder, trust_remote_code))
-    return functools.partial(mark_tokens, collate), with_batch_balance_loss(loss_fn, aux_loss_coef, top_k)
+def balance_batches(args, folder: str, collate: Callable, loss_fn: Callable) -> tuple[Callable, LossFunction]:
+    """`collate` that marks tokens, and `loss_fn` of train_sft with the load-balancing loss if there is one.
+
+    Raises UserError if --aux_loss_coef is given and the model has no experts.
+    """
+    if args.aux_loss_coef:
+        top_k = experts_per_token(read_config(folder, args.trust_remote_code))
+        loss_fn = with_batch_balance_loss(loss_fn, args.aux_loss_coef, top_k)
+    return functools.partial(mark_tokens, collate), loss_fn
 
 
 def with_batch_balance_loss(loss_fn: Callable, aux_loss_coef: float, top_k: int) -> TwoPassLoss:
