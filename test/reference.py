@@ -51,7 +51,9 @@ def record_choices(model) -> list[tuple[torch.Tensor, list[int]]]:
             block = model.get_submodule(name.removesuffix(".experts"))
             [bias] = [tensor for key, tensor in block.named_buffers() if "e_score_correction_bias" in key]
             chosen: list[int] = []
-            module.register_forward_hook(lambda _, args, output, chosen=chosen: chosen.extend(args[1].flatten().tolist()))
+            module.register_forward_hook(
+                lambda _, args, output, chosen=chosen: chosen.extend(args[1].flatten().tolist())
+            )
             found.append((bias, chosen))
     assert found
     return found

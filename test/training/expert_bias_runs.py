@@ -47,7 +47,8 @@ def main() -> None:
             folder.mkdir()
             run_ranks(lambda m=model, f=folder: zoo._build(tiny_config(m), f, here), 1, folder / "build.log", 60)
             plain = runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"]
-            references[model] = run_ranks(lambda p=plain, r=line("reference"): p(r), 1, folder / "reference.log", 60)
+            plain_flags = line("reference")
+            references[model] = run_ranks(lambda p=plain, r=plain_flags: p(r), 1, folder / "reference.log", 60)
         run_flags = [*line(name), *flags]
         ending = run_ranks(lambda r=run_flags: train_sft.run(r), num_ranks, folder / f"{name}.log", 90)
         verdict, note = zoo.judge_run(name, ending, folder, "reference")
