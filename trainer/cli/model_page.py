@@ -113,6 +113,8 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
     """
     from transformers import AutoConfig
 
+    from trainer.distributed.expert_parallel import validate_experts
+    from trainer.distributed.mesh import resolve_mesh_sizes
     from trainer.distributed.tensor_parallel import resolve_tp_plan, validate_tp_sizes
     from trainer.models.attention.choice import validate_heads, validate_packed_model
     from trainer.models.attention.flash import validate_head_dims
@@ -132,9 +134,10 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
         lambda: resolve_tp_plan(skeleton),
         lambda: resolve_tp_plan(skeleton, sequence_parallel=True),
         lambda: restart_at_documents(skeleton),
+        lambda: validate_experts(skeleton, min(RANKS, experts), resolve_mesh_sizes(RANKS)),
         lambda: add_adapter(skeleton, LoraOptions(8, 16), folder),
     ]
-    found = []
+    experts, found = _first(config.get_text_config(), EXPERTS) or 1, []
     for check in checks:
         try:
             with torch.device("meta"):  # peft would give the adapter memory

@@ -32,7 +32,7 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
         def is_noise(name: str):
             if name not in known:
                 return None
-            elements = _noise_elements(a.get_tensor(name), b.get_tensor(name), floor)
+            elements = _noise_elements(a.get_tensor(name), b.get_tensor(name), floor, threshold)
             factor = is_noise(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
             # B begins at 0, so A's first gradient has B's first update as a factor, and is noise where that was noise
             return elements if factor is None else elements | factor.any(dim=0)[:, None]  # B: (outputs, rank)
@@ -93,17 +93,18 @@ def _norm(tensor) -> float:
     return math.sqrt(sum(part.double().square().sum().item() for part in tensor.flatten().split(CHUNK)))
 
 
-def _noise_elements(a, b, floor: float):
+def _noise_elements(a, b, floor: float, threshold: float):
     """Which elements have a gradient that is noise in both files, and not exactly zero in both.
 
-    All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor, or below NOISE of
-    that tensor's norm. So the bias of keys is found where one tensor holds the biases of queries, keys and values. And
-    so is an element whose terms cancel: Adam divides it by little more than its epsilon, and its rounding shows.
+    All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor, or below
+    `threshold` of the tensor's root mean square. So the bias of keys is found where one tensor holds the biases of
+    queries, keys and values. And the tensors are compared to `threshold` of their norm: below that, nobody knows an
+    element, not even its sign, and Adam makes updates of full size of it.
     """
     largest, norm = a.abs().maximum(b.abs()), max(_norm(a), _norm(b))
     if norm <= floor:
         return largest > 0
-    return (largest > 0) & (largest <= max(floor / math.sqrt(a.numel()), NOISE * norm))
+    return (largest > 0) & (largest <= max(floor, threshold * norm) / math.sqrt(a.numel()))
 
 
 def _open(path: Path):

@@ -149,12 +149,12 @@ def resolve_tp_plan(
         if _has_llama_layout(model):
             plans.insert(1, get_llama_tp_plan(model))
     first_error = None
-    for plan in plans:
+    for plan in (plan for plan in plans if any("*" in pattern for pattern in plan)):
         try:
             return _checked_plan(model, plan, tp_mesh, sequence_parallel)
         except UserError as error:
             first_error = first_error or error
-    if not any("*" in pattern for plan in plans for pattern in plan):
+    if first_error is None:
         flag = "--use_hf_tp_plan" if use_hf_tp_plan else FLAG
         raise UserError(flag, f"no tensor-parallel plan for {type(model).__name__}", f"{FLAG} 1")
     raise first_error
