@@ -38,16 +38,21 @@ def continuation_ids(
 
     Raises: UserError if the template refuses the conversation or does not end a turn with a stop token.
     """
-    stand_in: dict[str, Any] = {"role": "assistant", "content": MARK}
+    stand_ins: list[dict[str, Any]] = [{"role": "assistant", "content": MARK}]
     if messages[0]["role"] == "tool":
         messages = [{"tool_call_id": CALL_ID, **message} for message in messages]
         function = {"name": messages[0].get("name") or call or "tool", "arguments": {"text": MARK}}
         calls = [{"id": messages[0]["tool_call_id"], "type": "function", "function": function}]
-        stand_in |= {"content": "", "tool_calls": calls}
+        stand_ins.insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
     options = {"tokenize": False, "tools": tools}
-    before = render(tokenizer, [*opening, stand_in], **options).rpartition(MARK)
-    after = render(tokenizer, [*opening, stand_in, *messages], add_generation_prompt=True, **options).rpartition(MARK)
-    if not before[1] or not after[1]:
+    for stand_in in stand_ins:  # the second one if the template does not show calls
+        before = render(tokenizer, [*opening, stand_in], **options).rpartition(MARK)
+        after = render(tokenizer, [*opening, stand_in, *messages], add_generation_prompt=True, **options).rpartition(
+            MARK
+        )
+        if before[1] and after[1]:
+            break
+    else:
         raise UserError("the chat template", "does not show the text of an assistant turn", "another template")
     ids = list(tokenizer(after[2], add_special_tokens=False)["input_ids"])
     end = next((i for i, token in enumerate(ids) if is_stop_token(tokenizer, token)), None)
