@@ -323,9 +323,9 @@ def test_where_environments_come_from(tmp_path):
     }.items():
         with pytest.raises(UserError, match=expected):
             load_environment(name)
-    path.write_text("1 / 0\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserError, match=r"cannot be imported: ZeroDivisionError: .*line 1"):
-        load_environment(str(path))
+        load_environment(str(tmp_path / "broken.py"))
 
 
 def test_calls_of_tools_are_read_from_the_formats_of_models():

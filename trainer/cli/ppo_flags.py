@@ -117,6 +117,10 @@ def _validate_rewards(args: PPOArguments) -> None:
         raise UserError(
             "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
         )
+    if args.env:
+        from trainer.rollout.environments import load_environment
+
+        load_environment(args.env)
     if needs_labels(args.reward_func) and not args.label_key:
         raise UserError("--label_key", f"missing with --reward_func {args.reward_func}", "the column of the answers")
     if args.remote_rm_url:

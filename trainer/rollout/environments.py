@@ -4,6 +4,7 @@ Every failure there becomes one UserError, as with reward functions.
 """
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -45,6 +46,7 @@ class Step:
     done: bool = False
 
 
+@functools.cache  # the code of a module runs once
 def load_environment(name: str) -> Callable[[], Any]:
     """The class or function of `--env` that makes an environment. Raises UserError if there is none.
 
