@@ -1,6 +1,6 @@
 """Load for a reward server: many clients at a time, some of them slow, broken, oversized or without the key.
 
-To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS [KEY]. It prints requests per second.
+To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS SECONDS [KEY]. It prints requests per second.
 """
 
 import asyncio
@@ -61,10 +61,15 @@ async def client(port: int, first: int, count: int, key: str | None, bad_every: 
             answers.append(("good", number, *await ask(port, message(body, key))))
 
 
-async def load(port: int, clients: int, count: int, key: str | None, bad_every: int = 0) -> tuple[list, float]:
-    """(all answers as (kind, number, status, body), seconds). One of `bad_every` requests is bad."""
+async def load(
+    port: int, clients: int, count: int, key: str | None, bad_every: int = 0, limit: float = 3600
+) -> tuple[list, float]:
+    """(all answers as (kind, number, status, body), seconds), as far as they come within `limit` seconds. One of
+    `bad_every` requests is bad."""
     answers, started = [], time.perf_counter()
-    await asyncio.gather(*(client(port, c * count, count, key, bad_every, answers) for c in range(clients)))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await asyncio.gather(*(client(port, c * count, count, key, bad_every, answers) for c in range(clients)))
     return answers, time.perf_counter() - started
 
 
@@ -86,7 +91,7 @@ def serving(score, **limits):
 
 
 if __name__ == "__main__":
-    port, clients, count, *key = sys.argv[1:]
-    found, seconds = asyncio.run(load(int(port), int(clients), int(count), *key or [None]))
+    port, clients, count, limit = map(int, sys.argv[1:5])
+    found, seconds = asyncio.run(load(port, clients, count, (sys.argv[5:] or [None])[0], limit=limit))
     good = sum(kind == "good" and status == 200 for kind, _, status, _ in found)
     print(f"{good} of {len(found)} answered, {good / seconds:.0f} requests a second")

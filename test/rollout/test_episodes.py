@@ -307,6 +307,34 @@ def test_what_an_environment_may_do():
     assert tasks == [{"sum": 5, "nested": [1, 2]}] * 2, "each one has its own copy of the row"
 
 
+def test_an_environment_in_the_form_of_gymnasium():
+    class Guess:
+        def reset(self, *, seed=None, options=None):
+            self.left = options["sum"] - 3
+            return f"{self.left} left", {}
+
+        def step(self, action):
+            self.left -= 1
+            return f"{self.left} left", 0.5, self.left == 0, False, {"heard": action}
+
+    for sample in run_one(Guess, turns=4):
+        assert sample.score == 1.0 and sample.finished and len(sample.turns) == 2
+        text = byte_tokenizer("qwen3").decode(sample.prompt_ids + sample.response_ids)
+        assert text.count("<|im_start|>user\n2 left<|im_end|>") == text.count("<|im_start|>user\n1 left<|im_end|>") == 1
+
+
+def test_tools_that_an_async_reset_finds():
+    class Late:
+        async def reset(self, task):
+            self.tools = TOOLS
+            return ASKED
+
+        def step(self, response):
+            return 1, True
+
+    assert "Add two numbers." in byte_tokenizer("qwen3").decode(run_one(Late)[0].prompt_ids)
+
+
 def test_where_environments_come_from(tmp_path):
     path = tmp_path / "env.py"
     text = "class Environment:\n    def reset(self, task): pass\n    def step(self, response): pass\nOTHER = 3\n"

@@ -154,8 +154,18 @@ async def _awaited(value) -> Any:
         return _Failure.of(error)
 
 
+def reset(env: Any, task: dict) -> Any:
+    """Call `reset(task)`; of an environment in Gymnasium's form, `reset(options=task)`."""
+    options = inspect.signature(env.reset).parameters.get("options")
+    if options is not None and options.kind is options.KEYWORD_ONLY:
+        return env.reset(options=task)
+    return env.reset(task)
+
+
 def read_opening(value: Any) -> list[dict]:
-    """The messages that `reset` returned. Raises UserError for anything else."""
+    """The messages that `reset` returned, or Gymnasium's (observation, info). Raises UserError for anything else."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value = _observed(value[0])
     messages = _messages(value)
     if not messages or messages[-1]["role"] == "assistant":
         raise UserError("", "the messages do not end with one that the model answers", "a list of messages")
@@ -163,7 +173,13 @@ def read_opening(value: Any) -> list[dict]:
 
 
 def read_step(value: Any) -> Step:
-    """What `step` returned: messages; (reward, done); or (messages, reward, done). Raises UserError for anything else."""
+    """What `step` returned: messages; (messages, reward); (reward, done); or (messages, reward, done).
+
+    Gymnasium's (observation, reward, terminated, truncated, info) is read too. Raises UserError for anything else.
+    """
+    if isinstance(value, tuple) and len(value) == 5:
+        observation, reward, terminated, truncated, _ = value
+        value = (_observed(observation), reward, bool(terminated or truncated))
     if isinstance(value, list):
         value = (value, 0.0, False)
     elif isinstance(value, tuple) and len(value) == 2:
@@ -179,6 +195,10 @@ def read_step(value: Any) -> Step:
     if not messages or any(message["role"] == "assistant" for message in messages):
         raise UserError("", "is not done and gives no messages for the model", "messages of the roles user and tool")
     return Step(messages, reward)
+
+
+def _observed(observation: Any) -> list[dict]:
+    return [{"role": "user", "content": str(observation)}]
 
 
 def _messages(value: Any) -> list[dict]:

@@ -20,7 +20,7 @@ from trainer.datasets.templates import render_prompt
 from trainer.datasets.turns import continuation_ids, tool_calls
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
-from trainer.rollout.environments import Caller, Response, Step, read_opening, read_step
+from trainer.rollout.environments import Caller, Response, Step, read_opening, read_step, reset
 from trainer.rollout.experience import Sample, gather_over_world
 from trainer.rollout.rewards import check_scores
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
@@ -147,17 +147,16 @@ def generate_episodes(
 def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int]]]:
     """Make and reset an environment for each episode. Returns the ids of their prompts."""
 
-    def reset(episode: Episode) -> list[dict]:
-        env = environments.make()
+    def begin(episode: Episode) -> Any:
         task = copy.deepcopy(columns_of(episode.prompt))  # samples of a prompt share its lists
-        opening = env.reset(task)
-        episode.env, episode.tools = env, tools_of({"tools": getattr(env, "tools", None) or task.get("tools")})
-        return opening
+        episode.env = environments.make()
+        return reset(episode.env, task)
 
-    openings = environments.call("reset", [lambda e=episode: reset(e) for episode in episodes])
+    openings = environments.call("reset", [functools.partial(begin, episode) for episode in episodes])
     for episode, opening in zip(episodes, openings):
         with _named(environments, "reset", episode):
-            episode.opening = read_opening(opening)
+            tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
+            episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
             episode.prompt_ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
             if len(episode.prompt_ids) > environments.prompt_max_len:
                 found = f"messages of {len(episode.prompt_ids)} tokens"
