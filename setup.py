@@ -47,6 +47,7 @@ setup(
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
         "watch": ["rich>=13"],
+        "serve": ["uvicorn>=0.54,<0.55", "starlette>=1,<2"],
         "docs": DOCS,
         "dev": [
             *DOCS,
@@ -60,6 +61,8 @@ setup(
             "trl>=1.16,<2",
             "math-verify",
             "rich>=13",
+            "uvicorn>=0.54,<0.55",
+            "starlette>=1,<2",
             "ring-flash-attn",
         ],
     },

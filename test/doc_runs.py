@@ -22,7 +22,15 @@ DRIVER = str(ROOT / "test" / "docs" / "run_lines.py")
 NUM_ROWS = 64
 PATH_FLAGS = [
     *("--pretrain", "--dataset", "--eval_dataset", "--output_dir", "--save_path", "--load_checkpoint", "--config"),
-    *("--ref_model", "--reward_pretrain", "--critic_pretrain", "--rollouts_from", "--parity_dump", "--reward_func"),
+    *(
+        "--ref_model",
+        "--reward_pretrain",
+        "--critic_pretrain",
+        "--rollouts_from",
+        "--parity_dump",
+        "--reward_func",
+        "--env",
+    ),
     *("--tokenizer_chat_template", "--parity_trace"),
 ]
 SMALL_PPO = {  # what makes a run of train_ppo short

@@ -1,16 +1,15 @@
 """train_ppo from the command line: every estimator and loss, exact resume, failing rewards, and one line for what is wrong."""
 
-import http.server
 import importlib.util
 import json
 import re
 import shutil
 import sys
-import threading
 
 import pytest
 from launch import read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file, save_file
+from serve_load import serving
 
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
@@ -284,19 +283,18 @@ def test_a_reward_server_is_told_which_responses_ended(folder, reward_model):
     server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", device="cpu"))
     score, asked = server.score, []
     server.score = lambda *request: asked.append(request) or score(*request)
-    listening = http.server.HTTPServer(("127.0.0.1", 0), server.handler())
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
     line = flags(folder, "served", *text_prompts(folder), "--stop", "7")
     at = line.index("--reward_func")
-    line[at : at + 2] = ["--remote_rm_url", f"http://127.0.0.1:{listening.server_port}"]
-    code, output = train_alone(line)
-    listening.shutdown()
-    listening.server_close()
+    (folder / "key").write_text("secret\n")
+    with serving(lambda *request: server.score(*request), api_key="secret") as port:
+        url = f"http://127.0.0.1:{port}"
+        line[at : at + 2] = ["--remote_rm_url", f"{url},{url}/again", "--remote_rm_api_key", str(folder / "key")]
+        code, output = train_alone(line)
     assert code == 0, output[-3000:]
     rows = rollout_of(folder / "served")
     ended = [row["response_ids"][-1] == EOS for row in rows]
     assert any(row["finished"] and not end for row, end in zip(rows, ended)), "a stop text ended some"
-    assert [request[2] for request in asked] == [ended]
+    assert sorted(finished for request in asked for finished in request[2]) == sorted(ended)
     prompt, text = "1 2", " 3 4"
     whole, cut = (server.input_ids(prompt, text, finished) for finished in (True, False))
     assert whole == [*cut, EOS] == server.input_ids(prompt, text)
@@ -509,6 +507,7 @@ WRONG = {
     "--eps_clip": ["--policy_loss", "reinforce", "--eps_clip", "0.3"],
     "--kl_horizon": ["--init_kl_coef", "0.1", "--kl_horizon", "5"],
     "--overlong_penalty_factor": ["--overlong_penalty_factor", "2"],
+    "--remote_rm_api_key": ["--remote_rm_api_key", "key.txt"],
     "--remote_rm_retries": ["--remote_rm_retries", "1"],
     "--wandb_project": ["--wandb_project", "mine"],
     "--offload_ref": ["--offload_ref"],

@@ -79,7 +79,10 @@ class ScoreArguments:
     reward_weights: Optional[list[float]] = arg(
         None, "weights of the reward functions or models (default: 1 each)", type=float, nargs="+"
     )
-    remote_rm_url: Optional[str] = arg(None, "HTTP endpoint that scores; see python -m trainer.cli.serve_rm")
+    remote_rm_url: Optional[str] = arg(
+        None, "HTTP endpoints that score (comma-separated); see python -m trainer.cli.serve_rm"
+    )
+    remote_rm_api_key: Optional[str] = arg(None, "file that holds the key that --remote_rm_url asks for")
     remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")
     remote_rm_retries: int = arg(3, "number of retries; the pause before each one doubles", type="NonNegativeInt")
     reward_clip_range: Optional[list[float]] = arg(None, "clip scores to these bounds", type=float, nargs=2)
@@ -90,6 +93,20 @@ class ScoreArguments:
     overlong_penalty_factor: float = arg(
         1.0, "score that a response of --generate_max_len loses", type="NonNegativeFloat"
     )
+
+
+@dataclass
+class EnvironmentArguments:
+    """Environments"""
+
+    env: Optional[str] = arg(
+        None,
+        "Python file or module with a class Environment that talks with the model over several turns, and rewards it; "
+        "see docs/environments.md",
+    )
+    env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
+    env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
+    env_concurrency: int = arg(16, "environments that a rank calls at a time", type="PositiveInt")
 
 
 @dataclass
@@ -173,6 +190,7 @@ class PPOArguments(
     CriticArguments,
     KLArguments,
     AdvantageArguments,
+    EnvironmentArguments,
     ScoreArguments,
     RolloutArguments,
     PromptArguments,

@@ -88,10 +88,11 @@ def test_sequences_are_scored_where_transformers_scores_them(tmp_path, pad_token
     expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0] for ids in sequences]
     samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in sequences]
     of_a_rollout = {"response_length": 2, "offset": 0, "loss_weight": 1.0, "number": 0}
+    rows = [{**s, **of_a_rollout, "loss_mask": [0] * (len(s["input_ids"]) - 2) + [1, 1]} for s in samples]
     batches = [
         collate_sequences(samples, pad_token_id, packed),
-        collate_samples([{**sample, **of_a_rollout} for sample in samples], pad_token_id, packed),
-        collate_samples([{**sample, **of_a_rollout} for sample in samples], 5, packed, scoring_pad=pad_token_id),
+        collate_samples(rows, pad_token_id, packed),
+        collate_samples(rows, 5, packed, scoring_pad=pad_token_id),
     ]
     classifier.set_attn_implementation(resolve_attention("sdpa", packed))
     return_token_scores(classifier)

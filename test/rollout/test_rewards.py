@@ -20,11 +20,11 @@ from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.experience import Sample, score_by_texts
 from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
+from trainer.rollout.remote_rewards import remote_scorer
 from trainer.rollout.rewards import (
     function_scorer,
     load_reward_function,
     load_reward_functions,
-    remote_scorer,
     wanted_columns,
     weighted_scorer,
 )
@@ -372,6 +372,28 @@ def test_a_server_that_is_down():
         pass
     with pytest.raises(UserError, match=r"--remote_rm_url .* no usable answer after 2 tries: .*refused"):
         remote_scorer(url, 1, 1, pause=0.01)(*ASKED)
+
+
+def test_several_servers_share_a_call_and_stand_in_for_each_other():
+    one = (200, '{"rewards": [1]}')
+    with server([(500, "")]) as (url, _):
+        pass  # nobody listens there any more
+    with server([one]) as (first, of_first), server([(200, '{"rewards": [2]}')]) as (second, of_second):
+        assert remote_scorer(f"{first}, {second}", 5, 0)(*ASKED)[0] == [1.0, 2.0]
+        assert [request["prompts"] for request in (*of_first, *of_second)] == [["p"], ["q"]]
+        assert remote_scorer(f"{url},{second}", 5, 0)(*ASKED)[0] == [2.0, 2.0], "the part of the one that is down"
+        assert remote_scorer(f"{first},{second}", 5, 0)([], [], [], []) == ([], {})
+
+
+def test_a_request_that_a_server_calls_wrong_is_not_sent_again():
+    with server([(401, '{"error": "no key"}')]) as (url, requests):
+        with pytest.raises(UserError, match=r"--remote_rm_url .* refuses the request: HTTPError: 401 no key"):
+            remote_scorer(url, 5, 3)(*ASKED)
+        assert len(requests) == 1
+    with server([(429, ""), GOOD]) as (url, requests):
+        assert remote_scorer(url, 5, 1, pause=0.01)(*ASKED)[0] == [1.0, 2.5]
+    with pytest.raises(UserError, match="--remote_rm_url: x:1"):
+        remote_scorer("http://a, x:1", 5, 3)
 
 
 def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_path):

@@ -192,6 +192,48 @@ def test_nothing_to_generate(engines):
     assert engines[0].generate([], Sampling(1.0, 4, ())) == []
 
 
+def test_each_prompt_may_have_its_own_limit(engines):
+    engine, embedded, _, _ = engines
+    whole = engine.generate(PROMPTS, Sampling(0.0, 12, ()))
+    found = engine.generate(PROMPTS, Sampling(0.0, 12, ()), limits=[1, 12, 5, 9])
+    assert [c.token_ids for c in found] == [c.token_ids[:n] for c, n in zip(whole, [1, 12, 5, 9])]
+    assert_same(found, embedded.generate(PROMPTS, Sampling(0.0, 12, ()), limits=[1, 12, 5, 9]))
+
+
+def test_episodes_are_those_of_the_embedded_engine(engines):
+    """Of three turns, with and without a tool's answer. Log-probs are those of one pass over the whole conversation."""
+    from trainer.rollout.environments import Caller
+    from trainer.rollout.episodes import Environments, generate_episodes
+
+    class Talker:
+        def reset(self, task):
+            return [{"role": "user", "content": "1 2"}]
+
+        def step(self, response):
+            return [{"role": "tool", "content": "3"}, {"role": "user", "content": str(len(response))}], 1.0, False
+
+    engine, embedded, model, tokenizer = engines
+    environments = Environments(Talker, Caller("--env x", 20, 4), "--env x", tokenizer, 3, 64)
+    prompts = [{"row": 0, "label": None}]
+    sampling = Sampling(0.7, 150, tuple(range(3, 60)))
+    found, expected = (
+        generate_episodes(environments, one, prompts, 4, sampling, seed=1, rollout=0) for one in (engine, engine)
+    )
+    assert found == expected and {len(sample.turns) for sample in found} >= {3}
+    for sample in found:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0] / 0.7).log_softmax(-1)
+        places = [len(sample.prompt_ids) + place for place in sample.generated()]
+        plain = [log_probs[place - 1, ids[0, place]].item() for place in places]
+        assert sample.log_probs == pytest.approx(plain, abs=1e-4)
+    greedy = Sampling(0.0, 150, tuple(range(3, 60)))
+    found, expected = (
+        generate_episodes(environments, one, prompts, 1, greedy, seed=1, rollout=0)[0] for one in (engine, embedded)
+    )
+    assert found.response_ids == expected.response_ids and found.turns == expected.turns
+
+
 # --- weights
 
 

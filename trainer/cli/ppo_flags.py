@@ -53,7 +53,8 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
-        ("remote_rm_timeout remote_rm_retries", bool(args.remote_rm_url), "--remote_rm_url"),
+        ("env_max_turns env_timeout env_concurrency", bool(args.env), "--env"),
+        ("remote_rm_timeout remote_rm_retries remote_rm_api_key", bool(args.remote_rm_url), "--remote_rm_url"),
     ]
     training_command.refuse_idle(args, rules, usual=PPO_DEFAULTS)
 
@@ -107,6 +108,7 @@ def _validate_rewards(args: PPOArguments) -> None:
         "--reward_func": args.reward_func,
         "--reward_pretrain": args.reward_pretrain,
         "--remote_rm_url": args.remote_rm_url,
+        "--env": args.env,
     }
     given = [flag for flag, value in sources.items() if value]
     if len(given) > 1:
@@ -115,10 +117,22 @@ def _validate_rewards(args: PPOArguments) -> None:
         raise UserError(
             "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
         )
+    if args.env:
+        from trainer.rollout.environments import load_environment
+
+        load_environment(args.env)
     if needs_labels(args.reward_func) and not args.label_key:
         raise UserError("--label_key", f"missing with --reward_func {args.reward_func}", "the column of the answers")
+    if args.remote_rm_url:
+        from trainer.rollout.remote_rewards import read_key, split_urls
+
+        split_urls(args.remote_rm_url)
+        if args.remote_rm_api_key:
+            read_key("--remote_rm_api_key", args.remote_rm_api_key)
     if args.reward_weights is not None:
-        count = len((args.reward_pretrain or args.reward_func or "").split(",")) * (not args.remote_rm_url)
+        count = len((args.reward_pretrain or args.reward_func or "").split(",")) * (
+            not (args.remote_rm_url or args.env)
+        )
         if len(args.reward_weights) != count:
             found = f"{len(args.reward_weights)} for {count} --reward_func or --reward_pretrain"
             raise UserError("--reward_weights", found, "one each")

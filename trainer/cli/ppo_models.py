@@ -115,6 +115,7 @@ def build_roles(
         average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
         score=build_reward(args, setup, make_batches, functions),
         engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
+        environment=_environments(args, setup) if args.env else None,
         critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
         has_reference=bool(args.init_kl_coef),
         reference=_reference(args, setup) if args.init_kl_coef and not reference_is_base(args) else None,
@@ -148,6 +149,18 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
         name = type(engine.model).__name__
         setup.strategy.print(f"rollout engine: no cache for {name}, so each token reads the whole text again")
     return engine
+
+
+def _environments(args: PPOArguments, setup: training_command.Setup):
+    from trainer.datasets.templates import chat_template
+    from trainer.rollout.environments import Caller, load_environment
+    from trainer.rollout.episodes import Environments
+
+    chat_template(setup.tokenizer)  # raises if there is none
+    where = f"--env {args.env}"
+    call = Caller(where, args.env_timeout, args.env_concurrency)
+    make = load_environment(args.env)
+    return Environments(make, call, where, setup.tokenizer, args.env_max_turns, args.prompt_max_len)
 
 
 def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dict):
@@ -217,18 +230,20 @@ def build_reward(
 ) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
     from trainer.rollout.experience import score_by_texts
-    from trainer.rollout.rewards import function_scorer, remote_scorer, short_name, weighted_scorer
+    from trainer.rollout.remote_rewards import read_key, remote_scorer
+    from trainer.rollout.rewards import function_scorer, short_name, weighted_scorer
 
     if args.reward_pretrain:
         return _reward_models(args, setup, make_batches)
     if args.remote_rm_url:
-        scorer = remote_scorer(args.remote_rm_url, args.remote_rm_timeout, args.remote_rm_retries)
+        key = read_key("--remote_rm_api_key", args.remote_rm_api_key) if args.remote_rm_api_key else None
+        scorer = remote_scorer(args.remote_rm_url, args.remote_rm_timeout, args.remote_rm_retries, key)
     elif functions:
         scorers = {short_name(name): function_scorer(name, f, args.reward_timeout) for name, f in functions.items()}
         [scorer, *others] = scorers.values()
         if others or args.reward_weights:
             scorer = weighted_scorer(scorers, args.reward_weights or [1.0] * len(scorers))
-    else:  # scores come from --rollouts_from, and nothing is evaluated
+    else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples: None
     ids = stop_ids(setup)
     return lambda samples: score_by_texts(scorer, samples, setup.tokenizer, ids)

@@ -3,8 +3,10 @@
 python -m trainer.cli.serve_rm --reward_pretrain runs/rm/model --port 8000
 """
 
-import http.server
-import json
+import importlib.util
+import ipaddress
+import signal
+import socket
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -20,7 +22,14 @@ class ServeArguments:
     reward_pretrain: Optional[str] = arg(None, "reward model folder, as train_rm writes it")
     host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8000, "port to listen on; 0 takes a free one", type="NonNegativeInt")
-    batch_size: int = arg(16, "texts per forward pass", type="PositiveInt")
+    api_key: Optional[str] = arg(
+        None, "file that holds the key that requests must send; needed if --host is not this machine alone"
+    )
+    batch_size: int = arg(16, "texts per forward pass, of several requests together", type="PositiveInt")
+    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
+    max_queue: int = arg(16384, "texts that wait at a time; a request beyond them gets 503", type="PositiveInt")
+    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
+    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
     max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
     param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
@@ -59,13 +68,18 @@ class RewardServer:
         A finished response gets the end token and, in a chat, what the template adds after it. An unfinished response
         gets neither.
         """
+        return self._rows([prompt], [response], [finished])[0]
+
+    def _rows(self, prompts: list[str], responses: list[str], finished: list[bool]) -> list[list[int]]:
+        """The `input_ids` of several texts. The tokenizer reads all of them in one call, which is faster."""
         from trainer.datasets.prompts import as_conversation
 
-        prompt_ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
         eos = self.tokenizer.eos_token_id
-        response_ids = [*self.tokenizer(response, add_special_tokens=False)["input_ids"], *[eos] * finished]
-        whole = prompt_ids + as_conversation(prompt_ids, response_ids, self.ends, eos)
-        return whole[-self.args.max_len :]
+        ids = iter(self.tokenizer([*prompts, *responses], add_special_tokens=False)["input_ids"])
+        prompt_ids, rows = [next(ids) for _ in prompts], []
+        for before, response_ids, ended in zip(prompt_ids, ids, finished):
+            rows.append(before + as_conversation(before, response_ids + [eos] * ended, self.ends, eos))
+        return [row[-self.args.max_len :] for row in rows]
 
     def score(self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None) -> list[float]:
         import torch
@@ -73,7 +87,9 @@ class RewardServer:
         from trainer.datasets.answers import scored_position
 
         finished = [True] * len(responses) if finished is None else finished
-        ids = [self.input_ids(*texts) for texts in zip(prompts, responses, finished, strict=True)]
+        if not len(prompts) == len(responses) == len(finished):
+            raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(finished)} finished")
+        ids = self._rows(prompts, responses, finished) if prompts else []
         scores = []
         for start in range(0, len(ids), self.args.batch_size):
             part = {"input_ids": ids[start : start + self.args.batch_size]}
@@ -85,45 +101,45 @@ class RewardServer:
             scores += token_scores[:, 0].float().tolist()
         return scores
 
-    def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """Return a handler class for http.server.
 
-        A POST has prompts, responses and, if known, finished (true or false for each). The answer has rewards. A bad
-        request gets 400 with the reason.
-        """
-        server = self
+def limits_of(args: ServeArguments):
+    """The limits of the service. Raises UserError for an open address without a key."""
+    from trainer.cli.reward_service import Limits
+    from trainer.rollout.remote_rewards import read_key
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                try:
-                    request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                    scores = server.score(request["prompts"], request["responses"], request.get("finished"))
-                    status, answer = 200, {"rewards": scores}
-                except (ValueError, KeyError, TypeError) as error:
-                    status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
-                body = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    if args.api_key is None and not is_loopback(args.host):
+        raise UserError("--api_key", f"missing with --host {args.host}, which others can reach", "a file with a key")
+    key = read_key("--api_key", args.api_key) if args.api_key else None
+    max_body = args.max_body_mb << 20
+    return Limits(args.batch_size, max_body, args.max_queue, args.max_connections, args.read_timeout, key)
 
-            def log_message(self, *_) -> None:
-                pass
 
-        return Handler
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(ServeArguments, "serve_rm", argv)
     quiet_libraries()
-    server = RewardServer(args)
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
+        raise UserError("serve_rm", "uvicorn and starlette are not installed", "pip install -e '.[serve]'")
+    from trainer.cli.reward_service import make_server
+
+    limits = limits_of(args)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:
-        listening = http.server.HTTPServer((args.host, args.port), server.handler())  # one request at a time
+        listening = socket.create_server((args.host, args.port), family=family, backlog=1024)
     except OSError as error:
         raise UserError("--port", f"{args.host}:{args.port}: {error.strerror}") from None
-    print(f"scoring at http://{args.host}:{listening.server_port}", flush=True)
-    listening.serve_forever()
+    server = make_server(RewardServer(args).score, limits)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has shut down
+        signal.signal(number, lambda *_: None)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"scoring at http://{host}:{listening.getsockname()[1]}", flush=True)
+    server.run(sockets=[listening])
 
 
 def main() -> None:

@@ -86,13 +86,13 @@ def render_chat(
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
     if not trained:
-        input_ids = _render(tokenizer, messages, tools=tools) if messages else []
+        input_ids = render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
     found = None
     if not marked or training_templates.is_ours(template):
-        text = _render(tokenizer, messages, tokenize=False, tools=tools)
+        text = render(tokenizer, messages, tokenize=False, tools=tools)
         found = training_templates.written_spans(tokenizer, template, messages, tools, text)
     if found:
         spans = {turn: span for turn, span in found[1].items() if turn in trained and span[1] > span[0]}
@@ -112,7 +112,7 @@ def render_chat(
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
     messages = _without_empty_content(chat_template(tokenizer, tools), messages)
-    return _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+    return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
 
 
 def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:
@@ -126,7 +126,7 @@ def _has_answer(message: dict) -> bool:
     return bool((message.get("content") or "").strip() or message.get("tool_calls"))
 
 
-def _render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
+def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
     """Token ids (or the text) of the conversation. With return_assistant_tokens_mask: the ids and the mask."""
     try:
         out = tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
@@ -143,7 +143,7 @@ def _marked_spans(
     tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
     """Ids and {turn: (start, end)} from the {% generation %} markers: one run of marked tokens per assistant turn."""
-    input_ids, mask = _render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
+    input_ids, mask = render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
     runs, start = [], 0
     for marked, group in groupby(mask):
         end = start + len(list(group))
@@ -166,7 +166,7 @@ def _difference_spans(
 
     In <user>hi<assistant>yes<end>\\n<user>..., the prompt of turn 1 is <user>hi<assistant>. So its span is yes<end>.
     """
-    input_ids = _render(tokenizer, messages, tools=tools)
+    input_ids = render(tokenizer, messages, tools=tools)
     spans = {}
     for turn in trained:
         start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, tools=tools)
@@ -184,11 +184,11 @@ def _prefix_length(
     if num == 0:
         raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
     head = messages[:num]
-    ids = _render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
+    ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
     if input_ids[: len(ids)] == ids:
         return len(ids)
-    text = _render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
-    if not _render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
+    text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
+    if not render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
         raise _rewrites(messages, num)
     # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"). The merged token is the answer's.
     return next(

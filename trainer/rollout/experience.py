@@ -1,7 +1,7 @@
 """A rollout: samples that every rank knows, and their tokens as the micro-batches that training runs over.
 
 Values per token have two forms. One is in a micro-batch: (rows, tokens) like its input_ids, on the ranks that have
-those tokens. The other is a flat vector of all response tokens of the rollout, sample after sample. It is the same on
+those tokens. The other is a flat vector of all generated tokens of the rollout, sample after sample. It is the same on
 every rank, and plain code computes advantages from it. `collect` and `spread` convert between the two forms.
 """
 
@@ -39,6 +39,13 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)
     kept_ids: list[list[int]] = field(default_factory=list)  # as in Completion
     columns: dict = field(default_factory=dict)  # of the prompt's row, for reward functions that take them
+    # [start, end) in response_ids of each turn that the model generated; the rest is of the environment. Empty: all
+    turns: list[list[int]] = field(default_factory=list)
+
+    def generated(self) -> list[int]:
+        """The positions in response_ids that the engine generated. Only these have log-probs, advantages and a loss."""
+        spans = self.turns or [[0, len(self.response_ids)]]
+        return [position for start, end in spans for position in range(start, end)]
 
 
 def gather_over_world(values: list) -> list:
@@ -118,7 +125,7 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
 def collate_samples(
     samples: list[dict], pad_token_id: int, packed: bool, scoring_pad: Optional[int] = None
 ) -> dict[str, torch.Tensor]:
-    """A micro-batch of samples, padded or packed. Labels are the response tokens.
+    """A micro-batch of samples, padded or packed. Labels are the generated tokens.
 
     It adds to the result of `trainer.datasets.packing`, per token (rows, tokens):
     - sequence_ids: the number of the token's sample in the micro-batch
@@ -141,7 +148,7 @@ def collate_samples(
         extra["sequence_ids"][row, first : first + length] = number
         extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
         # labels are shifted: the token at t predicts the token at t + 1
-        predicting = slice(first + length - response - 1, first + length - 1)
+        predicting = first + torch.tensor(sample["loss_mask"]).nonzero().squeeze(1) - 1
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
         weights[row, predicting] = sample["loss_weight"]
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
@@ -159,15 +166,18 @@ class SampleSet:
     """
 
     def __init__(self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False):
-        lengths = [len(sample.response_ids) for sample in samples]
-        offset = 0
+        places = [sample.generated() for sample in samples]
+        lengths, offset = [len(of_sample) for of_sample in places], 0
         self._rows: list[dict[str, Any]] = []
         for number, (sample, weight) in enumerate(zip(samples, token_weights(lengths, loss_agg, max_len))):
             input_ids, has_loss = sample.prompt_ids + sample.response_ids, sample.finished or not mask_truncated
+            loss_mask = [0] * len(input_ids)
+            for place in places[number]:
+                loss_mask[len(sample.prompt_ids) + place] = 1
             self._rows.append(
                 {
                     "input_ids": input_ids,
-                    "loss_mask": [0] * len(sample.prompt_ids) + [1] * lengths[number],
+                    "loss_mask": loss_mask,
                     "number": number,
                     "offset": offset,
                     "response_length": lengths[number],
@@ -242,7 +252,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    left_out = ("columns",) if sample.kept_ids else ("columns", "kept_ids")
+    left_out = ["columns"] + [name for name in ("kept_ids", "turns") if not getattr(sample, name)]
     values = {name: value for name, value in vars(sample).items() if name not in left_out}
     return {"rollout": rollout, **texts, **values}
 

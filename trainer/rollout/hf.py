@@ -82,23 +82,31 @@ class HFEngine:
         self.model.to(self.device)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] = (),
+        limits: Sequence[int] = (),
     ) -> list[Completion]:
-        """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none."""
+        """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none.
+
+        `limits` are the largest numbers of new tokens, one per prompt, where they are below that of `sampling`.
+        """
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
-            completions += self._generate_batch(prompts[part], sampling, seeds[part])
+            most = limits[part] or [sampling.max_new_tokens] * len(prompts[part])
+            completions += self._generate_batch(prompts[part], sampling, seeds[part], most)
         return completions
 
     @torch.no_grad()
-    def _generate_batch(self, prompts, sampling: Sampling, seeds) -> list[Completion]:
+    def _generate_batch(self, prompts, sampling: Sampling, seeds, limits) -> list[Completion]:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
-        going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, sampling.max_new_tokens)
+        going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits))
         tokens = None
-        for step in range(sampling.max_new_tokens):
+        for step in range(max(limits)):
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
             log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
             kept_ids = None
@@ -107,22 +115,23 @@ class HFEngine:
                 kept_ids = [row.nonzero().squeeze(1).tolist() for row in log_probs > float("-inf")]
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
-            pairs = [(prompts[row], completions[row]) for row in rows]
-            going_on = self._append(pairs, tokens.tolist(), picked.tolist(), kept_ids, sampling)
+            continued = [(prompts[row], completions[row], limits[row]) for row in rows]
+            going_on = self._append(continued, tokens.tolist(), picked.tolist(), kept_ids, sampling)
             if not going_on:
                 break
-            if 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
+            at_limit = any(limits[row] == step + 1 for row in rows)  # the model may have no further positions there
+            if at_limit or 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
                 kept = torch.tensor(going_on, device=self.device)
                 going.keep(kept)
                 tokens, rows = tokens[kept], [rows[index] for index in going_on]
         return completions
 
-    def _append(self, pairs: list[tuple], tokens, log_probs, kept_ids, sampling: Sampling) -> list[int]:
-        """Add a token to each completion, of (prompt, completion) pairs, that has not ended. Returns the positions of
+    def _append(self, rows: list[tuple], tokens, log_probs, kept_ids, sampling: Sampling) -> list[int]:
+        """Add a token to each completion, of (prompt, completion, limit), that has not ended. Returns the positions of
         those that continue."""
         going_on = []
-        for index, (prompt, completion) in enumerate(pairs):
-            if completion.finished:
+        for index, (prompt, completion, limit) in enumerate(rows):
+            if completion.finished or len(completion.token_ids) == limit:
                 continue
             completion.token_ids.append(tokens[index])
             completion.log_probs.append(log_probs[index])
@@ -130,7 +139,7 @@ class HFEngine:
                 completion.kept_ids.append(kept_ids[index])
             in_text = self._ends_in_text(prompt, completion, sampling)
             completion.finished = tokens[index] in sampling.stop_ids or in_text
-            if not completion.finished:
+            if not completion.finished and len(completion.token_ids) < limit:
                 going_on.append(index)
         return going_on
 

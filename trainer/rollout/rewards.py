@@ -1,16 +1,11 @@
-"""Scores from outside the mesh: Python functions or an HTTP endpoint. Every failure there becomes one UserError."""
+"""Scores from Python functions. Every failure there becomes one UserError. HTTP endpoints are in remote_rewards.py."""
 
-import http.client
 import importlib.util
 import inspect
 import itertools
-import json
 import numbers
 import os
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +13,7 @@ from trainer.errors import UserError
 from trainer.rollout.math_reward import exact_match, math_reward
 
 BUILT_IN = {"math": math_reward, "exact_match": exact_match}
-FLAG, URL_FLAG = "--reward_func", "--remote_rm_url"
-FIRST_PAUSE_SECONDS = 0.5
+FLAG = "--reward_func"
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
 ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column of such a name is not handed over
 RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
@@ -88,7 +82,7 @@ def load_reward_function(name: str) -> Callable:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise UserError(FLAG, f"{name} cannot be imported: {_told(error)}") from None
+        raise UserError(FLAG, f"{name} cannot be imported: {told(error)}") from None
     if not callable(getattr(module, "reward_func", None)):
         raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
     return module.reward_func
@@ -142,7 +136,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
     if thread.is_alive():
         raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
     if "error" in outcome:
-        raise UserError(where, f"raised {_told(outcome['error'])}")
+        raise UserError(where, f"raised {told(outcome['error'])}")
     return outcome["value"]
 
 
@@ -154,7 +148,7 @@ def _realized(result: Any, limit: int) -> Any:
     return list(itertools.islice(result, limit)) if isinstance(result, Iterator) else result
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     trace, line = error.__traceback__, None
     while trace:
         line, trace = trace.tb_lineno, trace.tb_next
@@ -195,39 +189,3 @@ def _numbers(where: str, values: Any, count: int) -> list[float]:
             allowed = f"finite numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
             raise UserError(where, f"score {value} for response {number + 1} of {count}", allowed)
     return found
-
-
-def remote_scorer(url: str, timeout: float, retries: int, pause: float = FIRST_PAUSE_SECONDS) -> Scorer:
-    """A scorer that POSTs {"prompts", "responses", "labels", "finished"} as JSON.
-
-    The answer is {"rewards": [...]}, with one number per response. A failed request is tried again, `retries` times,
-    after pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a
-    time-out, a status other than 200, or an answer that cannot be understood.
-    """
-
-    def score(prompts, responses, labels, finished, columns=None):
-        if not responses:
-            return [], {}
-        request = {"prompts": prompts, "responses": responses, "labels": labels, "finished": finished}
-        body = json.dumps(request).encode()
-        problem, wait = "", pause
-        for attempt in range(retries + 1):
-            if attempt:
-                time.sleep(wait)
-                wait *= 2
-            try:
-                return check_scores(f"{URL_FLAG} {url}", _post(url, body, timeout), len(responses))
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            except UserError as error:
-                problem = error.found
-        tries = "1 try" if retries == 0 else f"{retries + 1} tries"
-        raise UserError(f"{URL_FLAG} {url}", f"no usable answer after {tries}: {problem}")
-
-    return score
-
-
-def _post(url: str, body: bytes, timeout: float) -> list:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        return json.loads(response.read())["rewards"]

@@ -51,17 +51,18 @@ def read_rollouts(path: str) -> list[list[Sample]]:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                    row.setdefault("kept_ids", [])
+                    row = {"kept_ids": [], "turns": [], **row}
                     sample = Sample(**{name: row[name] for name in names})
-                    if not sample.response_ids or len(sample.response_ids) != len(sample.log_probs):
+                    tokens = [sample.response_ids[place] for place in sample.generated()]
+                    if not tokens or len(tokens) != len(sample.log_probs):
                         raise ValueError("a response without tokens, or without a log-prob for each token")
-                    sets = sample.kept_ids or [[token] for token in sample.response_ids]
-                    if not all(token in ids for token, ids in zip(sample.response_ids, sets, strict=True)):
+                    sets = sample.kept_ids or [[token] for token in tokens]
+                    if not all(token in ids for token, ids in zip(tokens, sets, strict=True)):
                         raise ValueError("a token that is not in the set of its draw")
                     if not abs(sample.score) <= LARGEST_SCORE:
                         raise ValueError(f"a score of {sample.score}")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, IndexError) as error:
                     if line.strip() and line.endswith("\n"):
                         found = f"line {number}: {type(error).__name__} {error}"
                         raise UserError(f"{FLAG} {path}", found, "a rollouts.jsonl of train_ppo") from None

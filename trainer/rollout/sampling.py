@@ -43,8 +43,9 @@ class Completion:
     kept_ids: list[list[int]] = field(default_factory=list)
 
 
-def sample_seed(seed: int, rollout: int, sample: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{rollout}/{sample}".encode(), digest_size=8).digest()
+def sample_seed(seed: int, rollout: int, sample: int, turn: int = 0) -> int:
+    text = f"{seed}/{rollout}/{sample}" + f"/{turn}" * bool(turn)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

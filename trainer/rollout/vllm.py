@@ -96,9 +96,13 @@ class VLLMEngine:
             self._sleeping = False
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] = (),
+        limits: Sequence[int] = (),
     ) -> list[Completion]:
-        """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none."""
+        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds` and `limits`."""
         if not prompts:
             return []
         # the cache is of older weights; also, a resumed run starts with an empty cache and must give the same results
@@ -107,6 +111,8 @@ class VLLMEngine:
         seeds = seeds if sampling.temperature else [None] * len(prompts)
         most = self._llm.model_config.get_vocab_size()
         params = [_sampling_params(sampling, seed, most) for seed in seeds]
+        for one, limit in zip(params, limits):
+            one.max_tokens = limit
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._llm.generate(asked, params, use_tqdm=False)
         return [_completion(output.outputs[0], sampling.truncates) for output in outputs]

@@ -69,6 +69,15 @@ def offloaded(strategy, roles: Roles):
         strategy.onload(kept)
 
 
+def draw(roles: Roles, prompts: list[dict], num_each: int, sampling: Sampling, **asked) -> list[Sample]:
+    """Samples of each prompt: one response, or with an environment a conversation and its score."""
+    if roles.environment is None:
+        return generate_samples(roles.engine, prompts, num_each, sampling, **asked)
+    from trainer.rollout.episodes import generate_episodes
+
+    return generate_episodes(roles.environment, roles.engine, prompts, num_each, sampling, **asked)
+
+
 def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
     """The samples of this rollout with their scores, from a file or generated and scored.
 
@@ -87,7 +96,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
         prompts = state.prompts.take(wanted)
         with timed(facts, "generate"):
             asked = {"seed": options.seed, "rollout": state.rollout, "first": drawn * size}
-            new = generate_samples(roles.engine, prompts, size, options.sampling, **asked)
+            new = draw(roles, prompts, size, options.sampling, **asked)
         with timed(facts, "reward"):
             roles.score(new)
         drawn += len(prompts)
@@ -114,13 +123,18 @@ def _rollout_log_probs(samples: list[Sample]) -> torch.Tensor:
 
 def sample_facts(samples: list[Sample]) -> dict[str, float]:
     """Metrics that need only the samples."""
-    scores, lengths = _scores(samples), [len(sample.response_ids) for sample in samples]
+    scores, lengths = _scores(samples), [len(sample.generated()) for sample in samples]
     facts = {
         "reward": scores.mean().item(),
         "reward_std": scores.std(correction=0).item(),
         "response_length": sum(lengths) / len(samples),
         "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
     }
+    if any(sample.turns for sample in samples):
+        facts["turns"] = sum(len(sample.turns) for sample in samples) / len(samples)
+        facts["env_tokens"] = (
+            sum(len(sample.response_ids) for sample in samples) / len(samples) - facts["response_length"]
+        )
     for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
         values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
         facts[f"reward_{name}"] = sum(values) / len(values)
@@ -182,7 +196,7 @@ def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: P
 
 def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict:
     """Add advantages, returns and importance weights to the micro-batches. Returns their metrics."""
-    lengths = [len(sample.response_ids) for sample in samples]
+    lengths = [len(sample.generated()) for sample in samples]
     mask, facts, penalty = adv.rows_mask(lengths), {}, None
     if options.kl_in_rewards:
         kl = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
@@ -237,7 +251,7 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
     greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
     with offloaded(strategy, roles):
         facts = sync(strategy, roles, progress)
-        samples = generate_samples(roles.engine, prompts, 1, greedy, seed=0, rollout=0)
+        samples = draw(roles, prompts, 1, greedy, seed=0, rollout=0)
         roles.score(samples)
     found = sample_facts(samples)
     found["pass_at_1"] = (_scores(samples) >= 1).double().mean().item()

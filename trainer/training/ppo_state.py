@@ -43,6 +43,7 @@ class Roles:
     actor: tuple  # (model, optimizer, scheduler), prepared
     score: Callable[[list[Sample]], None]
     engine: object = None  # None if rollouts come from a file and nothing is evaluated
+    environment: object = None  # an `episodes.Environments`, which also gives the scores
     critic: Optional[tuple] = None
     has_reference: bool = False
     reference: object = None  # None if there is no reference, or if the actor without its adapter is the reference

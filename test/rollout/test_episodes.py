@@ -1,0 +1,387 @@
+"""Episodes with an environment: token for token what was generated is trained, and what an environment may do wrong."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.datasets.packing import IGNORE
+from trainer.datasets.prompts import COLUMN
+from trainer.datasets.templates import load_chat_template
+from trainer.datasets.turns import tool_calls
+from trainer.errors import UserError
+from trainer.rollout.environments import Caller, load_environment
+from trainer.rollout.episodes import Environments, generate_episodes
+from trainer.rollout.experience import Sample, SampleSet, as_row, collate_samples
+from trainer.rollout.hf import HFEngine
+from trainer.rollout.rollouts_file import read_rollouts
+from trainer.rollout.sampling import Completion, Sampling
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        },
+    }
+]
+ASKED = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "How much is 2 + 3?"}]
+ARGUMENTS = {"a": 2, "b": 3}
+# as the three models write a call and then an answer, with the stop token of each
+QWEN_TURNS = [
+    '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>',
+    "<think>\n\n</think>\n\nIt is 5.<|im_end|>",
+]
+LLAMA_TURNS = ['{"name": "add", "parameters": {"a": 2, "b": 3}}<|eot_id|>', "It is 5.<|eot_id|>"]
+HARMONY_TURNS = [
+    ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
+    "<|channel|>final<|message|>It is 5.<|return|>",
+]
+STOPS = {"qwen3": ["<|im_end|>"], "llama3_1": ["<|eot_id|>"], "gpt_oss": ["<|return|>", "<|call|>"]}
+TURNS = {"qwen3": QWEN_TURNS, "llama3_1": LLAMA_TURNS, "gpt_oss": HARMONY_TURNS}
+SPECIAL = (
+    "<|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|start|> <|end|> "
+)
+SPECIAL += "<|message|> <|channel|> <|constrain|> <|return|> <|call|> <pad>"
+
+
+def byte_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """One token per byte and a few merges, so that a text has several tokenizations; and all special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ċ", "Ċ"), ("i", "n"), ("a", "d"), ("ad", "d")]
+    vocabulary = [*alphabet, *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    eos = STOPS[name][0]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin_of_text|>", eos_token=eos, pad_token="<pad>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL.split()})
+    load_chat_template(name, tokenizer)
+    return tokenizer
+
+
+class Calculator:
+    """Answers a call of its tool, and rewards the next turn for the sum."""
+
+    tools = TOOLS
+
+    def reset(self, task):
+        self.turn, self.task, self.metrics = 0, task, {}
+        return ASKED
+
+    async def step(self, response):
+        self.turn += 1
+        if self.turn == 1 and response.tool_calls == [{"name": "add", "arguments": ARGUMENTS}]:
+            return [{"role": "tool", "name": "add", "content": str(self.task["sum"])}], 0.25, False
+        self.metrics = {"turns": self.turn}
+        return float("5." in response), True
+
+
+class Talker:
+    """Goes on whatever the model says, with a tool's answer or words in turn."""
+
+    tools = TOOLS
+
+    def reset(self, task):
+        self.turn = 0
+        return ASKED
+
+    def step(self, response):
+        self.turn += 1
+        role = {"role": "tool", "name": "add"} if self.turn % 2 else {"role": "user"}
+        return [{**role, "content": f"{self.turn}\n\nthe next"}], 0.5, False
+
+
+class Script:
+    """An engine that writes given turns."""
+
+    ranks_per_engine = 1
+
+    def __init__(self, turns: list[list[int]]):
+        self.turns, self.asked = turns, []
+
+    def generate(self, prompts, sampling, seeds, limits):
+        ids = self.turns[len(self.asked)]
+        self.asked.append((prompts, seeds, limits))
+        return [Completion(list(ids), [-1.0] * len(ids), True) for _ in prompts]
+
+
+class Recorder:
+    """A real engine that notes what it was asked and what it generated."""
+
+    ranks_per_engine = 1
+
+    def __init__(self, engine):
+        self.engine, self.calls = engine, []
+
+    def generate(self, prompts, sampling, seeds, limits):
+        found = self.engine.generate(prompts, sampling, seeds, limits)
+        self.calls += [(list(p), c.token_ids, limit) for p, c, limit in zip(prompts, found, limits, strict=True)]
+        return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def environments(make, tokenizer, max_turns=4, timeout=20.0) -> Environments:
+    return Environments(make, Caller("--env x.py", timeout, 4), "--env x.py", tokenizer, max_turns, 4096)
+
+
+def sampling_of(tokenizer, name: str, most: int = 400, temperature: float = 1.0) -> Sampling:
+    return Sampling(temperature, most, tuple(tokenizer.convert_tokens_to_ids(STOPS[name])))
+
+
+PROMPT = {"row": 0, "label": "5", "prompt_ids": [1], COLUMN + "sum": 5, COLUMN + "nested": [1]}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_an_episode_is_the_conversation_that_the_template_shows(name):
+    """The engine writes the turns as the model would. Then all ids are those of the whole conversation in the template."""
+    tokenizer = byte_tokenizer(name)
+    turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TURNS[name]]
+    engine = Script(turns)
+    [sample] = generate_episodes(
+        environments(Calculator, tokenizer), engine, [PROMPT], 1, sampling_of(tokenizer, name), seed=0, rollout=0
+    )
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    told = {"role": "tool", "name": "add", "content": "5", "tool_call_id": "call00000"}
+    whole = [*ASKED, called, told, {"role": "assistant", "content": "It is 5."}]
+    expected = tokenizer.apply_chat_template(whole, tools=TOOLS, tokenize=False).rstrip("\n")
+    found = tokenizer.decode(sample.prompt_ids + sample.response_ids)
+    if name == "qwen3":  # the template shows the empty thoughts of the last turn only; the model wrote them twice
+        expected = expected.replace("assistant\n<tool_call>", "assistant\n<think>\n\n</think>\n\n<tool_call>")
+    assert found == expected
+    assert sample.score == 1.25 and sample.finished and sample.metrics == {"turns": 2.0}
+    assert [sample.response_ids[start:end] for start, end in sample.turns] == turns
+    assert len(sample.log_probs) == sum(map(len, turns)) < len(sample.response_ids)
+    assert len({seed for _, [seed], _ in engine.asked}) == 2, "each turn draws its own numbers"
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_trained_ids_are_generated_ids(name, tmp_path):
+    """Of a model that writes anything, in any tokenization. Every token of every turn, and nothing else, has a loss."""
+    tokenizer = byte_tokenizer(name)
+    model = make_model("qwen3")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=3)
+    engine.update_weights(model.state_dict().items())
+    recorder = Recorder(engine)
+    stops = sampling_of(tokenizer, name).stop_ids
+    sampling = Sampling(1.0, 200, (*range(5, 12), *stops))  # so that turns end
+    samples = generate_episodes(
+        environments(Talker, tokenizer, max_turns=3), recorder, [PROMPT], 8, sampling, seed=3, rollout=1
+    )
+    assert [sample.number for sample in samples] == list(range(8)) and len({len(s.turns) for s in samples}) > 1
+    generated = {(tuple(prompt), tuple(ids)) for prompt, ids, _ in recorder.calls}
+    rebuilt = set()
+    for sample in samples:
+        for start, end in sample.turns:
+            before = sample.prompt_ids + sample.response_ids[:start]
+            rebuilt.add((tuple(before), tuple(sample.response_ids[start:end])))
+        assert len(sample.response_ids) <= 200 and sample.score == 0.5 * len(sample.turns)
+        assert not sample.finished, "the environment never ended it"
+    assert rebuilt == generated and len(recorder.calls) == sum(len(sample.turns) for sample in samples)
+    dataset = SampleSet(samples, "token", 200)
+    ids = [token for s in samples for start, end in s.turns for token in s.response_ids[start:end]]
+    for packed in (False, True):
+        batch = collate_samples([dataset[i] for i in range(8)], tokenizer.pad_token_id, packed)
+        trained = batch["labels"] != IGNORE
+        assert batch["labels"][trained].tolist() == ids
+        assert batch["response_index"][trained].tolist() == list(range(dataset.num_response_tokens))
+        assert ((batch["loss_weights"] > 0) == trained).all()
+    # log-probs of the engine are those of the model over the whole conversation, at the places that are trained
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0].log_softmax(-1)
+        places = [len(sample.prompt_ids) + place for place in sample.generated()]
+        plain = [log_probs[place - 1, ids[0, place]].item() for place in places]
+        assert sample.log_probs == pytest.approx(plain, abs=1e-4)
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(as_row(sample, 0, tokenizer)) + "\n" for sample in samples))
+    assert read_rollouts(str(file)) == [samples]
+
+
+def test_a_stop_token_takes_the_place_of_the_templates(tmp_path):
+    """Whatever ended the turn, the next one has one end of turn before it, and no second one."""
+    tokenizer = byte_tokenizer("qwen3")
+    end, start = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    pad = tokenizer.pad_token_id
+    for written, stops, expected in (
+        ([65, end], (end,), [65, end]),
+        ([65, pad], (end, pad), [65, pad]),
+        ([65], (end,), [65, end]),
+    ):
+        engine = Script([written] * 2)
+        [sample] = generate_episodes(
+            environments(Talker, tokenizer, max_turns=2),
+            engine,
+            [PROMPT],
+            1,
+            Sampling(0.0, 300, stops),
+            seed=0,
+            rollout=0,
+        )
+        newline = tokenizer("\n")["input_ids"]
+        assert sample.response_ids[: len(expected) + 2] == [*expected, *newline, start]
+        assert sample.response_ids[sample.turns[0][0] : sample.turns[0][1]] == written
+
+
+def run_one(make, turns=2, **options):
+    tokenizer = byte_tokenizer("qwen3")
+    ids = tokenizer("hi<|im_end|>")["input_ids"]
+    envs = environments(make, tokenizer, max_turns=turns, **options)
+    return generate_episodes(envs, Script([ids] * 9), [PROMPT], 2, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
+
+
+def broken(answer, **members):
+    def step(self, response):
+        return answer(response) if callable(answer) else answer
+
+    return type("Broken", (), {"reset": lambda self, task: ASKED, "step": step, **members})
+
+
+async def never(response):
+    import asyncio
+
+    await asyncio.sleep(60)
+
+
+WRONG = {
+    "step raised ZeroDivisionError: division by zero": broken(lambda response: 1 / 0),
+    "step raised SystemExit": broken(lambda response: exit(3)),
+    "step: no result after 0.5 s": broken(lambda response: time.sleep(3)),
+    "step: no result after 0.5 s ": broken(never),
+    "step, row 1: returned str yes": broken("yes"),
+    "step, row 1: is not done and gives no messages": broken((1.0, False)),
+    "step, row 1: reward: score nan": broken((float("nan"), True)),
+    "step, row 1: messages message 1: no role": broken([{"content": "x"}]),
+    "reset, row 1: messages: a string": broken((1.0, True), reset=lambda self, task: "hello"),
+    "reset, row 1: the messages do not end": broken((1.0, True), reset=lambda self, task: []),
+    "reset raised KeyError: 'answer'": broken((1.0, True), reset=lambda self, task: task["answer"]),
+    "reset, row 1: messages of": broken(
+        (1.0, True), reset=lambda self, task: [{"role": "user", "content": "x" * 5000}]
+    ),
+}
+
+
+@pytest.mark.parametrize("expected", WRONG)
+def test_an_environment_that_fails_gives_one_line(expected):
+    with pytest.raises(UserError) as error:
+        run_one(WRONG[expected], timeout=0.5)
+    assert str(error.value).startswith("--env x.py: ") and expected.strip() in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_an_environment_may_do():
+    closed = []
+    ended = run_one(broken((2, True), close=lambda self: closed.append(1)))
+    assert [sample.score for sample in ended] == [2.0, 2.0] and len(closed) == 2
+    assert all(sample.finished and len(sample.turns) == 1 for sample in ended)
+    endless = run_one(broken(lambda r: [{"role": "user", "content": "more"}]), turns=3)
+    assert all(len(sample.turns) == 3 and sample.score == 0 and not sample.finished for sample in endless)
+    tasks = []
+
+    def reset(self, task):
+        tasks.append(task)
+        task["nested"].append(2)
+        return ASKED
+
+    run_one(broken((1, True), reset=reset))
+    assert tasks == [{"sum": 5, "nested": [1, 2]}] * 2, "each one has its own copy of the row"
+
+
+def test_an_environment_in_the_form_of_gymnasium():
+    class Guess:
+        def reset(self, *, seed=None, options=None):
+            self.left = options["sum"] - 3
+            return f"{self.left} left", {}
+
+        def step(self, action):
+            self.left -= 1
+            return f"{self.left} left", 0.5, self.left == 0, False, {"heard": action}
+
+    for sample in run_one(Guess, turns=4):
+        assert sample.score == 1.0 and sample.finished and len(sample.turns) == 2
+        text = byte_tokenizer("qwen3").decode(sample.prompt_ids + sample.response_ids)
+        assert text.count("<|im_start|>user\n2 left<|im_end|>") == text.count("<|im_start|>user\n1 left<|im_end|>") == 1
+
+
+def test_tools_that_an_async_reset_finds():
+    class Late:
+        async def reset(self, task):
+            self.tools = TOOLS
+            return ASKED
+
+        def step(self, response):
+            return 1, True
+
+    assert "Add two numbers." in byte_tokenizer("qwen3").decode(run_one(Late)[0].prompt_ids)
+
+
+def test_where_environments_come_from(tmp_path):
+    path = tmp_path / "env.py"
+    text = "class Environment:\n    def reset(self, task): pass\n    def step(self, response): pass\nOTHER = 3\n"
+    path.write_text(text + "def other(): return Environment()\n")
+    assert (
+        load_environment(str(path)).__name__ == "Environment" and load_environment(f"{path}:other").__name__ == "other"
+    )
+    for name, expected in {
+        f"{path}:OTHER": "has no OTHER",
+        str(tmp_path / "no.py"): "is no file",
+        "no_such_module_anywhere": "is no file",
+        "json": "has no Environment or make_environment",
+        "json:JSONDecoder": "has no method reset",
+    }.items():
+        with pytest.raises(UserError, match=expected):
+            load_environment(name)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match=r"cannot be imported: ZeroDivisionError: .*line 1"):
+        load_environment(str(tmp_path / "broken.py"))
+
+
+def test_calls_of_tools_are_read_from_the_formats_of_models():
+    call = {"name": "add", "arguments": ARGUMENTS}
+    for texts in TURNS.values():
+        assert tool_calls(texts[0]) == [call] and tool_calls(texts[1]) == []
+    constrained = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
+    assert tool_calls("<|channel|>analysis<|message|>Hm {}<|end|><|start|>assistant" + constrained) == [call]
+    two = '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name": "b"}</tool_call><tool_call>{</tool_call>'
+    assert [found["name"] for found in tool_calls(two)] == ["a", "b"]
+    assert tool_calls('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]</s>') == [call]
+    assert tool_calls('<|python_tag|>{"name": "add", "parameters": "{\\"a\\": 2, \\"b\\": 3}"}<|eom_id|>') == [call]
+
+
+@given(st.text())
+def test_no_text_breaks_the_reading_of_calls(text):
+    assert isinstance(tool_calls(f"<tool_call>{text}</tool_call>{text}"), list)
+
+
+def test_frozen_rollouts_with_turns_that_do_not_fit_are_refused(tmp_path):
+    sample = Sample(0, 0, [1], [2, 3, 4, 5], [-1.0, -1.0], True, None, score=1.0, turns=[[0, 1], [3, 4]])
+    assert sample.generated() == [0, 3]
+    row = {name: value for name, value in vars(sample).items() if name not in ("columns", "kept_ids")} | {"rollout": 0}
+    file = tmp_path / "rollouts.jsonl"
+    for turns, good in (([[0, 1], [3, 4]], True), ([[0, 1]], False), ([[0, 1], [3, 9]], False)):
+        file.write_text(json.dumps(row | {"turns": turns}) + "\n")
+        if good:
+            assert read_rollouts(str(file)) == [[sample]]
+        else:
+            with pytest.raises(UserError, match="line 1"):
+                read_rollouts(str(file))

@@ -1,0 +1,169 @@
+"""train_ppo --env: several turns on several layouts against the plain formula, replay, resume, and an environment that fails."""
+
+import json
+import sys
+
+import pytest
+import torch
+from launch import ROOT, read_steps, run_process, train_many
+from test_ppo_command import train_alone
+
+from trainer.datasets.demo import make_demo
+
+# words of digits are rewarded, so that a model that knows nothing learns; the answer depends on what it wrote
+TALKER = """
+class Environment:
+    def reset(self, task):
+        self.turn, self.metrics = 0, {}
+        return task["messages"]
+
+    async def step(self, response):
+        self.turn += 1
+        reward = sum(character in "0123456789" for character in response) / 8
+        self.metrics["length"] = len(response)
+        if self.turn == 3:
+            return reward, True
+        return [{"role": "tool", "content": str(len(response))}, {"role": "user", "content": "go on"}], reward, False
+"""
+GROUP = ["--advantage_estimator", "group_norm", "--loss_agg", "token"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("env")
+    make_demo(str(folder / "demo"))
+    (folder / "talker.py").write_text(TALKER)
+    return folder
+
+
+def flags(folder, name: str, *more: str) -> list[str]:
+    line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl", "--max_samples", "24"]
+    line += ["--env", f"{folder}/talker.py", "--param_dtype", "fp32", "--no_save", "--prompt_max_len", "64"]
+    line += [
+        "--generate_max_len",
+        "96",
+        "--rollout_batch_size",
+        "4",
+        "--learning_rate",
+        "1e-3",
+        "--lr_scheduler",
+        "constant",
+    ]
+    line += [
+        "--n_samples_per_prompt",
+        "4",
+        "--train_batch_size",
+        "16",
+        "--micro_train_batch_size",
+        "4",
+        "--max_steps",
+        "4",
+    ]
+    line += ["--stop", *"aeiou135"]  # so that turns of a model that knows nothing end
+    return [*line, "--output_dir", str(folder / name), *more]
+
+
+def plain_first_step(folder, rows: list[dict]) -> tuple[float, float]:
+    """Loss and gradient norm of the first step, by the formula: minus the mean over generated tokens of A log p."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "demo/model", dtype=torch.float32)
+    scores = torch.tensor([row["score"] for row in rows], dtype=torch.float64).view(-1, 4)
+    advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
+    surrogate, total, count = 0.0, 0.0, 0
+    for row, advantage in zip(rows, advantages.flatten()):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        log_probs = model(ids).logits[0].double().log_softmax(-1)
+        generated = [len(row["prompt_ids"]) + i for start, end in row["turns"] for i in range(start, end)]
+        assert len(generated) == len(row["log_probs"])
+        surrogate = surrogate - sum(advantage * log_probs[i - 1, ids[0, i]] for i in generated)
+        total, count = total - advantage.item() * len(generated), count + len(generated)
+    (surrogate / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return total / count, norm.item()
+
+
+def test_layouts_replay_and_resume(folder):
+    frozen, steps = ["--rollouts_from", f"{folder}/fsdp2/rollouts.jsonl"], f"{folder}/fsdp2/checkpoints/step_2"
+    tp2, ring = ["--tensor_parallel_size", "2"], ["--ring_attn_size", "2"]
+    runs = {
+        "fsdp2": ["--save_steps", "2"],
+        "resumed": ["--load_checkpoint", steps],
+        "zero3": ["--backend", "deepspeed", "--zero_stage", "3"],
+        "tp2": [*tp2, *frozen],
+        "packed": ["--packing_samples", *frozen],
+        "ring": [*ring, *frozen],
+        "zero1-tp2": ["--backend", "deepspeed", "--zero_stage", "1", *tp2, *frozen],
+        "gae": ["--advantage_estimator", "gae", "--critic_learning_rate", "1e-3", "--max_steps", "2"],
+    }
+    lines = [["train_ppo", *flags(folder, name, *GROUP, *more)] for name, more in runs.items()]
+    for line in lines:
+        if frozen[0] in line:
+            at = line.index("--env")
+            del line[at : at + 2]
+    train_many(2, lines, folder, timeout=600)
+    first = read_steps(folder / "fsdp2")
+    rows = [json.loads(line) for line in (folder / "fsdp2/rollouts.jsonl").read_text().splitlines()]
+    assert {len(row["turns"]) for row in rows} == {2, 3}, "some have no room for a turn"
+    assert all(row["finished"] == (len(row["turns"]) == 3) for row in rows)
+    loss, norm = plain_first_step(folder, [row for row in rows if row["rollout"] == 0])
+    assert first[0]["loss"] == pytest.approx(loss, abs=1e-5) and first[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert first[0]["rollout_logprob_diff_max"] < 1e-4 and first[0]["ratio_deviation"] == 0
+    assert first[0]["turns"] > 1.5 and first[0]["env_tokens"] > 10 and first[0]["reward_length"] > 0
+    assert first[0]["tokens"] == sum(len(row["log_probs"]) for row in rows if row["rollout"] == 0)
+    assert [row["loss"] for row in read_steps(folder / "resumed")] == [row["loss"] for row in first[2:]]
+    for name in ("zero3", "tp2", "packed", "ring", "zero1-tp2"):
+        found = read_steps(folder / name)
+        assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name
+        assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in first], rel=1e-4), name
+    assert len(read_steps(folder / "gae")) == 2
+
+
+def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(folder):
+    """In the second rollout. A resumed run with a sound environment goes on from there."""
+    count = folder / "count"
+    count.write_text("")
+    check = f"        open({str(count)!r}, 'a').write('x')\n        1 // (len(open({str(count)!r}).read()) < 50)\n"
+    (folder / "failing.py").write_text(TALKER.replace("        self.turn += 1\n", "        self.turn += 1\n" + check))
+    line = flags(folder, "failing", *GROUP)
+    line[line.index("--env") + 1] = f"{folder}/failing.py"
+    code, output = train_alone(line)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and "Traceback" not in output, output[-3000:]
+    assert "failing.py: step raised ZeroDivisionError" in errors[0]
+    assert [path.name for path in (folder / "failing/checkpoints").glob("step_*")] == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    "flag, more",
+    [
+        ("--env", ["--reward_func", "math", "--label_key", "label"]),
+        (
+            "--env_max_turns",
+            ["--env", "", "--reward_func", "exact_match", "--label_key", "label", "--env_max_turns", "3"],
+        ),
+        ("--env", ["--env", "nowhere.py"]),
+    ],
+)
+def test_flags_that_do_not_go_together(flag, more, tmp_path):
+    from trainer.cli.ppo_flags import validate
+    from trainer.cli.train_ppo import parse
+    from trainer.errors import UserError
+
+    args, _ = parse(flags(tmp_path, "wrong", *GROUP, *more))
+    with pytest.raises(UserError) as error:
+        validate(args)
+    assert error.value.where == flag, str(error.value)
+
+
+def test_the_calculator_of_the_demo(tmp_path):
+    code, output = run_process([sys.executable, str(ROOT / "scripts/calculator_env.py"), str(tmp_path)])
+    assert code == 0, output
+    from trainer.rollout.environments import load_environment
+
+    row = json.loads((tmp_path / "prompts_eval.jsonl").read_text().splitlines()[0])
+    a, b = row["numbers"]
+    env = load_environment(str(ROOT / "scripts/calculator_env.py"))()
+    assert env.reset(row) == row["messages"]
+    assert env.step(f"calc {a} + {b}") == ([{"role": "tool", "content": str(a + b)}], 0.5, False)
+    assert env.step(f" {a + b}") == (0.5, True) and env.metrics == {"calls": 1}

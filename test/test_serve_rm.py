@@ -1,0 +1,148 @@
+"""serve_rm under load, its limits, its key, and what it tells about itself."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT, _environment, run_process
+from serve_load import TEXTS, ask, load, message, request, serving
+
+from trainer.cli.serve_rm import RewardServer, ServeArguments
+from trainer.datasets.demo import make_demo
+from trainer.models.reward import make_initial_reward_model
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    make_demo(str(folder / "demo"))
+    make_initial_reward_model(str(folder / "demo/model"), str(folder / "rm"), 1)
+    (folder / "key").write_text("secret\n")
+    return folder
+
+
+def resident_mb(process: subprocess.Popen) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+STATUSES = {"half a body": 408, "half a head": 0, "broken": 400, "oversized": 413, "no key": 401, "no lists": 400}
+
+
+def test_two_hundred_clients_of_which_some_are_bad(reward_model):
+    """Every good request gets the right scores, every bad one its status, and the server ends well on SIGTERM."""
+    folder = reward_model
+    line = [
+        "--reward_pretrain",
+        str(folder / "rm"),
+        "--port",
+        "0",
+        "--host",
+        "0.0.0.0",
+        "--api_key",
+        str(folder / "key"),
+    ]
+    line += ["--param_dtype", "fp32", "--device", "cpu", "--read_timeout", "3", "--max_body_mb", "1"]
+    command = [sys.executable, "-m", "trainer.cli.serve_rm", *line]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=_environment(), **streams) as process:
+        try:
+            port = int(process.stdout.readline().rsplit(":", 1)[1])
+            # everything is used once before memory is measured
+            asyncio.run(asyncio.wait_for(load(port, 200, 2, "secret", bad_every=20), 120))
+            before = resident_mb(process)
+            answers, _ = asyncio.run(asyncio.wait_for(load(port, 200, 6, "secret", bad_every=20), 240))
+            grown = resident_mb(process) - before
+            half = asyncio.run(_metrics_while_a_client_is_slow(port))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors, errors
+    direct = RewardServer(ServeArguments(reward_pretrain=str(folder / "rm"), param_dtype="fp32", device="cpu"))
+    expected = direct.score(*map(list, zip(*TEXTS)))
+    assert len(answers) == 1200 and sum(kind != "good" for kind, *_ in answers) == 60
+    for kind, number, status, answer in answers:
+        if kind == "good":
+            right = [expected[(number + i) % len(TEXTS)] for i in range(1 + number % 3)]
+            assert status == 200 and answer["rewards"] == pytest.approx(right, rel=1e-4, abs=1e-5)
+        else:
+            assert status == STATUSES[kind], (kind, status, answer)
+    assert grown < 30, f"memory grew by {grown:.0f} MB"
+    assert 'serve_rm_answers_total{status="401"}' in half and "serve_rm_queued_texts 0" in half
+    texts, batches = (int(half.split(f"\nserve_rm_{name}_total ")[1].split()[0]) for name in ("texts", "batches"))
+    assert texts > 4 * batches, "requests share forward passes"
+
+
+async def _metrics_while_a_client_is_slow(port: int) -> str:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message(b"{", "secret", 100))
+    head = "GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n"
+    reader, other = await asyncio.open_connection("127.0.0.1", port)
+    other.write(head.encode())
+    answer = (await asyncio.wait_for(reader.read(), 30)).decode()
+    writer.close()
+    other.close()
+    return answer
+
+
+def test_the_queue_is_bounded_and_the_gone_are_not_scored():
+    scored = []
+
+    def slow(prompts, responses, finished):
+        scored.extend(responses)
+        time.sleep(0.3)
+        return [float(len(text)) for text in responses]
+
+    body = json.dumps({"prompts": ["p"] * 6, "responses": ["r"] * 6}).encode()
+
+    async def run(port: int) -> list:
+        first = asyncio.ensure_future(ask(port, message(body, None)))
+        await asyncio.sleep(0.1)  # four are being scored, two wait
+        gone = asyncio.ensure_future(ask(port, message(body.replace(b'"r"', b'"gone"'), None)))
+        await asyncio.sleep(0.1)
+        refused = await ask(port, message(body, None))
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        small = await ask(port, message(body, None))
+        return [await first, refused, small]
+
+    with serving(slow, max_queue=8) as port:
+        first, refused, small = asyncio.run(asyncio.wait_for(run(port), 60))
+    assert first == small == (200, {"rewards": [1.0] * 6})
+    assert refused[0] == 503 and "--max_queue is 8" in refused[1]["error"]
+    assert scored.count("gone") <= 2, "what was in a batch already"
+
+
+def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
+    def score(prompts, responses, finished):
+        if "bad" in responses:
+            raise RuntimeError("no memory\nat all")
+        return [float("nan")] * len(responses)
+
+    with serving(score) as port:
+        bad = json.dumps({"prompts": ["p"], "responses": ["bad"]}).encode()
+        status, answer = asyncio.run(ask(port, message(bad, None)))
+        assert status == 500 and answer == {"error": "scoring failed: RuntimeError: no memory at all"}
+        status, answer = asyncio.run(ask(port, message(request(0), None)))
+        assert status == 200 and str(answer["rewards"]) == "[nan]", "the client names it"
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (["--host", "0.0.0.0"], "error: --api_key: missing with --host 0.0.0.0, which others can reach"),
+        (["--api_key", "/nowhere"], "error: --api_key: /nowhere: No such file or directory"),
+        (["--api_key", "/dev/null"], "error: --api_key: /dev/null holds no key"),
+    ],
+)
+def test_what_is_refused(more, expected, reward_model):
+    code, output = run_process(
+        [sys.executable, "-m", "trainer.cli.serve_rm", "--reward_pretrain", str(reward_model / "rm"), *more]
+    )
+    assert code == 2 and expected in output and "Traceback" not in output, output
