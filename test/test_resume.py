@@ -123,7 +123,7 @@ def test_the_model_card_tells_the_facts_of_the_run(saved):
 def test_a_checkpoint_holds_no_secret_and_no_pickle(saved):
     for path in (saved / "checkpoints").rglob("*"):
         if path.is_file():
-            assert path.suffix in (".json", ".safetensors", ".jinja"), path
+            assert path.suffix in (".json", ".safetensors", ".jinja", ".index"), path
             head = path.read_bytes()[:2]
             assert head not in (b"\x80\x02", b"\x80\x04", b"PK"), path
 

@@ -8,14 +8,18 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import ROOT, run_process
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints import shards as shards_module
+from trainer.checkpoints.piece_index import INDEX, PieceIndex
 from trainer.checkpoints.shards import (
     ShardReader,
     TensorShard,
@@ -33,13 +37,16 @@ def write_checkpoint(folder, value: float = 0.0) -> str:
     temporary = f"{folder}.tmp"
     os.makedirs(temporary)
     matrix, vector = torch.arange(12.0).view(4, 3) + value, torch.arange(5.0)
-    entries = {}
+    entries, pieces = {}, []
     for rank in range(2):
         rows = matrix[2 * rank : 2 * rank + 2]
         shards = [TensorShard("weight/matrix", (4, 3), (2 * rank, 0), (2, 3), None, rows)]
         shards.append(flat_shard("weight/vector", (5,), 3 * rank, vector[3 * rank : 3 * rank + 3]))
         shards.append(whole_shard("step/matrix", torch.tensor(7.0), is_written=rank == 0))
-        entries |= write_shards(shards, temporary, f"pieces-{rank:05d}")
+        own, parts = write_shards(shards, temporary, f"pieces-{rank:05d}")
+        entries |= own
+        pieces += parts
+    entries[INDEX] = PieceIndex.of_pieces(pieces).write(temporary)
     store.write_json(f"{temporary}/state.json", {"step": 7})
     store.commit(temporary, str(folder), entries)
     return str(folder)
@@ -79,10 +86,15 @@ def cut(kind: str, key: str, tensor: torch.Tensor, num_parts: int) -> list[Tenso
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 5)])
 @pytest.mark.parametrize("written", ["flat", "rows", "columns"])
 @pytest.mark.parametrize("read", ["flat", "rows", "columns"])
-def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read):
-    tensor = torch.randn(shape)
+@pytest.mark.parametrize("indexed", [True, False])
+def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read, indexed):
+    """With an index, and without one, as older checkpoints are."""
+    tensor, indexes = torch.randn(shape), []
     for rank, shard in enumerate(cut(written, "weight/x", tensor, 3)):
-        write_shards([shard], str(tmp_path), f"pieces-{rank}")
+        other = whole_shard(f"weight/{rank}", torch.zeros(2, 2, 2, 2), True)
+        indexes.append(PieceIndex.of_pieces(write_shards([other, shard], str(tmp_path), f"pieces-{rank}")[1]))
+    if indexed:
+        PieceIndex.merged(indexes).write(str(tmp_path))
     reader = ShardReader(str(tmp_path))
     for num_parts in (1, 2, 4):
         for shard in cut(read, "weight/x", tensor, num_parts):
@@ -90,14 +102,50 @@ def test_pieces_of_one_layout_are_read_by_another(tmp_path, shape, written, read
     assert torch.equal(reader.read_full("weight/x"), tensor)
 
 
-def test_files_that_another_rank_is_still_writing_are_not_read(tmp_path):
+@pytest.mark.parametrize("kind", ["flat", "rows", "columns"])
+def test_of_512_files_a_rank_opens_only_its_own(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # 512 flushes take the disk ten seconds
+    tensors = {"weight/matrix": torch.randn(1024, 512), "exp_avg/vector": torch.randn(2048)}
+    shards = [[cut(kind, key, tensor, 512)[rank] for key, tensor in tensors.items()] for rank in range(512)]
+    indexes = []
+    for rank in range(512):
+        written = write_shards(shards[rank], str(tmp_path), f"pieces-{rank:05d}")[1]
+        indexes.append(PieceIndex.of_pieces(written))
+    PieceIndex.merged(indexes).write(str(tmp_path))
+    opened, count = [], shards_module.safe_open
+    monkeypatch.setattr(shards_module, "safe_open", lambda path, **kw: opened.append(path) or count(path, **kw))
+    for rank in (0, 300, 511):
+        opened.clear()
+        reader = ShardReader(str(tmp_path))
+        assert all(torch.equal(reader.read(shard), shard.tensor) for shard in shards[rank])
+        assert [os.path.basename(path) for path in opened] == [f"pieces-{rank:05d}-00000.safetensors"]
+
+
+def test_the_number_of_opened_files_does_not_grow_with_the_ranks(tmp_path):
+    """Real ranks save and load. Also, replicas share the writing."""
+    script = ROOT / "test/checkpoints/opened_files.py"
+    code, output = run_process([sys.executable, str(script), str(tmp_path)], timeout=300)
+    assert code == 0, output[-4000:]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    found = {(layout, num_ranks): (written, opened) for layout, num_ranks, written, opened in lines}
+    for layout in ("fsdp2", "zero"):
+        assert max(found[layout, 4][1]) <= max(found[layout, 2][1]), found
+    for written, opened in (found["fsdp2", 2], found["fsdp2", 4], found["zero", 2], found["zero", 4]):
+        # its own, and those of rank 0, which writes what is whole on every rank
+        assert all(count <= own + written[0] for own, count in zip(written, opened)), found
+    written, _ = found["hsdp", 4]
+    assert max(written) < 2 * min(written), written
+
+
+def test_full_tensors_that_other_ranks_still_write_are_not_read(tmp_path):
     """At the end of a portable save, each rank reads shards while other ranks write full tensors."""
-    tensor, entries = torch.randn(6, 4), {}
+    tensor, pieces = torch.randn(6, 4), []
     for rank, shard in enumerate(cut("rows", "weight/x", tensor, 3)):
-        entries |= write_shards([shard], str(tmp_path), f"pieces-{rank}")
+        pieces += write_shards([shard], str(tmp_path), f"pieces-{rank}")[1]
+    PieceIndex.of_pieces(pieces).write(str(tmp_path))
     write_shards([whole_shard("weight/x", tensor, True)], str(tmp_path), "full-00001")
     (tmp_path / "full-00002-00000.safetensors").write_bytes(b"torn")
-    assert torch.equal(ShardReader(str(tmp_path), entries).read_full("weight/x"), tensor)
+    assert torch.equal(ShardReader(str(tmp_path)).read_full("weight/x"), tensor)
 
 
 def test_a_hole_and_another_shape_are_errors(tmp_path):
@@ -130,6 +178,17 @@ def test_torch_distributed_checkpoint_reads_boxes_and_the_portable_form(tmp_path
 # --- damage
 
 
+def test_a_file_that_the_disk_cuts_or_changes_at_an_end_is_an_error(tmp_path, monkeypatch):
+    data, fsync = random.Random(0).randbytes(3 * store.CHUNK_BYTES + 5), os.fsync
+    faults = {"cut": lambda f: os.ftruncate(f, 100), "start": lambda f: os.pwrite(f, b"?!", 0)}
+    faults["end"] = lambda f: os.pwrite(f, b"?!", len(data) - 2)
+    assert store.write_file(str(tmp_path / "file"), data) == store.hash_file(str(tmp_path / "file"))
+    for number, fault in enumerate(faults.values()):
+        monkeypatch.setattr(os, "fsync", lambda handle, fault=fault: (fsync(handle), fault(handle)))
+        with pytest.raises(OSError, match="reads back other bytes"):
+            store.write_file(str(tmp_path / f"file{number}"), data)
+
+
 def test_an_intact_checkpoint_has_no_damage(tmp_path):
     folder = write_checkpoint(tmp_path / "step_1")
     assert store.find_damage(folder) is None
@@ -139,7 +198,7 @@ def test_an_intact_checkpoint_has_no_damage(tmp_path):
 def test_every_file_truncated_flipped_or_deleted_is_noticed(tmp_path):
     folder = write_checkpoint(tmp_path / "step_1")
     names = store.files_below(folder)
-    assert len(names) == 4
+    assert len(names) == 5 and INDEX in names
     generator = random.Random(0)
     for name in names:
         path = os.path.join(folder, name)

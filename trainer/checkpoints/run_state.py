@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.piece_index import INDEX, Piece, PieceIndex
 from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, write_shards
-from trainer.distributed.collectives import gather_objects
+from trainer.distributed.collectives import gather_objects, make_patient_group
 from trainer.errors import UserError
 
 STATE = "state.json"
@@ -130,9 +131,9 @@ def together(action: Callable, allowed: str = "") -> list:
 class PendingSave:
     """A checkpoint being written. `done` is this rank's view. `finish` is collective and makes the folder appear."""
 
-    def __init__(self, folder: str, write: Callable[[], dict], form: CheckpointForm):
+    def __init__(self, folder: str, write: Callable[[], tuple[dict, list[Piece]]], form: CheckpointForm):
         self.folder, self._write, self._portable = folder, write, form.portable
-        self._entries: dict[str, dict] = {}
+        self._written: tuple[dict[str, dict], list[Piece]] = {}, []
         self._error: Optional[Exception] = None
         self._thread = threading.Thread(target=self._run, daemon=True) if form.background else None
         if self._thread:
@@ -142,7 +143,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._entries = self._write()
+            self._written = self._write()
         except Exception as error:  # of any type: `finish` raises it, so no incomplete folder gets its final name
             self._error = error
 
@@ -155,7 +156,7 @@ class PendingSave:
             self._thread.join()
         temporary = self.folder + ".tmp"
         try:
-            entries = _merge(together(self._result, allowed="free disk space; older checkpoints are intact"))
+            entries = _complete(self._result, temporary)
             if self._portable:
                 entries = _make_portable(temporary, entries)
             together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None)
@@ -165,25 +166,44 @@ class PendingSave:
             raise
         return self.folder
 
-    def _result(self) -> dict:
+    def _result(self) -> tuple[dict, list[Piece]]:
         if self._error:
             raise self._error
-        return self._entries
+        return self._written
 
 
-def _merge(entries_of_ranks: list[dict]) -> dict[str, dict]:
-    return {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
+def _complete(write: Callable[[], tuple[dict, list[Piece]]], folder: str) -> dict[str, dict]:
+    """Write this rank's files. Rank 0 then writes the index (all ranks). Returns the entries of all ranks' files."""
+    pieces: list[Piece] = []
+
+    def write_and_note() -> dict[str, dict]:
+        entries, own = write()
+        pieces.extend(own)
+        return entries
+
+    full_disk = "free disk space; older checkpoints are intact"
+    entries = {name: entry for own in together(write_and_note, full_disk) for name, entry in own.items()}
+    index = _gather_index(pieces)
+    [entry, *_] = together(lambda: index.write(folder) if index else None, full_disk)
+    return {**entries, INDEX: entry}
+
+
+def _gather_index(pieces: list[Piece]) -> Optional[PieceIndex]:
+    """The index of the pieces of all ranks, on rank 0 (gather over all ranks). None on other ranks."""
+    own, parts = PieceIndex.of_pieces(pieces), [None] * dist.get_world_size()
+    if len(parts) == 1:
+        return own
+    dist.gather_object(own, parts if dist.get_rank() == 0 else None, group=make_patient_group(dist.group.WORLD))
+    return PieceIndex.merged(parts) if dist.get_rank() == 0 else None
 
 
 def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
     """Join the shards of all ranks into full tensors, and remove the shards. All ranks share the work."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def write() -> dict:
-        reader = ShardReader(temporary, entries)  # by name: other ranks may already write full tensors to this folder
-        return write_shards(full_shards(reader, rank, world_size), temporary, f"full-{rank:05d}")
-
-    full = _merge(together(write, allowed="free disk space; older checkpoints are intact"))
+    reader = ShardReader(temporary)  # the index names only shards, while other ranks write full tensors
+    shards = full_shards(reader, rank, world_size)
+    full = _complete(lambda: write_shards(shards, temporary, f"full-{rank:05d}"), temporary)
     rest = {name: entry for name, entry in entries.items() if not name.endswith(".safetensors")}
     if rank == 0:
         for name in entries.keys() - rest.keys():
@@ -219,13 +239,13 @@ def save(
     if form.background:
         shards = [_copied(shard) for shard in shards]
 
-    def write() -> dict:
-        entries = write_shards(shards, temporary, f"pieces-{rank:05d}")
+    def write() -> tuple[dict, list[Piece]]:
+        entries, pieces = write_shards(shards, temporary, f"pieces-{rank:05d}")
         name = f"random-{rank:05d}.json"
         entries[name] = store.write_json(os.path.join(temporary, name), randoms)
         if rank == 0:
             entries[STATE] = store.write_json(os.path.join(temporary, STATE), state)
-        return entries
+        return entries, pieces
 
     return PendingSave(folder, write, form)
 

@@ -9,15 +9,20 @@ torch.distributed.checkpoint can also read them.
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.piece_index import Piece, open_index
 from trainer.errors import UserError
 
 MAX_FILE_BYTES = 256 << 20  # a rank needs twice so much host memory to save, in addition to its state
@@ -60,6 +65,22 @@ def flat_shard(key: str, full_shape: tuple[int, ...], start: int, tensor: torch.
     return TensorShard(key, shape, (0,) * len(shape), shape, start, tensor.detach().flatten(), is_written)
 
 
+def shard_of(key: str, tensor: torch.Tensor) -> TensorShard:
+    """The part that this rank holds of a DTensor, or a tensor that is whole on every rank.
+
+    If several ranks hold equal parts, one of them writes. It depends on the key, so that replicas share the writing.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole_shard(key, tensor, is_written=dist.get_rank() == 0)
+    box, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    replica, num_replicas = 0, 1
+    for at, size, placement in zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements):
+        if placement.is_replicate():  # not `is_shard()`: it is False for the strided shard of tp and fsdp
+            replica, num_replicas = replica * size + at, num_replicas * size
+    is_writer = zlib.crc32(key.encode()) % num_replicas == replica
+    return TensorShard(key, tuple(tensor.shape), tuple(offset), tuple(box), None, tensor.detach().to_local(), is_writer)
+
+
 def boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Elements [start, stop) of a flattened tensor as boxes, in order.
 
@@ -95,15 +116,16 @@ def _boxes(offset, box, start: Optional[int], stop: Optional[int]) -> list[Box]:
     return [(tuple(o + i for o, i in zip(offset, inside)), size) for inside, size in inner]
 
 
-def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> dict[str, dict]:
-    """Write shards to safetensors files `<prefix>-<number>`. Returns their manifest entries. Raises OSError."""
-    entries = {}
+def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> tuple[dict[str, dict], list[Piece]]:
+    """Write shards to safetensors files `<prefix>-<number>`. Returns (manifest entries, pieces). Raises OSError."""
+    entries, pieces = {}, []
     for number, group in enumerate(_in_files(shards)):
         name = f"{prefix}-{number:05d}.safetensors"
         facts = _file_metadata(group)  # no name holds the tensors or the bytes: one file's are in memory at a time
         data = safetensors.torch.save({s.key: s.tensor.to("cpu", copy=True).contiguous() for s in group}, facts)
         entries[name], data = store.write_file(os.path.join(folder, name), data), None
-    return entries
+        pieces += [Piece(s.key, s.full_shape, name, s.offset, s.box, s.start, s.tensor.numel()) for s in group]
+    return entries, pieces
 
 
 def _in_files(shards: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:
@@ -131,26 +153,18 @@ def _file_metadata(group: list[TensorShard]) -> dict[str, str]:
 class ShardReader:
     """The full tensors of a checkpoint by key. Any part can be read, for any form of the written shards.
 
-    If other ranks still write to the folder, `names` are the files to read.
+    Only files with elements of that part are opened.
     """
 
-    def __init__(self, folder: str, names: Optional[Iterable[str]] = None):
+    def __init__(self, folder: str):
         self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, dict[Box, tuple]] = {}  # box -> (open file, position in a flat shard or None)
-        for name in sorted(name for name in names or os.listdir(folder) if name.endswith(".safetensors")):
-            handle = safe_open(os.path.join(folder, name), framework="pt")
-            for key, facts in json.loads(handle.metadata()["pieces"]).items():
-                self._add(handle, key, facts)
+        self._index, self._open = open_index(folder), {}
+        self.shapes = self._index.shapes
 
-    def _add(self, handle, key: str, facts: dict) -> None:
-        self.shapes[key] = tuple(facts["shape"])
-        length = handle.get_slice(key).get_shape()[0]
-        stop = None if facts["start"] is None else facts["start"] + length
-        position = 0
-        for offset, size in _boxes(facts["offset"], facts["box"], facts["start"], stop):
-            self._stored.setdefault(key, {})[offset, size] = (handle, None if stop is None else position)
-            position += math.prod(size)
+    def _handle(self, name: str):
+        if name not in self._open:
+            self._open[name] = safe_open(os.path.join(self.folder, name), framework="pt")
+        return self._open[name]
 
     def read(self, shard: TensorShard) -> torch.Tensor:
         """The saved values of `shard`, in the shape of its tensor. Raises UserError if any of them are missing."""
@@ -167,15 +181,25 @@ class ShardReader:
         shape = self.shapes[key]
         return self._read_box(key, (0,) * len(shape), shape)
 
+    def _stored(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> dict[Box, tuple]:
+        """{stored box: (file, position in a flat shard or None)} of the files near a box."""
+        stored = {}
+        for piece in self._index.overlapping(key, offset, size):
+            stop, position = None if piece.start is None else piece.start + piece.length, 0
+            for box in _boxes(piece.offset, piece.box, piece.start, stop):
+                stored[box] = piece.file, None if stop is None else position
+                position += math.prod(box[1])
+        return stored
+
     def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         result, covered = None, 0
-        for (other_offset, other_size), (handle, position) in self._stored[key].items():
+        for (other_offset, other_size), (file, position) in self._stored(key, offset, size).items():
             low = [max(a, b) for a, b in zip(offset, other_offset)]
             high = [min(a + n, b + m) for a, n, b, m in zip(offset, size, other_offset, other_size)]
             if any(a >= b for a, b in zip(low, high)):
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
-            part = _read_stored(handle, key, position, other_size, inside)
+            part = _read_stored(self._handle(file), key, position, other_size, inside)
             result = torch.empty(size, dtype=part.dtype) if result is None else result
             result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset))] = part
             covered += part.numel()

@@ -32,13 +32,15 @@ def check_folders(argv: list[str], usage: str) -> tuple[str, str]:
 def run(argv: list[str]) -> None:
     source, target = check_folders(argv, USAGE)
     from trainer.checkpoints import checkpoint_store as store
+    from trainer.checkpoints.piece_index import INDEX, PieceIndex
     from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 
     temporary = target + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("pieces-*", "full-*", store.MANIFEST))
-        entries = write_shards(full_shards(ShardReader(source)), temporary, "full-00000")
+        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("pieces-*", "full-*", store.MANIFEST, INDEX))
+        entries, pieces = write_shards(full_shards(ShardReader(source)), temporary, "full-00000")
+        entries[INDEX] = PieceIndex.of_pieces(pieces).write(temporary)
         store.commit(temporary, target, entries)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

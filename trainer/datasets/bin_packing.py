@@ -8,16 +8,20 @@ def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     A length above `capacity` gets a bin of its own. best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
     """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # of equal lengths, the first first
+    if sum(lengths) <= capacity:
+        return [order] if order else []
     bins: list[list[int]] = []
     room: list[int] = []
-    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = [b for b, free in enumerate(room) if free >= lengths[position]]
+    for position in order:
+        length = lengths[position]
+        fitting = [(free, b) for b, free in enumerate(room) if free >= length]
         if fitting:
-            best = min(fitting, key=lambda b: room[b])
+            best = min(fitting)[1]
         else:
             best = len(bins)
             bins.append([])
             room.append(capacity)
         bins[best].append(position)
-        room[best] -= lengths[position]
+        room[best] -= length
     return bins

@@ -64,47 +64,23 @@ class _Options:
 
 
 def tokenize_sft(
-    rows: "Dataset",
-    tokenizer: Any,
-    *,
-    flag: str,
-    input_key: str | None,
-    output_key: str | None,
-    input_template: str | None,
-    apply_chat_template: bool,
-    multiturn: bool,
-    pretrain_mode: bool,
-    max_len: int,
-    num_proc: int | None = None,
+    rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **keys
 ) -> tuple["Dataset", DataLedger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
-    prompt. Chat: the chat template, with loss on its assistant tokens. apply_chat_template selects it. So does a column
-    `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
-    Samples over max_len tokens are cut on the right, without eos. Those without a loss token are left out and counted.
+    `keys` are those of `tokenize_rows`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
+    loss token are left out and counted.
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
     num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
     Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1).
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
-    mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
-    key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
-    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
-    _check_options(options, rows.column_names, tokenizer, flag)
-    samples = map_cached(
-        rows,
-        _tokenize_row,
-        folder="trainer_sft",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
-        features=_features(),
-        num_proc=num_proc,
-        tokenizer=tokenizer,
-        options=options,
-        flag=flag,
-    )
+    if "stop_trained" in rows.column_names:
+        from trainer.datasets.prepared import checked
+
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **keys})
+    else:
+        samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **keys)
     counted = ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
     counts = samples.with_format("numpy").select_columns(counted)[:]
     kept = np.flatnonzero(counts["num_loss_tokens"])
@@ -124,6 +100,48 @@ def tokenize_sft(
         raise UserError(flag, found, wanted)
     samples = samples.select_columns(COLUMNS)
     return (samples if len(kept) == len(rows) else samples.select(kept)), ledger
+
+
+def tokenize_rows(
+    rows: "Dataset",
+    tokenizer: Any,
+    *,
+    flag: str,
+    input_key: str | None,
+    output_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    multiturn: bool,
+    pretrain_mode: bool,
+    max_len: int,
+    num_proc: int | None = None,
+    first_row: int = 0,
+) -> "Dataset":
+    """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
+
+    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
+    prompt. Chat: the chat template, with loss on its assistant tokens. apply_chat_template selects it. So does a column
+    `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
+    Samples over max_len tokens are cut on the right, without eos.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
+    mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
+    key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
+    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
+    _check_options(options, rows.column_names, tokenizer, flag)
+    return map_cached(
+        rows,
+        _tokenize_row,
+        folder="trainer_sft",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        flag=flag,
+        first_row=first_row,
+    )
 
 
 def _chat_column(columns: list[str]) -> str | None:
@@ -179,7 +197,10 @@ def _features() -> "Features":
     return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
 
 
-def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
+def _tokenize_row(
+    row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int
+) -> dict[str, Any]:
+    index += first_row
     tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
     try:
         input_ids, loss_mask = tokenize(row, tokenizer, options)

@@ -244,23 +244,19 @@ class DeepspeedStrategy:
 
     def _restore_masters(self, model, weights) -> None:
         """Set fp32 masters from the model folder. The engine made them from weights rounded to `param_dtype`."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+        from deepspeed.utils import safe_set_full_fp32_param
 
         tp_rank = self.meshes.root.get_local_rank("tp")
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or weights.dtype(name) == self.options.param_dtype.upper():
                 continue
-            full = autotp.local_part(parameter, weights.read(name).to(self.device).float(), tp_rank)
-            if self.zero_stage < 3:
-                safe_set_full_fp32_param(parameter, full) if self.zero_stage else parameter.master.data.copy_(full)
+            if self.zero_stage == 3:
+                from trainer.strategies.zero_loading import restore_partition
+
+                restore_partition(parameter, name, weights, self.meshes, self.device)
                 continue
-            # DeepSpeed's setter of full values fails if the last rank's partition is padded
-            size = parameter.ds_tensor.ds_numel
-            start = size * self.meshes.loss.get_local_rank()
-            local = torch.zeros(size, device=self.device)
-            part = full.flatten()[start : start + size]
-            local[: part.numel()] = part
-            safe_set_local_fp32_param(parameter, local)
+            full = autotp.local_part(parameter, weights.read(name).to(self.device).float(), tp_rank)
+            safe_set_full_fp32_param(parameter, full) if self.zero_stage else parameter.master.data.copy_(full)
 
     # --- one training step
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.checkpoints import model_folder
 from trainer.datasets.global_batches import setup_dataloader
@@ -213,13 +211,20 @@ class FSDP2Strategy:
     def backward(self, loss_sum: torch.Tensor, model, *, num_targets: int, is_last: bool) -> None:
         """Backward of one micro-batch. `is_last` says that it is the last one of the step.
 
-        Gradients are reduced into fp32 shards at once. With --reduce_once, whole gradients are summed in fp32 until the
-        last micro-batch.
+        Gradients are reduced into fp32 shards at once. Replicas of hybrid sharding add up theirs after the last
+        micro-batch. With --reduce_once, whole gradients are summed in fp32 until then.
         """
+        replicated = self.sizes.dp_replicate > 1 and isinstance(model, FSDPModule)
         if self.options.reduce_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
+        elif replicated:
+            model.set_requires_all_reduce(is_last)
         factor = self.meshes.loss.size() * self._scale() / num_targets
         (loss_sum * factor).backward()
+        if replicated and is_last:
+            groups = (group for part in model.modules() if isinstance(part, FSDPModule) for group in _groups(part))
+            if any(group._partial_reduce_output is not None for group in groups):
+                raise RuntimeError("a layer got no gradient in the last micro-batch, but in an earlier one")
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0
@@ -346,13 +351,15 @@ class FSDP2Strategy:
 
     def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
         """This rank's parts of the weights and of the optimizer's states. It makes states that no step has made yet."""
+        from trainer.checkpoints.shards import shard_of
+
         for name, tensor in model_folder.stored_tensors(model).items():  # reshards what a forward pass left gathered
-            yield _shard_of(f"weight/{name}", tensor)
+            yield shard_of(f"weight/{name}", tensor)
         names = {parameter: name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 for kind, state in states_of(optimizer, parameter).items():
-                    yield _shard_of(f"{kind}/{names[parameter]}", state)
+                    yield shard_of(f"{kind}/{names[parameter]}", state)
 
     # --- the same on every strategy
     setup_dataloader = setup_dataloader
@@ -362,14 +369,6 @@ class FSDP2Strategy:
     is_rank_0 = collectives.is_rank_0
 
 
-def _shard_of(key: str, tensor: torch.Tensor) -> "TensorShard":
-    """The part that this rank holds. If several ranks hold equal parts, only the first rank writes."""
-    from trainer.checkpoints.shards import TensorShard, whole_shard
-
-    if not isinstance(tensor, DTensor):
-        return whole_shard(key, tensor, is_written=dist.get_rank() == 0)
-    box, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    coordinate = tensor.device_mesh.get_coordinate()
-    # not `is_shard()`: it is False for the strided shard of a dimension that both tp and fsdp cut
-    is_first = all(at == 0 for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
-    return TensorShard(key, tuple(tensor.shape), tuple(offset), tuple(box), None, tensor.detach().to_local(), is_first)
+def _groups(module: FSDPModule) -> list:
+    """The parameter groups that `fully_shard` made of a module. A sum over shards waits there for its replicas."""
+    return module._get_fsdp_state()._fsdp_param_groups

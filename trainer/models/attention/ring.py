@@ -11,6 +11,7 @@ Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents 
 A sink is one more score in the softmax of each query, without a key. A query's own rank adds it once, after all blocks.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional
@@ -59,6 +60,7 @@ class Segment(NamedTuple):
     distance: int  # position of the first query minus position of the first key, both in the whole row
     causal: bool  # queries and keys are the same tokens, and no window cuts them
     windowed: bool  # only a part of the pairs is visible: a mask says which
+    own: bool  # both are of the same chunk; these keys come first, and each query has one such segment
 
 
 class _RingAttention(torch.autograd.Function):
@@ -76,7 +78,10 @@ class _RingAttention(torch.autograd.Function):
                     query[:, :, q], block_key[:, :, k], block_value[:, :, k],
                     scale, segment.causal, _window_mask(segment, window, query), softcap,
                 )  # fmt: skip
-                _merge(out[:, :, q], lse[:, :, q], *part)
+                if segment.own:  # nothing to merge with yet
+                    out[:, :, q], lse[:, :, q] = part
+                else:
+                    _merge(out[:, :, q], lse[:, :, q], *part)
         if sinks is not None:
             without_sink = lse.clone()
             lse = torch.logaddexp(lse, sinks.float()[:, None])
@@ -133,11 +138,15 @@ def find_segments(
     size = num_local // num_chunks
     halves = (enumerate((owner, 2 * sp_size - 1 - owner)[:num_chunks]) for owner in (rank, source))
     segments = []
-    for (query_half, query_chunk), (key_half, key_chunk) in itertools.product(*halves):
+    pairs = sorted(itertools.product(*halves), key=lambda pair: pair[0][1] != pair[1][1])  # a chunk with itself first
+    for (query_half, query_chunk), (key_half, key_chunk) in pairs:
         if key_chunk > query_chunk:
             continue
         to_local = (query_half - query_chunk) * size, (key_half - key_chunk) * size
-        for start, end in itertools.pairwise(bounds):
+        # documents in both chunks: for different chunks it is at most the one that reaches from one to the other
+        first = bisect.bisect_right(bounds, query_chunk * size) - 1
+        last = bisect.bisect_left(bounds, (min(query_chunk, key_chunk) + 1) * size)
+        for start, end in itertools.pairwise(bounds[first : max(last, first + 1) + 1]):
             q = max(start, query_chunk * size), min(end, (query_chunk + 1) * size)
             k = max(start, key_chunk * size), min(end, (key_chunk + 1) * size)
             if query_chunk != key_chunk and window is not None:  # drop queries and keys with nothing in reach
@@ -159,7 +168,7 @@ def _segment(q: tuple, k: tuple, to_local: tuple, diagonal: bool, window: Option
     windowed = window is not None and q[1] - 1 - k[0] >= window
     windowed = windowed or (diagonal and q != k and q[1] - q[0] > 1)  # neither a square nor all visible
     local_q, local_k = (slice(start + shift, end + shift) for (start, end), shift in zip((q, k), to_local))
-    return Segment(local_q, local_k, q[0] - k[0], diagonal and q == k and not windowed, windowed)
+    return Segment(local_q, local_k, q[0] - k[0], diagonal and q == k and not windowed, windowed, diagonal)
 
 
 def _window_mask(segment: Segment, window: Optional[int], query: torch.Tensor) -> Optional[torch.Tensor]:

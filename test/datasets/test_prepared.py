@@ -1,0 +1,106 @@
+"""`prepare_data`: training on its folder sees the samples that training on the rows sees, and refuses what differs."""
+
+import json
+
+import datasets
+import pytest
+
+from trainer.cli import prepare_data, train_sft
+from trainer.datasets import sft_samples
+from trainer.datasets.demo import make_demo
+from trainer.errors import UserError
+from trainer.models.model_loading import load_tokenizer
+
+SHORT = ["--max_len", "22"]  # some rows are cut off, and some have no loss token left
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo with its data, as the folder DEMO."""
+    folder = tmp_path_factory.mktemp("prepared")
+    make_demo(str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
+
+
+def prepare(demo, target, *flags, data="sft.jsonl"):
+    paths = ["--pretrain", str(demo / "model"), "--dataset", str(demo / data), "--output_dir", str(target)]
+    prepare_data.run([*paths, "--rows_per_part", "1000", *SHORT, *flags])
+
+
+def load(demo, *names, flags=()):
+    """(samples, ledger) as train_sft loads them."""
+    names = ",".join(str(name) for name in names)
+    args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", names, *SHORT, *flags])
+    return train_sft.load_data(args, load_tokenizer(str(demo / "model"), False), names, "train", "--dataset")
+
+
+def test_samples_and_ledger_are_those_of_the_rows(demo, tmp_path, capsys):
+    prepare(demo, tmp_path / "tokens", "--dataset_num_proc", "2")
+    (tmp_path / "copy").symlink_to(tmp_path / "tokens")
+    expected, ledger = load(demo, demo / "sft.jsonl")
+    assert 0 < ledger.num_excluded < ledger.num_truncated < ledger.num_rows, "the data should show every case"
+    for folder in (tmp_path / "tokens", tmp_path / "copy"):
+        found, same = load(demo, folder)
+        assert same == ledger and found.column_names == expected.column_names
+        assert found.to_dict() == expected.to_dict()
+    facts = json.loads((tmp_path / "tokens/prepared.json").read_text())
+    assert facts["ledger"] == ledger.as_dict() and ledger.summary() in capsys.readouterr().out
+    # the first rows, and two sets together, as of the rows themselves
+    few = ["--max_samples", "100"]
+    assert (
+        load(demo, tmp_path / "tokens", flags=few)[0].to_dict()
+        == load(demo, demo / "sft.jsonl", flags=few)[0].to_dict()
+    )
+    prepare(demo, tmp_path / "more", data="sft_eval.jsonl")
+    mixed = ["--dataset_probs", "2,1"]
+    for flags in ((), mixed):
+        found, same = load(demo, tmp_path / "tokens", tmp_path / "more", flags=flags)
+        expected, ledger = load(demo, demo / "sft.jsonl", demo / "sft_eval.jsonl", flags=flags)
+        assert same == ledger and found.to_dict() == expected.to_dict()
+
+
+def test_a_new_start_goes_on_after_the_finished_parts(demo, tmp_path, monkeypatch):
+    rows, tokenize = [], sft_samples._from_chat
+
+    def count_and_fail(row, tokenizer, options):
+        rows.append(row)
+        if len(rows) == 1500:
+            raise KeyboardInterrupt
+        return tokenize(row, tokenizer, options)
+
+    monkeypatch.setattr(sft_samples, "_from_chat", count_and_fail)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(demo, tmp_path / "tokens")
+    prepare(demo, tmp_path / "tokens")
+    total = sum(1 for _ in (demo / "sft.jsonl").open())
+    assert total > 2000 and len(rows) == total + 500, (total, len(rows))
+    assert load(demo, tmp_path / "tokens")[1].num_rows == total
+
+
+def test_what_does_not_fit_is_one_line(demo, tmp_path):
+    prepare(demo, tmp_path / "tokens", "--rows_per_part", "5000")
+    with pytest.raises(UserError, match=r"--max_len: 50, but .* was prepared with 22"):
+        load(demo, tmp_path / "tokens", flags=["--max_len", "50"])
+    with pytest.raises(UserError, match=r"--multiturn: True, but .* was prepared with False"):
+        load(demo, tmp_path / "tokens", flags=["--multiturn"])
+    with pytest.raises(UserError, match="tokenized, and others"):
+        load(demo, tmp_path / "tokens", demo / "sft.jsonl")
+    with pytest.raises(UserError, match="tokenized already"):
+        prepare(demo, tmp_path / "again", data=tmp_path / "tokens")
+    with pytest.raises(UserError, match="exists already"):
+        prepare(demo, tmp_path / "tokens")
+    with pytest.raises(UserError, match="--eval_dataset"):
+        prepare(demo, tmp_path / "again", "--eval_dataset", "x.jsonl")
+    tokenizer = load_tokenizer(str(demo / "model"), False)
+    tokenizer.chat_template += " "
+    args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", "x", *SHORT])
+    with pytest.raises(UserError, match="another tokenizer or chat template"):
+        train_sft.load_data(args, tokenizer, str(tmp_path / "tokens"), "train", "--dataset")
+    (tmp_path / "tokens/prepared.json").unlink()
+    with pytest.raises(UserError, match=r"tokens without the file prepared\.json"):
+        load(demo, tmp_path / "tokens")

@@ -1,0 +1,147 @@
+"""`plan`: bytes are those that a fake process group counts, activations those that layers save, and commands can run."""
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from launch import ROOT, run_process
+from plan_counts import CASES, MODEL, TOKENS
+from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
+
+from trainer.compare import plan_report
+from trainer.compare.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
+from trainer.compare.plan_traffic import Machine, Sent, step_seconds, traffic
+from trainer.compare.predicted_memory import predict
+from trainer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """{name: {group size: bytes that rank 0 sent in a step}}"""
+    folder = tmp_path_factory.mktemp("counts")
+    code, output = run_process([sys.executable, str(ROOT / "test/plan_counts.py"), str(folder)], timeout=300)
+    assert code == 0, output[-4000:]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    return {name: {int(size): found for size, found in sent.items()} for name, _, _, sent in lines}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sent_bytes_are_those_of_the_fake_group(counted, name):
+    backend, options, num_ranks, num_micro = CASES[name]
+    tp, replicas = options.get("tensor_parallel_size", 1), options.get("dp_replicate_size", 1)
+    once = options.get("reduce_once", False)
+    layout = Layout(backend, options["zero_stage"], replicas, num_ranks // tp // replicas, tp=tp, reduce_once=once)
+    with torch.device("meta"):
+        sizes = sizes_of(transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL)))
+    expected = Counter()
+    for sent in traffic(layout, sizes, TOKENS, num_micro):
+        expected[sent.size] += sent.bytes
+    assert counted[name].keys() == expected.keys()
+    for size, found in counted[name].items():
+        assert found == pytest.approx(expected[size], rel=0.01), (size, found, expected[size])
+
+
+def test_replicas_and_reduce_once_send_gradients_once(counted):
+    """With 8 micro-batches: replicas 8 times less than per micro-batch, and --reduce_once a reduction in place of 8."""
+    p = 225_728
+    assert counted["fsdp2-3-hsdp"][4] == pytest.approx(2 * 4 * p / 8 * 3 / 4, rel=0.01)
+    assert counted["fsdp2-3-once"][8] == pytest.approx((8 * 2 * 2 + 4) * p * 7 / 8, rel=0.01)
+
+
+def saved_bytes(kind, config) -> float:
+    """Bytes per token that a second and third layer save for backward, counted by the tensors themselves."""
+    found = []
+    for config.num_hidden_layers in (1, 3):
+        model = kind._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        saved = {}
+
+        def note(tensor, saved=saved, own=own):
+            if tensor.untyped_storage().data_ptr() not in own:
+                saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model.model(input_ids=torch.arange(256)[None], use_cache=False)
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+    return (found[1] - found[0]) / 2 / 256
+
+
+COMMON = {"vocab_size": 600, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 32}), ("Qwen3Moe", {"head_dim": 32, **MOE})]
+)
+def test_activations_are_the_tensors_that_layers_save(name, options):
+    kind, config = getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")
+    config = config(**COMMON, num_key_value_heads=2, **options)
+    with torch.device("meta"):
+        expected = saved_bytes_per_token(sizes_of(kind(config)))
+    assert saved_bytes(kind, config) == pytest.approx(expected, rel=0.05)
+
+
+def test_memory_is_the_measured_formula_and_activations():
+    """The formula of weights and states is held to real runs in strategies/test_host_memory.py."""
+    s = sizes_of(meta_model("qwen3-8b"))
+    assert s.num_params == 8_190_735_360  # as the model card says: 8.2 billion
+    base = predict("fsdp2", 3, "bf16", 8, s.num_params, s.largest_layer, on_gpu=True)
+    found, same = (needs(Layout("fsdp2", 3, dp_shard=8), s, tokens) for tokens in (0, 1000))
+    assert (found.load, found.save) == (base.load, base.state) and found.step == base.step
+    # 12.4 GB of weights and states, 4.1 of gradients, and of 1000 tokens 36 layers and the logits
+    activations = 36 * saved_bytes_per_token(s) + 4 * s.mlp_width + 12 * s.vocab
+    assert same.step - found.step == pytest.approx(1000 * activations)
+
+
+def test_sizes_of_a_mixture_of_experts():
+    s = sizes_of(meta_model("deepseek-v3"))
+    assert s.num_params == pytest.approx(671e9, rel=0.001) and s.active_params == pytest.approx(37.5e9, rel=0.01)
+    assert s.expert_params == 58 * 256 * 3 * 7168 * 2048
+
+
+def test_time_of_a_step_by_hand():
+    s = sizes_of(meta_model("llama-70b"))
+    machine = Machine(16, 2, 80e9, 1e12, 4e14, 3e11, 4e10, 2e10)
+    layout = Layout("fsdp2", 3, dp_shard=16, checkpointing=True)
+    flops = (6 * s.num_params + 6 * 80 * 8192 * 4096) * 4096
+    assert step_seconds(layout, s, machine, 4096, 1, 4096) == pytest.approx(flops * 4 / 3 / 4e14)
+    inside, across = Sent("tp", 1, 8, 1, False), Sent("replicas", 1, 2, 8, False)
+    assert inside.rate(machine) == 3e11 and across.rate(machine) == 4e10
+    assert Sent("gradients", 1, 16, 1, True).rate(machine) == 3e11  # eight cards of 40 GB/s, but NVLink limits
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_page_says_what_the_command_says(number):
+    assert block(COMMANDS[number]) in PAGE.read_text(), "run python test/plan_models.py"
+
+
+def test_commands_are_accepted_by_the_trainer():
+    """The three best layouts, with flags that train_sft and the strategy accept."""
+    from trainer.arguments import SFTArguments, parse_arguments
+
+    args = plan_report.build_parser().parse_args(COMMANDS[4].split())
+    machine = Machine(256, 32, 80e9, 2e12, 4e14, 3e11, 4e10, 2e10)
+    choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, args) if not c.problem][:3]
+    assert len(choices) == 3
+    for choice in choices:
+        line = plan_report.command(choice.layout, machine, args)
+        flags = line.split("trainer.cli.train_sft ")[1].split()
+        parsed = parse_arguments(SFTArguments, "train_sft", flags)
+        assert parsed.expert_parallel_size == choice.layout.ep and parsed.zero_stage == 3
+
+
+def test_the_command_and_its_errors(tmp_path):
+    CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
+    code, output = run_process([sys.executable, "-m", "trainer.cli.plan", str(tmp_path), "--gpus", "8"])
+    assert code == 0 and "8.19 billion parameters" in output and "--backend fsdp2" in output, output
+    for model, flags, message in (
+        (tmp_path, ["--gpus", "7", "--nodes", "2"], "--gpus: 7 is not a multiple"),
+        (tmp_path, ["--gpus", "0"], "--gpus: 0"),
+        (tmp_path / "none", ["--gpus", "8"], "MODEL: "),
+    ):
+        with pytest.raises(UserError, match=message):
+            plan_report.main([str(model), *flags])

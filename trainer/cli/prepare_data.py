@@ -1,0 +1,99 @@
+"""`prepare_data`: tokenize data once, with many processes and without GPUs, into a folder that `--dataset` takes.
+
+python -m trainer.cli.prepare_data --pretrain MODEL --dataset data.jsonl --output_dir tokens --dataset_num_proc 32 ...
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Optional
+
+from trainer.arguments import DataArguments, LengthArguments, SFTDataArguments, arg, parse_arguments
+from trainer.cli.entry import quiet_libraries, run_command
+from trainer.errors import UserError
+
+OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
+
+
+@dataclass
+class OutputArguments:
+    """Tokenizer and output"""
+
+    pretrain: Optional[str] = arg(None, "model folder or hub name with the tokenizer")
+    trust_remote_code: bool = arg(False, "allow code from the model folder")
+    output_dir: Optional[str] = arg(None, "folder to write; --dataset of train_sft takes it")
+    rows_per_part: int = arg(1_000_000, "rows tokenized at a time; a new start goes on after them", type="PositiveInt")
+    seed: int = arg(42, "seed of --dataset_probs", type="NonNegativeInt")
+
+
+@dataclass
+class PrepareArguments(SFTDataArguments, LengthArguments, DataArguments, OutputArguments):
+    """Tokenize data for train_sft."""
+
+
+def run(argv: list[str]) -> None:
+    args = parse_arguments(PrepareArguments, "prepare_data", argv)
+    quiet_libraries()
+    from trainer.cli.outputs import make_writable
+    from trainer.cli.training_command import load_flag_rows, refuse_idle
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+
+    for name in ("pretrain", "dataset", "output_dir"):
+        if not vars(args)[name]:
+            raise UserError(f"--{name}", "needed")
+    refuse_idle(args, [("eval_dataset eval_split aux_loss_coef", False, "a flag of train_sft")])
+    target = os.path.abspath(args.output_dir)
+    if os.path.exists(target):
+        raise UserError("--output_dir", f"{target} exists already", "a new folder")
+    make_writable("--output_dir", os.path.dirname(target))
+    tokenizer = load_tokenizer(resolve_model_folder(args.pretrain), args.trust_remote_code)
+    if args.tokenizer_chat_template:
+        from trainer.datasets.templates import load_chat_template
+
+        load_chat_template(args.tokenizer_chat_template, tokenizer)
+    rows = load_flag_rows(args, args.dataset, args.dataset_split, "--dataset")
+    try:
+        prepare(rows, tokenizer, target, {name: vars(args)[name] for name in OPTIONS}, args)
+    except OSError as error:
+        shutil.rmtree(target + ".tmp", ignore_errors=True)
+        raise UserError("--output_dir", f"{target}: {error.strerror or error}", "a folder with free space") from None
+
+
+def prepare(rows, tokenizer, target: str, options: dict, args) -> None:
+    """Tokenize `rows` part by part, and write them to the folder `target`. Each part stays in the cache until then."""
+    import datasets
+
+    from trainer.datasets.prepared import write_facts
+    from trainer.datasets.rows import quiet
+    from trainer.datasets.sft_samples import tokenize_rows, tokenize_sft
+
+    if "stop_trained" in rows.column_names:
+        raise UserError("--dataset", "rows that are tokenized already", "texts")
+    parts, temporary = [], target + ".tmp"
+    for first in range(0, len(rows), args.rows_per_part):
+        end = min(first + args.rows_per_part, len(rows))
+        part, facts = rows.select(range(first, end)), {"flag": "--dataset", "first_row": first}
+        parts.append(tokenize_rows(part, tokenizer, num_proc=args.dataset_num_proc, **facts, **options))
+        print(f"{end} of {len(rows)} rows", flush=True)
+    samples = datasets.concatenate_datasets(parts)
+    shutil.rmtree(temporary, ignore_errors=True)
+    with quiet():
+        # several files: every rank maps them into memory, and the processes share the writing
+        datasets.DatasetDict({"train": samples}).save_to_disk(temporary, num_proc=args.dataset_num_proc)
+    write_facts(temporary, tokenizer, options, {})
+    written = datasets.load_from_disk(temporary)["train"]
+    _, ledger = tokenize_sft(written, tokenizer, flag="--dataset", **options)
+    write_facts(temporary, tokenizer, options, ledger.as_dict())
+    os.replace(temporary, target)
+    for part in parts:
+        for file in part.cache_files:
+            os.remove(file["filename"])
+    print(f"{ledger.summary()}\nwritten to {target}")
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()
