@@ -41,6 +41,10 @@ class ModelArguments:
     )
     compile: bool = arg(False, "torch.compile each decoder layer: a slow first step, then faster ones")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
+    freeze_vision: bool = arg(True, "rows with images: do not train the vision tower; its projector is trained")
+    vision_learning_rate: Optional[float] = arg(
+        None, "peak learning rate of the vision tower, with --freeze_vision false", type="PositiveFloat"
+    )
     print_model: bool = arg(
         False, "print the layers and sizes of the model before training, and which flags it refuses"
     )

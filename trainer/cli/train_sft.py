@@ -23,10 +23,15 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
-    from trainer.datasets.sft_samples import tokenize_sft
+    rows = training_command.load_flag_rows(args, names, split, flag)
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import tokenizer_of_images
 
-    return tokenize_sft(
-        training_command.load_flag_rows(args, names, split, flag),
+        tokenize = tokenizer_of_images(args)
+    else:
+        from trainer.datasets.sft_samples import tokenize_sft as tokenize
+    return tokenize(
+        rows,
         tokenizer,
         flag=flag,
         input_key=args.input_key,
@@ -54,6 +59,12 @@ def run(argv: list[str]) -> None:
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
+    auto_class, image_run = AutoModelForCausalLM, None
+    if "images" in (*samples.column_names, *(eval_samples.column_names if eval_samples else ())):
+        from trainer.cli.image_runs import ImageRun
+
+        image_run = ImageRun(args, setup, samples, eval_samples)
+        collate, auto_class = image_run.collate, image_run.auto_class
     if args.aux_loss_coef:
         from trainer.training.load_balance import balance_batches
 
@@ -61,7 +72,9 @@ def run(argv: list[str]) -> None:
     loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
-    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    model = training_command.load_model(args, setup, setup.folder, auto_class)
+    if image_run:
+        image_run.use(model)
     run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
     if args.parity_trace:
         from trainer.cli.outputs import make_writable

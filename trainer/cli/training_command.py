@@ -258,6 +258,10 @@ def prepare_training(args, strategy, model, total_steps: int):
     optimizer = strategy.create_optimizer(
         model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
     )
+    if args.vision_learning_rate:
+        from trainer.models.vision_tower import set_learning_rate
+
+        set_learning_rate(optimizer, model, args.vision_learning_rate)
     scheduler = build_scheduler(
         args.lr_scheduler,
         optimizer,

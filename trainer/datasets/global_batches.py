@@ -5,7 +5,6 @@ communication, and all layouts agree about every batch.
 """
 
 import hashlib
-import heapq
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,21 +62,6 @@ def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
     size, rest = divmod(len(items), num_parts)
     start = part * size + min(part, rest)
     return items[start : start + size + (part < rest)]
-
-
-def balanced_parts(items: list[int], lengths, num_parts: int) -> list[list[int]]:
-    """Split `items` into parts with nearly equal numbers of tokens. Each part keeps the order of `items`.
-
-    The longest is first. Each goes to the part with the fewest tokens so far (Graham 1969, Bounds on multiprocessing
-    timing anomalies: within 4/3 of the best). Lengths 9, 5, 4, 4 in 2 parts give [9, 4] and [5, 4].
-    """
-    loads = [(0, part) for part in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for position in sorted(range(len(items)), key=lambda i: (-int(lengths[items[i]]), i)):
-        load, part = heapq.heappop(loads)
-        parts[part].append(position)
-        heapq.heappush(loads, (load + int(lengths[items[position]]), part))
-    return [[items[position] for position in sorted(part)] for part in parts]
 
 
 def cut_micro_batches(
@@ -177,6 +161,8 @@ class GlobalBatchLoader:
         If micro-batches are measured in tokens, all ranks get about equal tokens. Otherwise, they get contiguous parts.
         """
         if self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]:
+            from trainer.datasets.bin_packing import balanced_parts
+
             parts = balanced_parts(sample_ids, self._num_tokens, self.dp_size)
         else:
             parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]

@@ -1,0 +1,71 @@
+"""What rows with images change in `train_sft`: the tokens, the micro-batches, the model, and what trains."""
+
+import functools
+from collections.abc import Callable
+
+from trainer.errors import UserError
+
+
+def tokenizer_of_images(args) -> Callable:
+    """`tokenize_images` for the model of --pretrain. It has the parameters of `tokenize_sft`."""
+    from trainer.datasets.image_samples import tokenize_images
+    from trainer.models.model_loading import resolve_model_folder
+
+    return functools.partial(
+        tokenize_images,
+        folder=resolve_model_folder(args.pretrain),
+        remote_code=args.trust_remote_code,
+        own_template=bool(args.tokenizer_chat_template),
+    )
+
+
+class ImageRun:
+    """The parts of a run with images. Raises UserError for flags that do not work with images."""
+
+    def __init__(self, args, setup, *sets):
+        from transformers import AutoModelForImageTextToText
+
+        from trainer.datasets.image_batches import ImageCollate
+
+        _refuse_flags(args)
+        self.args, self.strategy, self.auto_class = args, setup.strategy, AutoModelForImageTextToText
+        processor = next(found.processor for found in sets if found and "images" in found.column_names)
+        self.collate = ImageCollate(processor)
+
+    def use(self, model) -> None:
+        """Freeze what does not train, say so, and let the micro-batches know the model."""
+        from trainer.models.vision_tower import freeze_tower
+
+        self.collate.use(model)
+        if self.args.lora_rank:
+            self.strategy.print("images: the adapter trains; the vision tower and its projector are frozen")
+        elif self.args.freeze_vision:
+            frozen = freeze_tower(model)
+            self.strategy.print(
+                f"images: the vision tower is frozen ({frozen:,} parameters); its projector and the language model train "
+                "(--freeze_vision false trains it too)"
+            )
+        else:
+            self.strategy.print("images: the vision tower, its projector and the language model train")
+
+
+def _refuse_flags(args) -> None:
+    refused = [
+        ("--packing_samples", args.packing_samples, "leave it out"),
+        ("--ring_attn_size", args.ring_attn_size > 1, "1"),
+        ("--tensor_parallel_size", args.tensor_parallel_size > 1, "1"),
+        ("--expert_parallel_size", args.expert_parallel_size > 1, "1"),
+        ("--load_in_4bit", args.load_in_4bit, "leave it out"),
+        ("--compile", args.compile, "leave it out"),
+        ("--aux_loss_coef", bool(args.aux_loss_coef), "0"),
+        ("--parity_trace", bool(args.parity_trace), "leave it out"),
+    ]
+    for flag, used, allowed in refused:
+        if used:
+            raise UserError(flag, "with rows that have images", allowed)
+    if args.lora_rank and not args.freeze_vision:
+        raise UserError("--freeze_vision", "false with --lora_rank", "an adapter of the language model only")
+    if args.vision_learning_rate and (args.freeze_vision or args.lora_rank):
+        raise UserError("--vision_learning_rate", "with a frozen vision tower", "--freeze_vision false")
+    if args.vision_learning_rate and args.optim == "muon":
+        raise UserError("--vision_learning_rate", "with --optim muon", "another --optim")
