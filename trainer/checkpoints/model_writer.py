@@ -84,10 +84,13 @@ def _in_usual_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
 def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
     """Write the config of the folder that a language model was taken out of, such as a model of text and images.
 
-    The files of its processor come too. Without such a folder, the config of the model stays.
+    The files of its processor come too. Without such a folder, the config of the model stays. A whole model of text and
+    images keeps its own config, and also gets the files of its processor.
     """
     weights = source_of(model) if model.can_generate() else None
     config = weights.config() if weights else {}
+    if weights and config["model_type"] == model.config.model_type and model.config.get_text_config() != model.config:
+        copy_processor(weights.folder, folder)
     if not weights or not weights.unread or config["model_type"] == model.config.model_type:
         return
     for part in (config, config.get("text_config", {})):
@@ -95,9 +98,14 @@ def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
         part["dtype"] = str(dtype).removeprefix("torch.")
     with open(os.path.join(folder, "config.json"), "w") as file:
         json.dump(config, file, indent=2)
-    for name in os.listdir(weights.folder):
-        if name.endswith("processor_config.json"):
-            shutil.copy(os.path.join(weights.folder, name), folder)
+    copy_processor(weights.folder, folder)
+
+
+def copy_processor(source: str, folder: str) -> None:
+    """Copy the files that say how images, videos and sounds become tensors, and the processor's older template file."""
+    for name in os.listdir(source):
+        if name.endswith("processor_config.json") or name == "chat_template.json":
+            shutil.copy(os.path.join(source, name), folder)
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
