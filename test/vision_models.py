@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -196,6 +195,9 @@ def make_rows(folder: Path) -> list[dict]:
 def write_rows(folder: Path) -> str:
     path = folder / "rows.jsonl"
     # a column of JSON Lines has one type: a single path is a list of one
-    rows = [{**row, "images": [row["images"]] if isinstance(row["images"], str) else row["images"]} for row in make_rows(folder)]
+    rows = [
+        {**row, "images": [row["images"]] if isinstance(row["images"], str) else row["images"]}
+        for row in make_rows(folder)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -41,10 +41,6 @@ class ModelArguments:
     )
     compile: bool = arg(False, "torch.compile each decoder layer: a slow first step, then faster ones")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
-    freeze_vision: bool = arg(True, "rows with images: do not train the vision tower; its projector is trained")
-    vision_learning_rate: Optional[float] = arg(
-        None, "peak learning rate of the vision tower, with --freeze_vision false", type="PositiveFloat"
-    )
     print_model: bool = arg(
         False, "print the layers and sizes of the model before training, and which flags it refuses"
     )
@@ -106,6 +102,16 @@ class SFTDataArguments:
     pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
     aux_loss_coef: float = arg(
         0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
+    )
+
+
+@dataclass
+class VisionArguments:
+    """Rows with images"""
+
+    freeze_vision: bool = arg(True, "do not train the vision tower; its projector and the language model train")
+    vision_learning_rate: Optional[float] = arg(
+        None, "peak learning rate of the vision tower, with --freeze_vision false", type="PositiveFloat"
     )
 
 
@@ -244,6 +250,7 @@ class SFTArguments(
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    VisionArguments,
     SFTDataArguments,
     LengthArguments,
     DataArguments,

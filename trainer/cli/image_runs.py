@@ -27,10 +27,10 @@ class ImageRun:
 
         from trainer.datasets.image_batches import ImageCollate
 
-        _refuse_flags(args)
+        with_images = [found for found in sets if found and "images" in found.column_names]
+        _refuse_flags(args, bool(with_images))
         self.args, self.strategy, self.auto_class = args, setup.strategy, AutoModelForImageTextToText
-        processor = next(found.processor for found in sets if found and "images" in found.column_names)
-        self.collate = ImageCollate(processor)
+        self.collate = ImageCollate(with_images[0].processor)
 
     def use(self, model) -> None:
         """Freeze what does not train, say so, and let the micro-batches know the model."""
@@ -49,7 +49,17 @@ class ImageRun:
             self.strategy.print("images: the vision tower, its projector and the language model train")
 
 
-def _refuse_flags(args) -> None:
+def refuse_images(rows, flag: str) -> None:
+    """Raise UserError if a row has an image."""
+    from trainer.datasets.image_samples import rows_with_images
+
+    if numbers := rows_with_images(rows):
+        raise UserError(f"{flag} row {numbers[0]}", "it has images", "rows without images; train_sft takes images")
+
+
+def _refuse_flags(args, any_images: bool) -> None:
+    if not any_images:
+        raise UserError("--freeze_vision", "false, and no row has an image", "rows with images, or leave it out")
     refused = [
         ("--packing_samples", args.packing_samples, "leave it out"),
         ("--ring_attn_size", args.ring_attn_size > 1, "1"),

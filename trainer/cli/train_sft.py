@@ -60,7 +60,7 @@ def run(argv: list[str]) -> None:
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
     auto_class, image_run = AutoModelForCausalLM, None
-    if "images" in (*samples.column_names, *(eval_samples.column_names if eval_samples else ())):
+    if any("images" in found.column_names for found in (samples, eval_samples) if found) or not args.freeze_vision:
         from trainer.cli.image_runs import ImageRun
 
         image_run = ImageRun(args, setup, samples, eval_samples)
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> None:
     model = training_command.load_model(args, setup, setup.folder, auto_class)
     if image_run:
         image_run.use(model)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     if args.parity_trace:
         from trainer.cli.outputs import make_writable
         from trainer.training.module_trace import trace_first_step

@@ -162,11 +162,12 @@ def _shows_texts(template: str) -> bool:
     return _shown[template]
 
 
-def has_images(rows: "Dataset") -> bool:
-    """Whether any row has an image. The column may be empty throughout."""
+def rows_with_images(rows: "Dataset") -> list[int]:
+    """The numbers of the rows that have an image, from 1. The column may be empty throughout."""
     column = rows.select_columns([COLUMN]).with_format("arrow")
+    values = (value for table in column.iter(1000) for value in table[COLUMN])
     empty = (None, "", "[]", "null", [])
-    return any(value.as_py() not in empty for table in column.iter(1000) for value in table[COLUMN])
+    return [number for number, value in enumerate(values, 1) if value.as_py() not in empty]
 
 
 def tokenize_images(
@@ -179,7 +180,7 @@ def tokenize_images(
     Samples without images are as in a set of texts. A row whose images do not fit into max_len is left out.
     Raises: UserError with the row's number for a missing or broken image, and marks that are not one per image.
     """
-    if not has_images(rows):
+    if not rows_with_images(rows):
         return sft_samples.tokenize_sft(rows, tokenizer, flag=flag, **options)
     rows = _without_decoding(rows)
     processor = load_processor(folder, copy.deepcopy(tokenizer), remote_code)
@@ -269,10 +270,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, processor: Any, optio
     of_row = ImageTokenizer(tokenizer, processor, replacements)
     found = sft_samples._tokenize_row(row, index, tokenizer=of_row, options=options, flag=flag)
     own = set(image_token_ids(processor))
-    at_images = [token in own for token in found["input_ids"]]
-    unfit = sum(at_images) < of_row.num_image_tokens
-    if any(is_target and at_image for is_target, at_image in zip(found["loss_mask"], at_images, strict=True)):
-        raise UserError(where, "an image in an answer", "images in messages that are not trained")
+    unfit = sum(token in own for token in found["input_ids"]) < of_row.num_image_tokens
     if unfit:
         found |= {"loss_mask": [0] * len(found["loss_mask"]), "num_loss_tokens": 0, "stop_trained": False}
     found["digest"] = digest_with_images(found["digest"], contents[: of_row.num_images])
@@ -315,6 +313,8 @@ def _marked_message(message: Any, name: str) -> Any:
         content = "".join(_part(part, name) for part in content)
     elif isinstance(content, str):
         content = content.replace(MARK_IN_ROWS, MARK)
+    if message.get("role", message.get("from")) in ("assistant", "gpt") and MARK in (content or ""):
+        raise UserError(f"column {name}", "an image in an answer", "images in the other messages")
     return {**message, key: content}
 
 

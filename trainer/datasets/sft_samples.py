@@ -12,10 +12,8 @@ from trainer.datasets.rows import (
     digest_of,
     is_stop_token,
     map_cached,
-    messages_of,
     text_of,
     tokenizer_state,
-    tools_of,
     with_eos,
     with_special_tokens,
 )
@@ -233,6 +231,7 @@ def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
 
 
 def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    from trainer.datasets.messages import messages_of, tools_of
     from trainer.datasets.templates import render_chat
 
     value = row[options.input_key]
