@@ -45,7 +45,7 @@ SMOL_IMAGES = {
     "size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": True,
     "resample": 3,
 }  # fmt: skip
-SIGLIP = {**VISION, **LAYERS, "image_size": 16, "patch_size": 4}
+SIGLIP = {**VISION, **LAYERS, "image_size": 16, "patch_size": 4, "vision_use_head": False}
 
 # kind -> (config class, its values, tokens of the tokenizer, ids in the config, processor files, mark in the template)
 KINDS = {

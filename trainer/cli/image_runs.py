@@ -30,12 +30,15 @@ class ImageRun:
         with_images = [found for found in sets if found and "images" in found.column_names]
         _refuse_flags(args, bool(with_images))
         self.args, self.strategy, self.auto_class = args, setup.strategy, AutoModelForImageTextToText
-        self.collate = ImageCollate(with_images[0].processor)
+        self.collate = ImageCollate(with_images[0].processor, packed=args.packing_samples)
 
     def use(self, model) -> None:
         """Freeze what does not train, say so, and let the micro-batches know the model."""
-        from trainer.models.vision_tower import freeze_tower
+        from trainer.models.vision_tower import check_tower, freeze_tower, hide_documents
 
+        check_tower(model, self.args.packing_samples, self.args.tensor_parallel_size)
+        if self.args.packing_samples:
+            hide_documents(model)
         self.collate.use(model)
         if self.args.lora_rank:
             self.strategy.print("images: the adapter trains; the vision tower and its projector are frozen")
@@ -61,9 +64,8 @@ def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
         raise UserError("--freeze_vision", "false, and no row has an image", "rows with images, or leave it out")
     refused = [
-        ("--packing_samples", args.packing_samples, "leave it out"),
         ("--ring_attn_size", args.ring_attn_size > 1, "1"),
-        ("--tensor_parallel_size", args.tensor_parallel_size > 1, "1"),
+        ("--sequence_parallel", args.sequence_parallel, "leave it out"),
         ("--expert_parallel_size", args.expert_parallel_size > 1, "1"),
         ("--load_in_4bit", args.load_in_4bit, "leave it out"),
         ("--compile", args.compile, "leave it out"),

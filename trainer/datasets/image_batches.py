@@ -6,21 +6,21 @@ from collections.abc import Callable
 import torch
 
 from trainer.datasets.image_files import COLUMN
-from trainer.datasets.image_processor import blank_image, process_images
-from trainer.datasets.packing import collate_padded
+from trainer.datasets.image_processor import blank_image, image_token_ids, process_images
+from trainer.datasets.packing import collate_packed, collate_padded
 
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are images; Gemma 3 has the second name
 
 
 class ImageCollate:
-    """`collate_padded` with images. Every micro-batch has an image: the ranks then run the vision tower equally often.
+    """`collate_padded` or `collate_packed` with images. Every micro-batch has an image, so ranks run the tower equally often.
 
-    A micro-batch without images gets one more row, a blank image without loss. `use` must know the model before the
+    A micro-batch without images gets one more sample, a blank image without loss. `use` must know the model before the
     first batch.
     """
 
-    def __init__(self, processor):
-        self.processor = processor
+    def __init__(self, processor, packed: bool = False):
+        self.processor, self._collate = processor, collate_packed if packed else collate_padded
         [blank], [text] = [[blank_image()]], process_images(processor, [[blank_image()]])[1]
         input_ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         self.blank = {"input_ids": input_ids, "loss_mask": [0] * len(input_ids), COLUMN: blank}
@@ -35,22 +35,25 @@ class ImageCollate:
         self._positions = getattr(inner, "get_rope_index", None)  # Qwen: three positions for each token (M-RoPE)
 
     def __call__(self, samples: list[dict], pad_token_id: int) -> dict:
-        """The micro-batch of `collate_padded`, and its `images`: further arguments of the model's call."""
+        """The micro-batch without images, and its `images`: further arguments of the model's call."""
         if not any(sample.get(COLUMN) for sample in samples):
             samples = [*samples, self.blank]
-        batch = collate_padded(samples, pad_token_id)
+        batch = self._collate(samples, pad_token_id)
         tensors, _ = process_images(self.processor, [sample[COLUMN] for sample in samples if sample.get(COLUMN)])
-        types = self._token_types(batch["input_ids"], batch["attention_mask"])
+        types = torch.isin(batch["input_ids"], torch.tensor(image_token_ids(self.processor))).long()
         batch["images"] = {**tensors, **dict.fromkeys(self._takes, types)}
         if self._positions is not None:
-            grids = {name: value for name, value in tensors.items() if name.endswith("grid_thw")}
-            found = self._positions(
-                batch["input_ids"], mm_token_type_ids=types, attention_mask=batch["attention_mask"], **grids
-            )
-            batch["images"]["position_ids"] = found[0]
+            batch["images"]["position_ids"] = self._grid_positions(samples, batch, types, tensors["image_grid_thw"])
         return batch
 
-    def _token_types(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """1 for each token of an image, else 0."""
-        own = torch.tensor([token for token in self.processor.image_token_ids if token is not None])
-        return (torch.isin(input_ids, own) & attention_mask.bool()).long()
+    def _grid_positions(
+        self, samples: list[dict], batch: dict, types: torch.Tensor, grids: torch.Tensor
+    ) -> torch.Tensor:
+        """Time, height and width of each token: (3, rows, tokens). They begin at 0 in each document of a packed row."""
+        mask = batch.get("attention_mask")
+        if mask is not None:
+            return self._positions(batch["input_ids"], types, image_grid_thw=grids, attention_mask=mask)[0]
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        counts = [len(sample.get(COLUMN, ())) for sample in samples]
+        documents = zip(batch["input_ids"].split(lengths, 1), types.split(lengths, 1), grids.split(counts), strict=True)
+        return torch.cat([self._positions(ids, kinds, image_grid_thw=own)[0] for ids, kinds, own in documents], dim=2)

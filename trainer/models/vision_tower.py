@@ -1,5 +1,7 @@
 """The vision tower of a model of images and text: which of its parameters train, and how fast."""
 
+import inspect
+
 import torch
 
 from trainer.errors import UserError
@@ -30,6 +32,32 @@ def freeze_tower(model) -> int:
     for parameter in frozen:
         parameter.requires_grad_(False)
     return sum(map(full_size, frozen))
+
+
+def check_tower(model, packed: bool, tp_size: int) -> None:
+    """Raise UserError if packed rows or tensor parallelism do not work with this model's images."""
+    kind = model.config.model_type
+    if packed and _sees_images_both_ways(model):
+        raise UserError("--packing_samples", f"in {kind}, a token of an image sees later ones", "leave it out")
+    if tp_size > 1 and any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
+        raise UserError("--tensor_parallel_size", f"the vision tower of {kind} has torch's own attention", "1")
+
+
+def _sees_images_both_ways(model) -> bool:
+    text = model.config.get_text_config()
+    own = getattr(text, "use_bidirectional_attention", None)
+    return bool(own) or "token_type_ids" in inspect.signature(model.forward).parameters  # Gemma 3, PaliGemma
+
+
+def hide_documents(model) -> None:
+    """Keep the documents of a packed row from the vision tower, in place. What it packs are images."""
+    if model.config.get_text_config()._attn_implementation == "varlen":
+        model.set_attn_implementation({"vision_config": "sdpa"})
+    names = ("cu_seqlens", "cu_seqlens_host", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    model.get_encoder(modality="image").register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {name: kwargs[name] for name in kwargs if name not in names}),
+        with_kwargs=True,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, model, lr: float) -> None:
