@@ -6,10 +6,12 @@ renders, tokenizes and masks on its own.
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from reference import add_lora
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from trainer.datasets.image_processor import load_processor
@@ -38,20 +40,27 @@ def inputs_of(row: dict, root: Path, processor) -> tuple[dict, torch.Tensor]:
     return dict(inputs), labels
 
 
-def plain_run(folder: str, rows: list[dict], root: Path, *, lr: float, steps: int, frozen=(), tower_lr=None) -> dict:
+def plain_run(
+    folder: str, rows: list[dict], root: Path, *, lr: float, steps: int, frozen=(), tower=(), tower_lr=0.0, lora_rank=0
+) -> dict:
     """Train on all rows at once for some steps: {"losses", "norms", "grads" of step 1, "weights" at the end}.
 
-    Parameters whose name has one of `frozen` in it do not train. `tower_lr`: the rate of those named "tower" by it.
+    Parameters whose name has one of `frozen` in it do not train. Those with one of `tower` train with `tower_lr`.
     """
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     model.train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
+    if lora_rank:
+        args = SimpleNamespace(lora_rank=lora_rank, lora_alpha=None, target_modules=None, seed=42)
+        model = add_lora(model, args)
     processor = load_processor(folder, AutoTokenizer.from_pretrained(folder))
     samples = [inputs_of(row, root, processor) for row in rows]
     count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    groups = [{"params": [p], "lr": (tower_lr or {}).get(name, lr)} for name, p in trained.items()]
+    named = {name.removeprefix("base_model.model."): parameter for name, parameter in model.named_parameters()}
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    own = {name: tower_lr for name in trained if any(part in name for part in tower)}
+    groups = [{"params": [p], "lr": own.get(name, lr)} for name, p in trained.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     found = {"losses": [], "norms": []}
     for step in range(steps):
@@ -67,4 +76,5 @@ def plain_run(folder: str, rows: list[dict], root: Path, *, lr: float, steps: in
         found["norms"].append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    return found | {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    tensors = dict(model.named_buffers()) | named
+    return found | {"weights": {name: tensor.detach().clone() for name, tensor in tensors.items()}}
