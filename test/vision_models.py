@@ -35,6 +35,12 @@ QWEN_IMAGES = {
 QWEN_VISION = {
     **VISION, "depth": 2, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 16,
 }  # fmt: skip
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 SMOL_TOKENS = {
@@ -111,6 +117,21 @@ KINDS = {
         "tokens": SMOL_TOKENS, "ids": {"image_token_id": "image_token"},
         "images": {"image_processor_type": "Idefics3ImageProcessor", **SMOL_IMAGES},
         "processor": {"image_seq_len": 4}, "mark": "<image>",
+    },
+}  # fmt: skip
+QWEN3_VL, QWEN3_5 = KINDS["qwen3_vl"], KINDS["qwen3_5"]
+IN_BLOCKS = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+QWEN2_VISION = {"depth": 2, "num_heads": 4, "patch_size": 4, "initializer_range": 0.2, "hidden_size": 32}
+WINDOWS = {"intermediate_size": 48, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
+KINDS |= {
+    "qwen3_vl_moe": {**QWEN3_VL, "config": "Qwen3VLMoeConfig", "text": {**QWEN3_VL["text"], **EXPERTS}},
+    "qwen3_5_moe": {**QWEN3_5, "config": "Qwen3_5MoeConfig", "text": {**QWEN3_5["text"], **EXPERTS}},
+    "qwen2_vl": {
+        **QWEN3_VL, "config": "Qwen2VLConfig", "text": IN_BLOCKS,
+        "vision": {**QWEN2_VISION, "embed_dim": 32, "mlp_ratio": 2},
+    },
+    "qwen2_5_vl": {
+        **QWEN3_VL, "config": "Qwen2_5_VLConfig", "text": IN_BLOCKS, "vision": {**QWEN2_VISION, **WINDOWS},
     },
 }  # fmt: skip
 

@@ -62,7 +62,8 @@ def refuse_images(rows, flag: str) -> None:
 
 def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
-        raise UserError("--freeze_vision", "false, and no row has an image", "rows with images, or leave it out")
+        flag = "--vision_learning_rate" if args.freeze_vision else "--freeze_vision"
+        raise UserError(flag, "would do nothing here: no row has an image", "rows with images, or leave it out")
     refused = [
         ("--ring_attn_size", args.ring_attn_size > 1, "1"),
         ("--sequence_parallel", args.sequence_parallel, "leave it out"),

@@ -45,6 +45,10 @@ def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     )
 
 
+def _asks_for_vision(args: SFTArguments) -> bool:
+    return not args.freeze_vision or args.vision_learning_rate is not None
+
+
 def run(argv: list[str]) -> None:
     args, is_demo = parse(argv)
     quiet_libraries()
@@ -60,7 +64,7 @@ def run(argv: list[str]) -> None:
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
     auto_class, image_run = AutoModelForCausalLM, None
-    if any("images" in found.column_names for found in (samples, eval_samples) if found) or not args.freeze_vision:
+    if any("images" in found.column_names for found in (samples, eval_samples) if found) or _asks_for_vision(args):
         from trainer.cli.image_runs import ImageRun
 
         image_run = ImageRun(args, setup, samples, eval_samples)

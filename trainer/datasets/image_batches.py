@@ -52,8 +52,13 @@ class ImageCollate:
         """Time, height and width of each token: (3, rows, tokens). They begin at 0 in each document of a packed row."""
         mask = batch.get("attention_mask")
         if mask is not None:
-            return self._positions(batch["input_ids"], types, image_grid_thw=grids, attention_mask=mask)[0]
+            return self._positions(
+                batch["input_ids"], mm_token_type_ids=types, image_grid_thw=grids, attention_mask=mask
+            )[0]
         lengths = [len(sample["input_ids"]) for sample in samples]
         counts = [len(sample.get(COLUMN, ())) for sample in samples]
         documents = zip(batch["input_ids"].split(lengths, 1), types.split(lengths, 1), grids.split(counts), strict=True)
-        return torch.cat([self._positions(ids, kinds, image_grid_thw=own)[0] for ids, kinds, own in documents], dim=2)
+        return torch.cat(
+            [self._positions(ids, mm_token_type_ids=kinds, image_grid_thw=own)[0] for ids, kinds, own in documents],
+            dim=2,
+        )

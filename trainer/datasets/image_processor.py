@@ -10,6 +10,17 @@ from typing import Any
 
 from trainer.errors import UserError
 
+# kind of model -> module and class of its processor. A kind is added with a parity test in test/test_parity_vision.py.
+PROCESSORS = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl.Qwen3VLProcessor"),
+    "qwen2_vl": "qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "qwen2_5_vl.Qwen2_5_VLProcessor",
+    "gemma3": "gemma3.Gemma3Processor",
+    "gemma4": "gemma4.Gemma4Processor",
+    "mistral3": "pixtral.PixtralProcessor",
+    "smolvlm": "smolvlm.SmolVLMProcessor",
+    "idefics3": "idefics3.Idefics3Processor",
+}
 BLANK = (32, 32)  # width and height of the image for a micro-batch without images
 
 
@@ -45,26 +56,19 @@ def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False)
 
 
 def _processor_class(folder: str) -> type:
-    """The class that the folder's files name, or that transformers has for this kind of model."""
+    """The class of processor of the folder's kind of model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-    from transformers.processing_utils import ProcessorMixin
 
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         model_type = json.load(file).get("model_type")
-    name = PROCESSOR_MAPPING_NAMES.get(model_type)
-    if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or name is None:
-        found = f"{folder} is a model of text ({model_type}), and rows have images"
-        raise UserError("--pretrain", found, "a model of images and text, or rows without images")
-    module = next(kind for kind, found in PROCESSOR_MAPPING_NAMES.items() if found == name and _has_module(kind))
-    kind = getattr(_import_without_torchvision(module), name)
-    if kind.replace_image_token is ProcessorMixin.replace_image_token:
-        raise UserError("--pretrain", f"{name} of transformers does not say which tokens an image becomes")
-    return kind
-
-
-def _has_module(model_type: str) -> bool:
-    return importlib.util.find_spec(f"transformers.models.{model_type}.processing_{model_type}") is not None
+    if model_type in PROCESSORS:
+        module, name = PROCESSORS[model_type].split(".")
+        return getattr(_import_without_torchvision(module), name)
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        found = f"{folder} is a {model_type}, whose images are not checked against transformers yet"
+        raise UserError("--pretrain", found, ", ".join(PROCESSORS))
+    found = f"{folder} is a model of text ({model_type}), and rows have images"
+    raise UserError("--pretrain", found, "a model of images and text, or rows without images")
 
 
 def _import_without_torchvision(model_type: str):
