@@ -89,9 +89,10 @@ def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
     """
     weights = source_of(model) if model.can_generate() else None
     config = weights.config() if weights else {}
-    if weights and config["model_type"] == model.config.model_type and model.config.get_text_config() != model.config:
+    is_same_kind = bool(weights) and config["model_type"] == model.config.model_type
+    if is_same_kind and model.config.get_text_config() is not model.config:
         copy_processor(weights.folder, folder)
-    if not weights or not weights.unread or config["model_type"] == model.config.model_type:
+    if not weights or not weights.unread or is_same_kind:
         return
     for part in (config, config.get("text_config", {})):
         part.pop("torch_dtype", None)
@@ -102,9 +103,9 @@ def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
 
 
 def copy_processor(source: str, folder: str) -> None:
-    """Copy the files that say how images, videos and sounds become tensors, and the processor's older template file."""
+    """Copy the files that say how images, videos and sounds become tensors."""
     for name in os.listdir(source):
-        if name.endswith("processor_config.json") or name == "chat_template.json":
+        if name.endswith("processor_config.json"):
             shutil.copy(os.path.join(source, name), folder)
 
 
