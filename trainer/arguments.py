@@ -109,6 +109,16 @@ class SFTDataArguments:
 
 
 @dataclass
+class VisionArguments:
+    """Rows with images"""
+
+    freeze_vision: bool = arg(True, "do not train the vision tower; its projector and the language model train")
+    vision_learning_rate: Optional[float] = arg(
+        None, "peak learning rate of the vision tower, with --freeze_vision false", type="PositiveFloat"
+    )
+
+
+@dataclass
 class BatchArguments:
     """Batches"""
 
@@ -243,6 +253,7 @@ class SFTArguments(
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    VisionArguments,
     SFTDataArguments,
     LengthArguments,
     DataArguments,

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trainer.datasets.bin_packing import best_fit_bins
+from trainer.datasets.bin_packing import balanced_parts, best_fit_bins
 from trainer.datasets.global_batches import (
     GlobalBatchLoader,
-    balanced_parts,
     contiguous_slice,
     cut_micro_batches,
     epoch_order,

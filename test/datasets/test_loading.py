@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer.datasets.json_faults import find_json_fault
 from trainer.datasets.loading import load_rows
-from trainer.datasets.rows import messages_of
+from trainer.datasets.messages import messages_of
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -88,20 +88,29 @@ def _in_usual_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
 def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
     """Write the config of the folder that a language model was taken out of, such as a model of text and images.
 
-    The files of its processor come too. Without such a folder, the config of the model stays.
+    The files of its processor come too. Without such a folder, the config of the model stays. A whole model of text and
+    images keeps its own config, and also gets the files of its processor.
     """
     weights = source_of(model) if model.can_generate() else None
     config = weights.config() if weights else {}
-    if not weights or not weights.unread or config["model_type"] == model.config.model_type:
+    is_same_kind = bool(weights) and config["model_type"] == model.config.model_type
+    if is_same_kind and model.config.get_text_config() is not model.config:
+        copy_processor(weights.folder, folder)
+    if not weights or not weights.unread or is_same_kind:
         return
     for part in (config, config.get("text_config", {})):
         part.pop("torch_dtype", None)
         part["dtype"] = str(dtype).removeprefix("torch.")
     with open(os.path.join(folder, "config.json"), "w") as file:
         json.dump(config, file, indent=2)
-    for name in os.listdir(weights.folder):
+    copy_processor(weights.folder, folder)
+
+
+def copy_processor(source: str, folder: str) -> None:
+    """Copy the files that say how images, videos and sounds become tensors."""
+    for name in os.listdir(source):
         if name.endswith("processor_config.json"):
-            shutil.copy(os.path.join(weights.folder, name), folder)
+            shutil.copy(os.path.join(source, name), folder)
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:

@@ -1,4 +1,4 @@
-"""`make_demo`: write the embedded demo (a tiny model, its tokenizer, data for SFT, preferences and RL)."""
+"""`make_demo`: write the embedded demo (a tiny model, its tokenizer, data for SFT, preferences and RL), or that with images."""
 
 import os
 from dataclasses import dataclass
@@ -12,13 +12,20 @@ class DemoArguments:
     """Embedded demo"""
 
     output_dir: str = arg("demo", "folder to write")
+    vision: bool = arg(
+        False, "write the demo with images: pictures of digits, and a tiny model that can learn to read them"
+    )
     seed: int = arg(0, "seed of the weights and of the data", type="NonNegativeInt")
 
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(DemoArguments, "make_demo", argv)
     from trainer.cli.outputs import make_writable
-    from trainer.datasets.demo import make_demo
+
+    if args.vision:
+        from trainer.datasets.vision_demo import make_vision_demo as make_demo
+    else:
+        from trainer.datasets.demo import make_demo
 
     make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
     make_demo(args.output_dir, args.seed)

@@ -19,7 +19,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     from trainer.datasets.preference import tokenize_preference
 
     return tokenize_preference(
-        training_command.load_flag_rows(args, names, split, flag),
+        training_command.load_text_rows(args, names, split, flag),
         tokenizer,
         flag=flag,
         prompt_key=args.prompt_key,
@@ -38,7 +38,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
     from trainer.datasets.unpaired import tokenize_unpaired, unpair
 
-    rows = training_command.load_flag_rows(args, names, split, flag)
+    rows = training_command.load_text_rows(args, names, split, flag)
     keys = {args.chosen_key, args.rejected_key}
     if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
         rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)

@@ -32,7 +32,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     from trainer.datasets.prompts import tokenize_prompts, with_columns
     from trainer.rollout.rewards import needs_labels, wanted_columns
 
-    rows = training_command.load_flag_rows(args, names, split, flag)
+    rows = training_command.load_text_rows(args, names, split, flag)
     columns = rows.column_names if args.env else wanted_columns(functions or {}, rows.column_names, flag)
     prompts, ledger = tokenize_prompts(
         rows,

@@ -23,10 +23,15 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
-    from trainer.datasets.sft_samples import tokenize_sft
+    rows = training_command.load_flag_rows(args, names, split, flag)
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import tokenizer_of_images
 
-    return tokenize_sft(
-        training_command.load_flag_rows(args, names, split, flag),
+        tokenize = tokenizer_of_images(args)
+    else:
+        from trainer.datasets.sft_samples import tokenize_sft as tokenize
+    return tokenize(
+        rows,
         tokenizer,
         flag=flag,
         input_key=args.input_key,
@@ -38,6 +43,10 @@ def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
         max_len=args.max_len,
         num_proc=args.dataset_num_proc,
     )
+
+
+def _asks_for_vision(args: SFTArguments) -> bool:
+    return not args.freeze_vision or args.vision_learning_rate is not None
 
 
 def run(argv: list[str]) -> None:
@@ -54,6 +63,12 @@ def run(argv: list[str]) -> None:
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
+    auto_class, image_run = AutoModelForCausalLM, None
+    if any("images" in found.column_names for found in (samples, eval_samples) if found) or _asks_for_vision(args):
+        from trainer.cli.image_runs import ImageRun
+
+        image_run = ImageRun(args, setup, samples, eval_samples)
+        collate, auto_class = image_run.collate, image_run.auto_class
     if args.aux_loss_coef or args.expert_bias_update_rate:
         from trainer.training.load_balance import balance_batches
 
@@ -61,8 +76,10 @@ def run(argv: list[str]) -> None:
     loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
-    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    model = training_command.load_model(args, setup, setup.folder, auto_class)
+    if image_run:
+        image_run.use(model)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     if args.expert_bias_update_rate:
         from trainer.training.expert_bias import balance_by_bias
 

@@ -172,6 +172,16 @@ def load_flag_rows(args, names: str, split: str, flag: str):
     return load_rows(names, flag=flag, split=split, probs=probs, max_samples=args.max_samples, seed=args.seed)
 
 
+def load_text_rows(args, names: str, split: str, flag: str):
+    """The rows of a command that trains on texts only. Raises UserError if a row has an image."""
+    rows = load_flag_rows(args, names, split, flag)
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import refuse_images
+
+        refuse_images(rows, flag)
+    return rows
+
+
 def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tuple[Any, Any, Any]:
     """Return (training samples, evaluation samples or None, training ledger). Print ledgers and first sample."""
     from trainer.distributed.collectives import rank_0_first
@@ -247,8 +257,8 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     return model
 
 
-def prepare_training(args, strategy, model, total_steps: int):
-    """Return (model, optimizer, scheduler), prepared by the strategy."""
+def prepare_training(args, strategy, model, total_steps: int, tower_lr: Optional[float] = None):
+    """Return (model, optimizer, scheduler), prepared by the strategy. `tower_lr`: peak rate of the vision tower."""
     from trainer.optimizers.build import build_scheduler
 
     if args.print_model and strategy.is_rank_0():
@@ -262,6 +272,10 @@ def prepare_training(args, strategy, model, total_steps: int):
     optimizer = strategy.create_optimizer(
         model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
     )
+    if tower_lr:
+        from trainer.models.vision_tower import set_learning_rate
+
+        set_learning_rate(optimizer, model, tower_lr)
     scheduler = build_scheduler(
         args.lr_scheduler,
         optimizer,
@@ -286,6 +300,7 @@ class Run:
     ledger: Any  # of the training data
     loader: Any
     eval_loader: Any  # None without evaluation data
+    tower_lr: Optional[float] = None  # peak learning rate of the vision tower, if it has its own
 
 
 def open_run(args, setup: Setup, command: str) -> str:
@@ -317,7 +332,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
     num_params = sum(full_size(p) * (1 if p.requires_grad else 2 / 3) for p in model.parameters())
     flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
-    model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps)
+    model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps, run.tower_lr)
     trained = Trained(strategy, model, optimizer, scheduler, run.loader, setup.tokenizer)
     checkpoints = Checkpoints(run.output_dir, trained, save_policy(args), dataclasses.asdict(args))
     progress = checkpoints.resume(args.load_checkpoint)

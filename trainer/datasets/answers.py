@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.datasets.messages import messages_of, tools_of
 from trainer.datasets.packing import collate_packed, collate_padded
-from trainer.datasets.rows import messages_of, text_of, tools_of, with_eos, with_special_tokens
+from trainer.datasets.rows import text_of, with_eos, with_special_tokens
 from trainer.datasets.templates import chat_template, check_input_template, render_chat
 from trainer.errors import UserError
 

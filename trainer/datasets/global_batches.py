@@ -5,7 +5,6 @@ communication, and all layouts agree about every batch.
 """
 
 import hashlib
-import heapq
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,21 +62,6 @@ def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
     size, rest = divmod(len(items), num_parts)
     start = part * size + min(part, rest)
     return items[start : start + size + (part < rest)]
-
-
-def balanced_parts(items: list[int], lengths, num_parts: int) -> list[list[int]]:
-    """Split `items` into parts with nearly equal numbers of tokens. Each part keeps the order of `items`.
-
-    The longest is first. Each goes to the part with the fewest tokens so far (Graham 1969, Bounds on multiprocessing
-    timing anomalies: within 4/3 of the best). Lengths 9, 5, 4, 4 in 2 parts give [9, 4] and [5, 4].
-    """
-    sizes, loads = [int(lengths[item]) for item in items], [(0, part) for part in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for position in sorted(range(len(items)), key=sizes.__getitem__, reverse=True):  # of equal ones, the first first
-        load, part = loads[0]
-        parts[part].append(position)
-        heapq.heapreplace(loads, (load + sizes[position], part))
-    return [[items[position] for position in sorted(part)] for part in parts]
 
 
 def cut_micro_batches(
@@ -178,6 +162,8 @@ class GlobalBatchLoader:
         """
         lengths = dict(zip(sample_ids, self._num_tokens[sample_ids].tolist()))  # NumPy's own integers are slow
         if self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]:
+            from trainer.datasets.bin_packing import balanced_parts
+
             parts = balanced_parts(sample_ids, lengths, self.dp_size)
         else:
             parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]

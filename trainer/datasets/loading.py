@@ -72,4 +72,8 @@ def _load_set(path: str, flag: str, split: str) -> "Dataset":
         raise UserError(where, f"no split {split!r}", ", ".join(splits))
     if len(splits[split]) == 0:
         raise UserError(where, "no rows")
+    if "images" in splits[split].column_names:
+        from trainer.datasets.image_files import with_folder
+
+        return with_folder(splits[split], local)
     return splits[split]

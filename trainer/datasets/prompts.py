@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.datasets.messages import messages_of, tools_of
 from trainer.datasets.rows import (
     check_keys,
     digest_of,
     map_cached,
-    messages_of,
     text_of,
     tokenizer_state,
-    tools_of,
     with_special_tokens,
 )
 from trainer.datasets.templates import chat_template, check_input_template, render_prompt

@@ -1,6 +1,7 @@
 """Turn rows into token samples for supervised fine-tuning: ids, a target mask, and a ledger of the rows."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,8 @@ from trainer.datasets.rows import (
     digest_of,
     is_stop_token,
     map_cached,
-    messages_of,
     text_of,
     tokenizer_state,
-    tools_of,
     with_eos,
     with_special_tokens,
 )
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
-COLUMNS = ["input_ids", "loss_mask", "num_tokens", "num_loss_tokens", "digest", "row"]
+LEDGER_COLUMNS = ["truncated", "empty", "stop_trained"]  # the others belong to a sample
 
 
 @dataclass
@@ -64,11 +63,11 @@ class _Options:
 
 
 def tokenize_sft(
-    rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **keys
+    rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **flags: Any
 ) -> tuple["Dataset", DataLedger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    `keys` are those of `tokenize_rows`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
+    `flags` are those of `options_of`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
     loss token are left out and counted.
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
@@ -78,44 +77,14 @@ def tokenize_sft(
     if "stop_trained" in rows.column_names:
         from trainer.datasets.prepared import checked
 
-        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **keys})
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags})
     else:
-        samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **keys)
-    counted = ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
-    counts = samples.with_format("numpy").select_columns(counted)[:]
-    kept = np.flatnonzero(counts["num_loss_tokens"])
-    ledger = DataLedger(
-        num_rows=len(rows),
-        num_truncated=int(counts["truncated"].sum()),
-        num_excluded=len(rows) - len(kept),
-        num_samples=len(kept),
-        num_tokens=int(counts["num_tokens"][kept].sum()),
-        num_loss_tokens=int(counts["num_loss_tokens"].sum()),
-        num_stop_trained=int(counts["stop_trained"][kept].sum()),
-    )
-    if not len(kept):
-        empty = int(counts["empty"].sum())
-        wanted = "answers that are not empty" if empty * 2 > len(rows) else f"answers that fit into --max_len {max_len}"
-        found = f"no sample is left: {empty} answers are empty, {len(rows) - empty} are cut off ({ledger.summary()})"
-        raise UserError(flag, found, wanted)
-    samples = samples.select_columns(COLUMNS)
-    return (samples if len(kept) == len(rows) else samples.select(kept)), ledger
+        samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **flags)
+    return with_loss(samples, flag, max_len)
 
 
 def tokenize_rows(
-    rows: "Dataset",
-    tokenizer: Any,
-    *,
-    flag: str,
-    input_key: str | None,
-    output_key: str | None,
-    input_template: str | None,
-    apply_chat_template: bool,
-    multiturn: bool,
-    pretrain_mode: bool,
-    max_len: int,
-    num_proc: int | None = None,
-    first_row: int = 0,
+    rows: "Dataset", tokenizer: Any, *, flag: str, num_proc: int | None = None, first_row: int = 0, **flags: Any
 ) -> "Dataset":
     """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
 
@@ -124,12 +93,7 @@ def tokenize_rows(
     `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
     Samples over max_len tokens are cut on the right, without eos.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
-    mode = _mode(rows.column_names, input_key, output_key, apply_chat_template, pretrain_mode)
-    key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
-    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
-    _check_options(options, rows.column_names, tokenizer, flag)
+    options = options_of(rows.column_names, tokenizer, flag, **flags)
     return map_cached(
         rows,
         _tokenize_row,
@@ -142,6 +106,51 @@ def tokenize_rows(
         flag=flag,
         first_row=first_row,
     )
+
+
+def options_of(
+    columns: list[str],
+    tokenizer: Any,
+    flag: str,
+    *,
+    input_key: str | None,
+    output_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    multiturn: bool,
+    pretrain_mode: bool,
+    max_len: int,
+) -> _Options:
+    """Find out what the rows are, and check the flags against the columns."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
+    mode = _mode(columns, input_key, output_key, apply_chat_template, pretrain_mode)
+    key = input_key or {"pretrain": "text", "chat": _chat_column(columns)}.get(mode)
+    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
+    _check_options(options, columns, tokenizer, flag)
+    return options
+
+
+def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", DataLedger]:
+    """The samples with a loss token, and the ledger. Raises UserError if none is left."""
+    counts = samples.with_format("numpy").select_columns(["num_tokens", "num_loss_tokens", *LEDGER_COLUMNS])[:]
+    kept = np.flatnonzero(counts["num_loss_tokens"])
+    ledger = DataLedger(
+        num_rows=len(samples),
+        num_truncated=int(counts["truncated"].sum()),
+        num_excluded=len(samples) - len(kept),
+        num_samples=len(kept),
+        num_tokens=int(counts["num_tokens"][kept].sum()),
+        num_loss_tokens=int(counts["num_loss_tokens"].sum()),
+        num_stop_trained=int(counts["stop_trained"][kept].sum()),
+    )
+    if not len(kept):
+        empty, total = int(counts["empty"].sum()), len(samples)
+        wanted = "answers that are not empty" if empty * 2 > total else f"answers that fit into --max_len {max_len}"
+        found = f"no sample is left: {empty} answers are empty, {total - empty} are cut off ({ledger.summary()})"
+        raise UserError(flag, found, wanted)
+    samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
+    return (samples if len(kept) == len(samples) else samples.select(kept)), ledger
 
 
 def _chat_column(columns: list[str]) -> str | None:
@@ -198,7 +207,7 @@ def _features() -> "Features":
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int
+    row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int = 0
 ) -> dict[str, Any]:
     index += first_row
     tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
@@ -241,6 +250,7 @@ def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], 
 
 
 def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    from trainer.datasets.messages import messages_of, tools_of
     from trainer.datasets.templates import render_chat
 
     value = row[options.input_key]
@@ -271,4 +281,5 @@ def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
         piece = text[len(before) :]
         pieces.append(f"[[{piece}]]" if is_target else piece)
         before = text
-    return "".join(pieces)
+    text = "".join(pieces)
+    return re.sub(r"(<[^<>]+>|\[\w+\])\1{3,}", r"\1...", text) if "images" in sample else text  # tokens of an image

@@ -1,0 +1,185 @@
+"""Rows with images become token samples: the processor's own tokens, no loss on images, and one line for a bad row."""
+
+import base64
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import vision_models
+import vision_reference
+
+from trainer.cli import train_sft
+from trainer.datasets.image_batches import ImageCollate
+from trainer.datasets.image_samples import ImageSamples
+from trainer.datasets.packing import shifted_labels
+from trainer.datasets.sft_samples import render_sample
+from trainer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    vision_models.write_rows(folder)
+    for kind in vision_models.KINDS:
+        vision_models.make_folder(kind, folder / kind)
+    return folder
+
+
+def load(here: Path, rows, *flags: str, kind: str = "qwen3_vl", data: str | None = None):
+    """(samples, ledger) of rows, or of the file `data`."""
+    if data is None:
+        data = str(here / "own.jsonl")
+        Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = str(here / kind)
+    args, _ = train_sft.parse(["--pretrain", folder, "--dataset", data, *flags])
+    return train_sft.load_data(args, AutoTokenizer.from_pretrained(folder), data, "train", "--dataset")
+
+
+def talk(question, answer="Yes.", images=None) -> dict:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "images": images}
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_tokens_and_tensors_are_those_of_the_processor(here, kind):
+    """Of no, one and several images, as parts and as marks. Only the answer and its stop token carry loss."""
+    rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    samples, ledger = load(here, None, kind=kind, data=str(here / "rows.jsonl"))
+    assert isinstance(samples, ImageSamples) and len(samples) == len(rows) == 8
+    assert (ledger.num_images, ledger.num_samples_with_images, ledger.num_unfit) == (8, 5, 0)
+    pad, num_image_tokens, shown = 1, 0, set(samples.processor.image_token_ids)
+    collate = ImageCollate(samples.processor)
+    for row, sample in zip(rows, samples, strict=True):
+        inputs, labels = vision_reference.inputs_of(row, here, samples.processor)
+        assert sample["input_ids"] == inputs["input_ids"][0].tolist()
+        expected = [token if token != -100 else -100 for token in labels[1:].tolist()] + [-100]
+        assert shifted_labels(sample["input_ids"], sample["loss_mask"]) == expected
+        num_image_tokens += sum(token in shown for token in sample["input_ids"])
+        if sample["images"]:
+            tensors = collate([sample], pad)["images"]
+            for name in set(inputs) - {"input_ids", "mm_token_type_ids", "token_type_ids"}:
+                assert torch.equal(tensors[name], inputs[name]), name
+    assert ledger.num_image_tokens == num_image_tokens
+
+
+def test_a_sample_is_shown_with_short_images(here):
+    samples, _ = load(here, None, data=str(here / "rows.jsonl"))
+    text = render_sample(samples[0], samples.processor.tokenizer)
+    assert "<|vision_start|><|image_pad|>...<|vision_end|>What is it?" in text and "[[A cloud.<|im_end|>]]" in text
+
+
+def test_images_come_from_paths_data_uris_and_bytes(here):
+    """A relative path begins at the folder of the data file. All forms give the same sample."""
+    path = here / "pictures" / "0.png"
+    uri = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    rows = [talk("<image>?", images=[source]) for source in ("pictures/0.png", str(path), uri)]
+    samples, _ = load(here, rows)
+    both = [talk("<image>?", images=[{"bytes": path.read_bytes(), "path": None}])]
+    Dataset.from_list(both).to_parquet(here / "own.parquet")
+    from_bytes, _ = load(here, None, data=str(here / "own.parquet"))
+    found = [*samples, *from_bytes]
+    assert len({sample["digest"] for sample in found}) == 1
+    assert len({sample["images"][0].tobytes() for sample in found}) == 1
+
+
+def test_the_digest_knows_the_image(here):
+    """Two images of one size give the same tokens. A changed file is read again."""
+    shutil.copy(here / "pictures" / "1.png", here / "changes.png")
+    vision_models.drawn(77, (16, 16)).save(here / "other.png")
+    rows = [talk("<image>?", images=[name]) for name in ("changes.png", "other.png")]
+    first, other = load(here, rows)[0]
+    assert first["input_ids"] == other["input_ids"] and first["digest"] != other["digest"]
+    shutil.copy(here / "other.png", here / "changes.png")
+    assert load(here, rows)[0][0]["digest"] == other["digest"]
+
+
+def test_an_image_is_never_cut(here):
+    """A row whose images exceed --max_len is left out and counted. Text after the images is cut as in a set of texts."""
+    rows = [talk("<image>" * 6, images=["pictures/3.png"] * 6), talk("<image>Hi?", "A" * 100, ["pictures/1.png"])]
+    samples, ledger = load(here, rows, "--max_len", "60")
+    assert (len(samples), ledger.num_unfit, ledger.num_excluded, ledger.num_truncated) == (1, 1, 1, 2)
+    assert samples[0]["row"] == 1 and len(samples[0]["images"]) == 1 and len(samples[0]["input_ids"]) == 60
+    with pytest.raises(UserError, match="--max_len: the images of no row fit into 20 tokens"):
+        load(here, rows[:1], "--max_len", "20")
+
+
+def test_images_after_the_last_trained_answer_are_left_out(here):
+    row = talk("<image>?", images=["pictures/0.png", "pictures/1.png"])
+    row["messages"].append({"role": "user", "content": "<image> and this?"})
+    samples, ledger = load(here, [row])
+    assert len(samples[0]["images"]) == ledger.num_images == 1
+
+
+def test_rows_of_texts_with_an_empty_column_of_images_are_texts(here):
+    samples, ledger = load(here, [talk("Hi?", images=[]), talk("Ho?")])
+    assert not isinstance(samples, ImageSamples) and "images" not in ledger.summary()
+
+
+def broken(here: Path) -> str:
+    content = (here / "pictures" / "0.png").read_bytes()
+    (here / "broken.png").write_bytes(content[: len(content) // 2])
+    return "broken.png"
+
+
+BAD = {
+    "a missing file": (["none.png"], "<image>", "row 2: .*none.png: No such file or directory"),
+    "a broken file": (broken, "<image>", "row 2: .*broken.png: no image that can be read"),
+    "a mark without an image": ([], "<image>", "row 2: column images: 1 marks for 0 images"),
+    "an image without a mark": (["pictures/0.png"], "Hi", "row 2: column images: 0 marks for 1 images"),
+    "a URL": (["https://example.com/a.png"], "<image>", "row 2: column images: https://.* is on the network"),
+    "a broken data URI": (["data:image/png;base64,@"], "<image>", "row 2: column images: a data URI that cannot be"),
+    "a number": ([7], "<image>", "row 2: column images: an image that is a int"),
+    "an image in a part": (
+        ["pictures/0.png"],
+        [{"type": "image", "path": "pictures/0.png"}],
+        r"row 2: column messages: an image inside a message \(allowed: its path in the column images\)",
+    ),
+    "a video": ([], [{"type": "video"}], "row 2: column messages: a part of type 'video'"),
+    "the processor's own mark": ([], "<|image_pad|>", "row 2: the chat template: shows 1 marks"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_one_line_with_its_number(here, name):
+    images, question, message = BAD[name]
+    images = [images(here)] if callable(images) else images
+    rows = [talk("<image>?", images=["pictures/0.png"]), talk(question, images=images)]
+    with pytest.raises(UserError, match=message) as found:
+        load(here, rows)
+    assert "\n" not in str(found.value)
+
+
+def test_an_image_in_an_answer_and_images_without_a_template_are_refused(here):
+    with pytest.raises(UserError, match="row 1: column messages: an image in an answer"):
+        load(here, [talk("Draw!", "<image> here", ["pictures/0.png"])])
+    rows = [{"question": "<image>?", "answer": "Yes.", "images": ["pictures/0.png"]}]
+    with pytest.raises(UserError, match="--dataset: rows have images, and their texts no template"):
+        load(here, rows, "--input_key", "question", "--output_key", "answer")
+    keys = ["--input_key", "question", "--output_key", "answer", "--apply_chat_template"]
+    assert len(load(here, rows, *keys)[0][0]["images"]) == 1
+
+
+def test_images_for_a_model_of_text_are_refused(here):
+    from trainer.datasets.demo import make_demo
+
+    make_demo(str(here / "demo"))
+    with pytest.raises(UserError, match=r"--pretrain: .* is a model of text \(qwen3\), and rows have images"):
+        load(here, [talk("<image>?", images=["pictures/0.png"])], kind="demo/model")
+
+
+def test_an_upright_image(here):
+    """A camera turns pictures by a note in the file (EXIF)."""
+    image, exif, file = vision_models.drawn(3, (24, 16)), Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    image.save(file, "JPEG", exif=exif)
+    uri = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    assert load(here, [talk("<image>", images=[uri])])[0][0]["images"][0].size == (16, 24)

@@ -1,0 +1,96 @@
+"""The images of a row: paths, data URIs or bytes. Faults are found when a set is tokenized, and named with the row."""
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COLUMN, FOLDER = "images", "images_folder"
+ALLOWED = "a path, a data URI or bytes"
+# keys with which a part of a message may say where its image is
+SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
+
+
+def with_folder(rows: "Dataset", path: str) -> "Dataset":
+    """The rows with a column that says where relative paths begin: the folder of the data, or that of its file."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return rows.add_column(FOLDER, [os.path.abspath(folder)] * len(rows)) if os.path.exists(path) else rows
+
+
+def sources_of(row: Any) -> list:
+    """The images of a row's column, in order: each is a path from the root, a data URI or bytes."""
+    value = row[COLUMN]
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    return [_source(item, row.get(FOLDER)) for item in items]
+
+
+def _source(item: Any, folder: str | None) -> str | bytes:
+    if isinstance(item, dict):  # as the datasets library keeps an image
+        item = item["bytes"] if item.get("bytes") else item.get("path")
+    if isinstance(item, bytes) or (isinstance(item, str) and item.startswith("data:")):
+        return item
+    if not isinstance(item, str) or not item:
+        found = "an image without a value" if not item else f"an image that is a {type(item).__name__}"
+        raise UserError(f"column {COLUMN}", found, ALLOWED)
+    if item.startswith(("http://", "https://")):
+        raise UserError(f"column {COLUMN}", f"{item} is on the network", f"{ALLOWED}: download it first")
+    return os.path.join(folder or "", os.path.expanduser(item))
+
+
+def content_of(source: str | bytes) -> bytes:
+    """The bytes of the image's file."""
+    if isinstance(source, bytes):
+        return source
+    if source.startswith("data:"):
+        head, comma, body = source.partition(",")
+        try:
+            if not comma or not head.endswith(";base64"):
+                raise ValueError("not base64")
+            return base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError) as error:
+            found = f"a data URI that cannot be read ({error})"
+            raise UserError(f"column {COLUMN}", found, "data:image/png;base64,...") from None
+    try:
+        with open(source, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(source, error.strerror or str(error), "an image file") from None
+
+
+def decode(source: str | bytes, content: bytes | None = None):
+    """The image, upright and in RGB. `content` are its bytes if they were read before."""
+    from PIL import Image, ImageOps
+
+    content = content_of(source) if content is None else content
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # of many types: each format has its own
+        where = source if isinstance(source, str) and not source.startswith("data:") else f"column {COLUMN}"
+        raise UserError(where, f"no image that can be read ({' '.join(str(error).split())[:200]})") from None
+
+
+def identity(source: str | bytes) -> list:
+    """What tells whether an image has changed since it was read: the time and size of its file."""
+    if isinstance(source, bytes) or source.startswith("data:"):
+        return []  # its bytes are in the row
+    try:
+        facts = os.stat(source)
+    except OSError:
+        return [source, None]
+    return [source, facts.st_mtime_ns, facts.st_size]
+
+
+def digest_with_images(digest: str, contents: list[bytes]) -> str:
+    """The digest of a sample's tokens and of its images."""
+    whole = hashlib.blake2b(digest.encode(), digest_size=8)
+    for content in contents:
+        whole.update(hashlib.blake2b(content, digest_size=16).digest())
+    return whole.hexdigest() if contents else digest

@@ -1,0 +1,134 @@
+"""The model's own processor: it turns images into tensors, and an image's mark in the text into its tokens."""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.errors import UserError
+
+# kind of model -> module and class of its processor. A kind is added with a parity test in test/test_parity_vision.py.
+PROCESSORS = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl.Qwen3VLProcessor"),
+    "qwen2_vl": "qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "qwen2_5_vl.Qwen2_5_VLProcessor",
+    "gemma3": "gemma3.Gemma3Processor",
+    "gemma4": "gemma4.Gemma4Processor",
+    "mistral3": "pixtral.PixtralProcessor",
+    "smolvlm": "smolvlm.SmolVLMProcessor",
+    "idefics3": "idefics3.Idefics3Processor",
+}
+BLANK = (32, 32)  # width and height of the image for a micro-batch without images
+
+
+def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False):
+    """The processor of a model folder, with this tokenizer, for text and images only.
+
+    Parts for video and sound are left out: they need further packages. Raises UserError if the model reads no images.
+    """
+    from transformers import AutoImageProcessor
+
+    kind = _processor_class(folder)
+    try:
+        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of many types: a missing file, an unknown class, a broken value
+        found = f"no image processor of {folder} can be loaded: {' '.join(str(error).split())[:200]}"
+        raise UserError("--pretrain", found, "a model of images and text, with preprocessor_config.json") from None
+    parts = {"tokenizer": tokenizer, "image_processor": images}
+
+    class Processor(kind):
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args, **kwargs) -> list:
+            return [parts.get(name) for name in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, argument_name, argument):
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    Processor.__name__ = Processor.__qualname__ = kind.__name__
+    try:
+        return Processor.from_pretrained(folder)
+    except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+        found = f"the {kind.__name__} of {folder} cannot be made: {' '.join(str(error).split())[:200]}"
+        raise UserError("--pretrain", found, "a folder with the files of its processor and tokenizer") from None
+
+
+def _processor_class(folder: str) -> type:
+    """The class of processor of the folder's kind of model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        model_type = json.load(file).get("model_type")
+    if model_type in PROCESSORS:
+        module, name = PROCESSORS[model_type].split(".")
+        return getattr(_import_without_torchvision(module), name)
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        found = f"{folder} is a {model_type}, whose images are not checked against transformers yet"
+        raise UserError("--pretrain", found, ", ".join(PROCESSORS))
+    found = f"{folder} is a model of text ({model_type}), and rows have images"
+    raise UserError("--pretrain", found, "a model of images and text, or rows without images")
+
+
+def _import_without_torchvision(model_type: str):
+    """The module of a processor. Some import functions from a module that needs torchvision; PIL's module has them."""
+    path = f"transformers.models.{model_type}"
+    name, real = f"{path}.processing_{model_type}", f"{path}.image_processing_{model_type}"
+    if name in sys.modules or importlib.util.find_spec("torchvision"):
+        return importlib.import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):
+        sys.modules[real] = importlib.import_module(f"{path}.image_processing_pil_{model_type}")
+    try:
+        module = importlib.import_module(name)
+    finally:
+        sys.modules.pop(real, None)
+    if vars(module).get("num2words", str) is None:  # SmolVLM: a package that only texts about videos need
+        module.num2words = str
+    return module
+
+
+def process_images(processor, nested: list[list]) -> tuple[dict, list[str]]:
+    """The tensors that the model gets for the images of each sample, and the text that stands for each image.
+
+    No sample in `nested` may be without images.
+    """
+    images, *_ = processor.prepare_inputs_layout(images=nested, text=None)
+    options = processor._merge_kwargs(
+        processor.valid_processor_kwargs,
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
+        return_tensors="pt",
+    )["images_kwargs"]
+    tensors, replacements = processor._process_images(images, **options)
+    unused = {"rows", "cols", *processor.unused_input_names}  # rows, cols: Idefics3 drops them in its own way
+    return {name: value for name, value in tensors.items() if name not in unused}, replacements
+
+
+def image_token_ids(processor) -> list[int]:
+    """The tokens that an image becomes, without line breaks and texts around it."""
+    return [token for token in processor.image_token_ids if token is not None]
+
+
+def blank_image():
+    """A white image. Idefics3 takes images of zeros for padding."""
+    from PIL import Image
+
+    return Image.new("RGB", BLANK, (255, 255, 255))
+
+
+def processor_state(processor) -> dict:
+    """Everything besides the tokenizer that decides the tokens of an image, as JSON values."""
+    own = {name: value for name, value in vars(processor).items() if isinstance(value, (int, float, str, bool))}
+    images = json.loads(processor.image_processor.to_json_string())
+    return {"class": type(processor).__name__, "own": own, "images": images}
+
+
+@contextlib.contextmanager
+def as_user_errors(where: str) -> Iterator[None]:
+    """Turn what an image processor raises for an odd image into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of many types: each processor has its own
+        raise UserError(where, f"the image processor refuses it: {' '.join(str(error).split())[:200]}") from None
