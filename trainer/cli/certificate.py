@@ -1,6 +1,6 @@
-"""`certificate.json`: what went into a run, what each step did and what came out, as hashes that anyone can check.
+"""The parts of `certificate.json`: chains over the steps, hashes of files, and the file with its own hash.
 
-It is made from the run folder after the last step. The chain of batch hashes is the same on every layout, and a resumed
+The chain of batch hashes is the same on every layout, and a resumed
 run has the chain of an uninterrupted one. The certificate is a seal, not a signature: see docs/certificates.md.
 """
 
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainer.checkpoints import checkpoint_store as store
-from trainer.cli.outputs import saved_models
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE
 
@@ -21,42 +20,8 @@ FILE = "certificate.json"
 FORMAT = 1
 # the chain of rows covers these; times and memory differ between machines
 CHAINED = ("step", "epoch", "batch_hash", "tokens", "loss", "grad_norm", "lr")
-MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain")
 DATA_FLAGS = ("dataset", "eval_dataset")
 RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
-
-
-def certify_run(args, folder: str, command: str, model_folder: str, fingerprint: dict, device: str) -> None:
-    """Write the certificate of the finished run in `folder`. Only rank 0 calls it.
-
-    `model_folder` is the folder of --pretrain. With --certify K, the plain loop then replays K steps on `device`.
-    """
-    starts, rows = final_rows(folder)
-    facts, flags = starts[-1], vars(args)
-    models = {flag: model_folder if flag == "pretrain" else flags.get(flag) for flag in MODEL_FLAGS}
-    saved = [path for path in saved_models(args, folder) if os.path.isdir(path)]
-    content = {
-        "format": FORMAT,
-        "command": command,
-        "arguments": facts["config"],
-        "mesh": facts["mesh"],
-        "versions": facts["versions"],
-        "hardware": hardware(device),
-        "total_steps": facts["total_steps"],
-        "resumed_after_steps": [start["step"] for start in starts if start["event"] == "resume"],
-        "models": {flag: hash_path(name) for flag, name in models.items() if name and os.path.isdir(name)},
-        "data": {"ledger": facts["data"], **fingerprint, "files": hash_data(facts["config"])},
-        "steps": describe_steps(rows),
-        "files": hash_run_files(folder),
-        "saved_models": {shown_path(path, folder): hash_path(path) for path in saved},
-        "checkpoints": hash_checkpoints(folder),
-    }
-    write(folder, content)
-    print(f"certificate written to {os.path.join(folder, FILE)}", flush=True)
-    if flags.get("certify"):  # a flag of train_sft only
-        from trainer.cli.plain_replay import certify_steps
-
-        print(certify_steps(folder, flags["certify"], device, model_folder), flush=True)
 
 
 # --- the parts

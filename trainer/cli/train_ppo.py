@@ -68,7 +68,7 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
 
     from trainer.cli import ppo_models as build
-    from trainer.cli.certificate import certify_run
+    from trainer.cli.certify import certify_run
     from trainer.cli.model_card import save_model
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.datasets.prompts import render_prompt_text

@@ -337,7 +337,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
         if metrics:
             metrics.event("end", steps=total_steps)
     if metrics and not args.no_save:
-        from trainer.cli.certificate import certify_run
+        from trainer.cli.certify import certify_run
 
         device = str(strategy.device)
         certify_run(args, run.output_dir, run.command, setup.folder, run.loader.fingerprint(), device)
