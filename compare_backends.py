@@ -180,9 +180,11 @@ def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
 
 
 def _job(options: argparse.Namespace, num_steps: int):
+    from trainer.cli.entry import quiet_libraries
     from trainer.compare.plain_reference import make_job  # torch
     from trainer.compare.their_config import read_their_config
 
+    quiet_libraries()
     for flag in ("data", "model", "training_args"):
         if not vars(options)[flag]:
             raise UserError(f"--{flag}", "missing", "--data FILE --model DIR --training_args FILE")
