@@ -17,6 +17,7 @@ Exit code: 0 if everything passed, 1 if something did not, 2 if nothing could be
 
 import argparse
 import math
+import os
 import signal
 import sys
 import time
@@ -198,6 +199,8 @@ def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
 
     job, values = _job(options, 1)
     found = audit(open_adapter(options.audit), job, values)
+    if os.environ.get("RANK", "0") != "0":  # an adapter may need several ranks
+        return True
     print(audit_text(options.audit, found))
     if options.json:
         write_json(options.json, {**asdict(found), "passed": found.passed})

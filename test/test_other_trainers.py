@@ -7,11 +7,15 @@ sources print them.
 import json
 import os
 import pickle
+import shlex
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from doc_blocks import read_blocks, statements
+from launch import ROOT
 
 import compare_backends
 from trainer.compare.adapters import HFTrainerAdapter, audit, audit_text
@@ -310,6 +314,39 @@ def test_gradients_that_are_wrong_by_layout_are_named(adapter, wrong, told, job)
     text = audit_text("planted", found)
     assert not found.passed and found.relative_loss < 1e-6 and told in text and "FAIL planted" in text, text
     assert set(found.wrong) == (set(found.differences) if wrong is None else wrong)
+
+
+# --- the pages
+
+
+def test_the_examples_of_the_pages(folder, trl_run, tmp_path, monkeypatch, capsys):
+    """Both pages in one folder: their Python runs, and their commands say what the pages say."""
+    shutil.copytree(folder / "model", tmp_path / "my_model")
+    lines = (folder / "sft.jsonl").read_text().splitlines()[:64]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    blocks = [
+        block for page in ("other_trainers", "new_adapter") for block in read_blocks(ROOT / f"docs/{page}.md", page)
+    ]
+    sources = [block.text for block in blocks if block.language == "python"]
+    for source in sources[:2]:
+        exec(compile(source, "page", "exec"), {"__name__": "__main__"})
+    (tmp_path / "my_adapter.py").write_text(sources[2])
+    (tmp_path / "runs/a").mkdir()
+    shutil.copy(
+        next(Path("runs/trl").glob("*/trainer_state.json")), "runs/a"
+    )  # the first command compares any two logs
+    texts = [text.replace("\\\n", " ") for block in blocks if block.language == "bash" for _, text in statements(block)]
+    commands = [shlex.split(text)[2:] for text in texts if "compare_backends.py" in text]
+    capsys.readouterr()
+    assert [compare_backends.main(command) for command in commands] == [0, 0, 1, 0, 1]
+    told = capsys.readouterr().out
+    shown = [block.text.splitlines() for block in blocks if block.language == "text"]
+    assert all(
+        line in told for lines in shown for line in lines if line.startswith(("trl ", "hf ", "PASS", "FAIL", "  the"))
+    )
+    monkeypatch.setenv("RANK", "1")
+    assert compare_backends.main(commands[-1]) == 0 and "my_adapter" not in capsys.readouterr().out
 
 
 # --- refusals
