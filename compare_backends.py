@@ -5,13 +5,19 @@
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
   compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they part?
   compare_backends.py --locate RUN_A RUN_B                       the same of two runs that had --parity_trace
+  compare_backends.py --logs theirs=LOG --reference plain --data FILE --model DIR --training_args FILE
+                                                                 replay another trainer's run with the plain loop
+  compare_backends.py --audit hf|trl|MODULE:CLASS --data FILE --model DIR --training_args FILE
+                                                                 one step of another trainer, gradient by gradient
 
-A log is a metrics.jsonl, a run folder with a metrics.jsonl, or the text that a run printed.
+A log is a metrics.jsonl, a run folder with a metrics.jsonl, the text that a run printed, or a log of another trainer:
+trainer_state.json, TensorBoard events, files of wandb, and others (docs/other_trainers.md).
 Exit code: 0 if everything passed, 1 if something did not, 2 if nothing could be compared.
 """
 
 import argparse
 import math
+import os
 import signal
 import sys
 import time
@@ -32,6 +38,8 @@ ROOT = Path(__file__).resolve().parent
 LOG_ONLY = ("deepspeed_log", "fsdp2_log", "logs", "reference", "dumps", "plot", "json", "max_rows")
 RUN_ONLY = ("output_dir", "only", "jobs", "timeout", "update_table", "share_launch")
 LOCATE = ("locate", "json", "run", "output_dir", "timeout")
+REPLAY = ("data", "model", "training_args", "sample_ids", "world_size", "device")
+WITH_REPLAY = (*REPLAY, "audit", "logs", "reference", "json", "max_rows", "plot", "threshold", "grad_norm_threshold")
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         options = build_parser().parse_args(own_args)
         _check_mode(options, dashes)
         mode = _locate if options.locate else _run if options.run else _compare_logs
+        if options.data or options.audit:
+            mode = _audit if options.audit else _replay
         passed = mode(options, train_args)
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
@@ -89,6 +99,18 @@ def build_parser() -> Parser:
     where = parser.add_argument_group("finding the first difference")
     locate_help = "names of two configurations of --run (default: full), or two run folders with --parity_trace"
     where.add_argument("--locate", nargs=2, metavar=("A", "B"), help=locate_help)
+    theirs = parser.add_argument_group(
+        "replaying another trainer's run (the reference is plain, or an adapter is audited)"
+    )
+    theirs.add_argument("--data", metavar="FILE", help="the tokenized rows of the run: input_ids, and labels or a mask")
+    theirs.add_argument("--model", metavar="DIR", help="the model folder that the run started from")
+    args_help = "training_args.bin, or a YAML or JSON file with the names of the HF TrainingArguments"
+    theirs.add_argument("--training_args", metavar="FILE", help=args_help)
+    ids_help = "row numbers of each step, a JSON list per line (default: the order of the HF Trainer)"
+    theirs.add_argument("--sample_ids", metavar="FILE", help=ids_help)
+    theirs.add_argument("--world_size", type=positive_integer, metavar="N", help="data-parallel ranks of the run (1)")
+    theirs.add_argument("--device", metavar="DEVICE", help="where the plain loop computes (default: cpu)")
+    theirs.add_argument("--audit", metavar="ADAPTER", help="hf, trl, or MODULE:CLASS: compare one step's gradients")
     limits = parser.add_argument_group("largest relative differences allowed")
     loss_help = "for the loss (default: 0.05; with --run 1e-5, and 1e-2 for bf16 and fp16)"
     limits.add_argument("--threshold", type=non_negative_number, metavar="X", help=loss_help)
@@ -122,10 +144,17 @@ def _split_at_dashes(argv: list[str]) -> tuple[list[str], bool, list[str]]:
 
 def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
     """Raise UserError for flags that the chosen mode does not use."""
-    if options.locate:
+    if options.data or options.audit:
+        unused, why = [flag for flag in vars(options) if flag not in WITH_REPLAY], "with --data"
+    elif options.locate:
         unused, why = [flag for flag in vars(options) if flag not in LOCATE], "with --locate"
+    elif options.run:
+        unused, why = (*LOG_ONLY, *REPLAY), "with --run"
     else:
-        unused, why = (LOG_ONLY, "with --run") if options.run else (RUN_ONLY, "without --run")
+        unused, why = (
+            (*RUN_ONLY, *REPLAY),
+            "without --data" if any(vars(options)[n] for n in REPLAY) else "without --run",
+        )
     for flag in unused:
         if vars(options)[flag] is not None:
             raise UserError(f"--{flag}", f"has no effect {why}")
@@ -149,6 +178,56 @@ def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     places = {"cwd": ROOT, "output_dir": output_dir, "timeout": options.timeout or 600}
     return locate_folders(run_pair(configurations, train_args, **places), options.json)
+
+
+def _job(options: argparse.Namespace, num_steps: int):
+    from trainer.cli.entry import quiet_libraries
+    from trainer.compare.plain_reference import make_job  # torch
+    from trainer.compare.their_config import read_their_config
+
+    quiet_libraries()
+    for flag in ("data", "model", "training_args"):
+        if not vars(options)[flag]:
+            raise UserError(f"--{flag}", "missing", "--data FILE --model DIR --training_args FILE")
+    values = read_their_config(options.training_args)
+    ranks, device = options.world_size or 1, options.device or "cpu"
+    return make_job(options.data, options.model, values, ranks, options.sample_ids, num_steps, device), values
+
+
+def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
+    from trainer.compare.adapters import audit, audit_text, open_adapter
+
+    job, values = _job(options, 1)
+    found = audit(open_adapter(options.audit), job, values)
+    if os.environ.get("RANK", "0") != "0":  # an adapter may need several ranks
+        return True
+    print(audit_text(options.audit, found))
+    if options.json:
+        write_json(options.json, {**asdict(found), "passed": found.passed})
+    return found.passed
+
+
+def _replay(options: argparse.Namespace, _train_args: list[str]) -> bool:
+    from trainer.compare.plain_reference import first_parting, parting_text, plain_run
+    from trainer.compare.their_config import dtype_of
+
+    logs = _named_paths("--logs", options.logs or [])
+    if len(logs) != 1 or options.reference != "plain":
+        raise UserError("--data", "a replay compares one log with the plain loop", "--logs NAME=LOG --reference plain")
+    theirs = read_run(*next(iter(logs.items())))
+    job, values = _job(options, max(theirs.steps))
+    thresholds = matrix_thresholds(dtype_of(values), options.threshold, options.grad_norm_threshold, None)
+    mine = plain_run(job, theirs)
+    comparison = compare_runs(mine, theirs, thresholds)
+    print(comparison_text(comparison, options.max_rows or 40).rsplit("\n", 1)[0], end="\n\n")
+    print(parting_text(job, mine, theirs, comparison))
+    passed = first_parting(comparison, theirs.rounding) is None
+    if options.json:
+        write_json(options.json, {"thresholds": asdict(thresholds), **comparison_dict(comparison), "passed": passed})
+    if options.plot:
+        plot_comparisons(options.plot, [mine, theirs], [comparison])
+    print("PASS" if passed else "FAIL")
+    return passed
 
 
 def _run(options: argparse.Namespace, train_args: list[str]) -> bool:

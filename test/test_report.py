@@ -2,17 +2,22 @@
 
 import html.parser
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from launch import run_process, train_many
+from safetensors.torch import load_file, save_file
 
+from trainer.cli.parting import gradient_differences, parting_rows
 from trainer.cli.report import page
 from trainer.cli.run_rows import read_rows
 from trainer.cli.watch import checkpoints, progress, sparkline
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
+
+NAMES = ("first", "same", "other")
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +27,38 @@ def runs(tmp_path_factory) -> Path:
     make_demo(str(folder))
     line = ["--pretrain", str(folder / "model"), "--dataset", str(folder / "sft.jsonl"), "--apply_chat_template"]
     line += ["--max_steps", "4", "--train_batch_size", "8", "--micro_train_batch_size", "4", "--no_save"]
-    lines = [[*line, "--output_dir", str(folder / name)] for name in ("first", "same", "other")]
+    lines = [[*line, "--output_dir", str(folder / name)] for name in NAMES]
+    lines = [[*line, "--parity_dump", str(folder / name / "parity")] for line, name in zip(lines, NAMES, strict=True)]
     lines[0] += ["--save_steps", "2"]
     lines[2] += ["--learning_rate", "0.01"]
     train_many(1, lines, folder, timeout=240)
     return folder
+
+
+def test_the_page_says_where_runs_part(runs, tmp_path):
+    """`other` has another rate, so its loss parts after two updates. A planted gradient is the first of its copy to differ."""
+    shutil.copytree(runs / "first", tmp_path / "planted", symlinks=True)
+    path = tmp_path / "planted/parity/grads_step1.safetensors"
+    tensors = load_file(path)
+    for name in ("model.layers.1.self_attn.o_proj.weight", "model.norm.weight"):
+        tensors[name] *= 1.01
+    save_file(tensors, path)
+    rows = read_rows(str(tmp_path / "planted"))
+    rows.start["config"]["parity_dump"] = None  # the folder was copied
+    found = [read_rows(str(runs / name)) for name in NAMES] + [rows]
+    differences = gradient_differences(found)
+    assert list(differences) == ["same", "other", "planted"]
+    wrong = {name: value for name, value in differences["planted"].items() if value}
+    assert list(wrong) == ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
+    assert list(wrong.values()) == pytest.approx([0.01, 0.01], rel=1e-4)
+    table = parting_rows(found, differences)[1:]
+    assert table[0] == ["same", "no step", "no step", "none"]
+    losses = [read_rows(str(runs / name)).series("loss")[1] for name in ("first", "other")]
+    step = 1 + next(i for i, (a, b) in enumerate(zip(*losses, strict=True)) if abs(b / a - 1) > 0.01)
+    assert step >= 3 and table[1] == ["other", "no step", f"step {step} (over 0.01)", "none"]
+    assert table[2] == ["planted", "no step", "no step", "model.layers.1.self_attn.o_proj.weight: 0.01 away"]
+    parsed = read(page(found))
+    assert "Where they part from first" in parsed.texts and "model.layers.1.self_attn.o_proj.weight" in parsed.texts
 
 
 class Page(html.parser.HTMLParser):
@@ -67,7 +99,8 @@ def test_a_report_is_one_file_with_all_runs(runs):
     assert {"first", "same", "other", "loss", "grad_norm", "lr", "--"} - set(parsed.texts) == {"--"}
     assert "learning_rate" in parsed.texts and "0.01" in parsed.texts  # the flags that differ
     assert "max_steps" not in parsed.texts
-    assert all(address.startswith("#") for address in parsed.addresses)  # nothing is loaded
+    inside = ("#", "data:image/png;base64,")  # the colour bar of the heat map is a picture in the file
+    assert all(address.startswith(inside) for address in parsed.addresses)  # nothing is loaded
     losses = read_rows(str(runs / "first")).series("loss")[1]
     assert f"{losses[0]:.5g}, {losses[-1]:.5g}" in parsed.texts
 

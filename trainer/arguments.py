@@ -243,6 +243,7 @@ class TraceArguments:
     """Finding a fault"""
 
     parity_trace: Optional[str] = arg(None, "folder for signatures of every module's output and gradient in step 1")
+    certify: Optional[int] = arg(None, "replay K steps by the plain loop for certificate.json", type="PositiveInt")
 
 
 @dataclass

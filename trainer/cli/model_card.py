@@ -1,16 +1,25 @@
-"""The card of a saved model: its README.md."""
+"""Save the trained model with its card, the README.md."""
 
 import dataclasses
 import os
 
 import yaml
 
-from trainer.cli.outputs import versions
+from trainer.cli.outputs import saved_models, versions
 
 CARD_FLAGS = (
     "pretrain dataset dataset_split max_len train_batch_size max_epochs learning_rate lr_scheduler lr_warmup_ratio "
     "weight_decay seed param_dtype backend"
 )
+
+
+def save_model(args, setup, model, run, progress, average: bool = False) -> None:
+    """Write the trained model and its card (all ranks). With `average`, write the average that --ema_beta keeps."""
+    save_path = saved_models(args, run.output_dir)[average]
+    setup.strategy.save_model(model, setup.tokenizer, save_path)
+    if setup.strategy.is_rank_0():
+        write_model_card(save_path, run.command, args, progress, run.ledger)
+    setup.strategy.print(f"model saved to {save_path}")
 
 
 def write_model_card(folder: str, command: str, args, progress, ledger) -> None:

@@ -10,10 +10,12 @@ import io
 import os
 
 from trainer.cli.entry import run_command
+from trainer.cli.parting import gradient_differences, heat_map, parting_rows
 from trainer.cli.run_rows import RunRows, describe, last_samples, read_rows
 from trainer.errors import UserError
 
 FIRST = ("loss", "eval_loss", "reward", "eval_reward", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes")
+FIRST_OF_RL = ("kl", "approx_kl", "response_length", "truncated_fraction", "entropy", "clip_fraction", "value_loss")
 NOT_SHOWN = ("epoch", "tokens", "tokens_seen", "rollout")
 SHOWN_SAMPLES = 12
 STYLE = """
@@ -30,15 +32,19 @@ def page(runs: list[RunRows]) -> str:
     """The HTML text of the report."""
     names = [run.name for run in runs]
     parts = [f"<h1>{html.escape(' / '.join(names))}</h1>", _facts_table(runs), "<div class=charts>"]
-    parts += [chart(runs, key) for key in _keys(runs)[: len(FIRST)]]
+    shown = FIRST + FIRST_OF_RL * any(run.series("reward")[1] for run in runs)
+    parts += [chart(runs, key) for key in _keys(runs, shown) if key in shown]
     if len(runs) > 1:
         parts.insert(3, difference_chart(runs))
-    further = _keys(runs)[len(FIRST) :]
+    further = [key for key in _keys(runs, shown) if key not in shown]
     parts.append("</div>")
     if further:
         parts += ["<details><summary>All other metrics</summary><div class=charts>"]
         parts += [*(chart(runs, key) for key in further), "</div></details>"]
     if len(runs) > 1:
+        differences = gradient_differences(runs)
+        parts += [f"<h2>Where they part from {html.escape(names[0])}</h2>", _table(parting_rows(runs, differences))]
+        parts += [heat_map(differences, names[0])] if differences else []
         parts += ["<h2>Flags that differ</h2>", _flags_table(runs)]
     parts += [_samples(run) for run in runs]
     head = (
@@ -47,11 +53,11 @@ def page(runs: list[RunRows]) -> str:
     return f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
 
 
-def _keys(runs: list[RunRows]) -> list[str]:
-    """Metrics to draw: the usual ones first, then those that change, by name."""
+def _keys(runs: list[RunRows], shown: tuple[str, ...]) -> list[str]:
+    """Metrics to draw: those of `shown` first, then others that change, by name."""
     found = list(dict.fromkeys(key for run in runs for key in run.keys() if key not in NOT_SHOWN))  # noqa: SIM118
     changing = [key for key in found if len({value for run in runs for value in run.series(key)[1]}) > 1]
-    first = [key for key in FIRST if key in found]
+    first = [key for key in shown if key in found]
     return first + sorted(key for key in changing if key not in first)
 
 

@@ -86,7 +86,7 @@ def last_samples(folder: str, count: int) -> list[dict]:
 
 def describe(run: RunRows) -> dict[str, str]:
     """Facts of a run for its heading: command, model, layout, versions."""
-    config, mesh = run.start.get("config", {}), run.start.get("mesh", {})
+    config, mesh = run.start.get("config", {}), run.start.get("mesh") or {}
     facts = {"model": config.get("pretrain"), "data": config.get("dataset"), "backend": config.get("backend")}
     facts["mesh"] = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size and size != 1) or "1 rank"
     facts["dtype"], facts["seed"] = config.get("param_dtype"), config.get("seed")

@@ -68,6 +68,8 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
 
     from trainer.cli import ppo_models as build
+    from trainer.cli.certify import certify_run
+    from trainer.cli.model_card import save_model
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.datasets.prompts import render_prompt_text
     from trainer.rollout.prompt_order import PromptOrder
@@ -113,12 +115,14 @@ def run(argv: list[str]) -> None:
         train_ppo(ppo_run, loop, progress, metrics)
         run_facts = training_command.Run(COMMAND, output_dir, ledger, None, None)
         if not args.no_save:
-            training_command.save_model(args, setup, roles.actor[0], run_facts, progress)
+            save_model(args, setup, roles.actor[0], run_facts, progress)
         if roles.average and not args.no_save:
             with roles.average.in_place():
-                training_command.save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
+                save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
         if metrics:
             metrics.event("end", steps=progress.step)
+    if metrics and not args.no_save:
+        certify_run(args, output_dir, COMMAND, setup.folder, state.fingerprint(), str(strategy.device))
 
 
 def main() -> None:

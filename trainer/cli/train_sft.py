@@ -60,6 +60,10 @@ def run(argv: list[str]) -> None:
     from trainer.training.sft import sft_loss
 
     training_command.validate_shared(args, eval_metrics=("eval_loss",))
+    if args.certify:
+        from trainer.cli.plain_replay import check_replay_flags
+
+        check_replay_flags(vars(args))
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss

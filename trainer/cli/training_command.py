@@ -350,9 +350,16 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
         if at_end:
             at_end(model)
         if not args.no_save:
+            from trainer.cli.model_card import save_model
+
             save_model(args, setup, model, run, progress)
         if metrics:
             metrics.event("end", steps=total_steps)
+    if metrics and not args.no_save:
+        from trainer.cli.certify import certify_run
+
+        device = str(strategy.device)
+        certify_run(args, run.output_dir, run.command, setup.folder, run.loader.fingerprint(), device)
 
 
 def loop_options(args, total_steps: int):
@@ -361,15 +368,3 @@ def loop_options(args, total_steps: int):
 
     flags = vars(args) | {"total_steps": total_steps}
     return LoopOptions(**{field.name: flags[field.name] for field in dataclasses.fields(LoopOptions)})
-
-
-def save_model(args, setup: Setup, model, run: Run, progress, average: bool = False) -> None:
-    """Write the trained model and its card. With `average`, write the average that --ema_beta keeps."""
-    from trainer.cli.model_card import write_model_card
-    from trainer.cli.outputs import saved_models
-
-    save_path = saved_models(args, run.output_dir)[average]
-    setup.strategy.save_model(model, setup.tokenizer, save_path)
-    if setup.strategy.is_rank_0():
-        write_model_card(save_path, run.command, args, progress, run.ledger)
-    setup.strategy.print(f"model saved to {save_path}")

@@ -15,7 +15,11 @@ def comparison_text(comparison: Comparison, max_rows: int) -> str:
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
     lines = [f"{name} against {reference}, {len(comparison.rows)} steps", *_step_table(comparison, max_rows), ""]
     lines.append(_largest("loss", abs(loss.rel_loss), f"at step {loss.step}", thresholds.loss))
-    lines.append(_largest("grad norm", abs(grad_norm.rel_grad_norm), f"at step {grad_norm.step}", thresholds.grad_norm))
+    if grad_norm:
+        rel, where = abs(grad_norm.rel_grad_norm), f"at step {grad_norm.step}"
+        lines.append(_largest("grad norm", rel, where, thresholds.grad_norm))
+    else:
+        lines.append("grad norm: not in both logs")
     for kind, worst in (("gradient", comparison.worst_gradient), ("weight", comparison.worst_weight)):
         if worst:
             lines.append(_largest(kind, worst["rel"], f"in {worst['name']}", thresholds.dump))
@@ -65,7 +69,8 @@ def _step_table(comparison: Comparison, max_rows: int) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     loss = (f"{row.reference_loss:.9g}", f"{row.loss:.9g}", f"{row.rel_loss:+.2e}")
-    return [str(row.step), *loss, f"{row.reference_grad_norm:.9g}", f"{row.grad_norm:.9g}", f"{row.rel_grad_norm:+.2e}"]
+    norms = [(row.reference_grad_norm, ".9g"), (row.grad_norm, ".9g"), (row.rel_grad_norm, "+.2e")]
+    return [str(row.step), *loss, *("-" if value is None else f"{value:{form}}" for value, form in norms)]
 
 
 def _shown(comparison: Comparison, max_rows: int) -> list[int]:
@@ -73,7 +78,7 @@ def _shown(comparison: Comparison, max_rows: int) -> list[int]:
     rows = comparison.rows
     if len(rows) <= max_rows:
         return list(range(len(rows)))
-    shown = {rows.index(comparison.worst_loss), rows.index(comparison.worst_grad_norm)}
+    shown = {rows.index(row) for row in (comparison.worst_loss, comparison.worst_grad_norm) if row}
     indices = range(len(rows))
     from_both_ends = (index for pair in zip(indices, reversed(indices), strict=True) for index in pair)
     for index in from_both_ends:
@@ -112,8 +117,8 @@ def measured(comparison: Comparison) -> dict:
         len(comparison.rows),
         abs(loss.rel_loss),
         loss.step,
-        abs(grad_norm.rel_grad_norm),
-        grad_norm.step,
+        abs(grad_norm.rel_grad_norm) if grad_norm else None,
+        grad_norm.step if grad_norm else None,
         comparison.mean_signed_rel_loss,
         comparison.biased,
         comparison.worst_gradient,

@@ -1,4 +1,4 @@
-"""Read the loss curve of a run, from its metrics.jsonl or from the text that rank 0 printed."""
+"""Read the loss curve of a run, from its metrics.jsonl, from the text that rank 0 printed, or from another trainer's log."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.compare.foreign_logs import foreign_text_rows, read_foreign, resolution
 from trainer.errors import UserError
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -19,7 +20,7 @@ GRAD_NORM = re.compile(r"\bgrad_norm" + NUMBER, re.IGNORECASE)
 @dataclass(frozen=True)
 class Step:
     loss: float
-    grad_norm: float
+    grad_norm: float | None  # None: another trainer's log without it
     batch_hash: str | None = None  # None: a text log has no hash
     lr: float | None = None  # None: not in the log
 
@@ -29,24 +30,29 @@ class Run:
     name: str
     steps: dict[int, Step]
     param_dtype: str | None = None  # from the configuration at the start of a metrics.jsonl
+    rounding: float = 0.0  # half a unit of the last digit of a loss, if the log has rounded losses
 
 
 def read_run(name: str, path: str | Path) -> Run:
     """Read the steps of one run, in order. If a step appears twice, the later row counts.
 
-    `path` is a metrics.jsonl, a folder with a metrics.jsonl, or a text log.
+    `path` is a metrics.jsonl, a folder with a metrics.jsonl, a text log, or a file that `read_foreign` knows.
     Raises: UserError if the file is missing, empty or broken, or has no loss, or has a loss or gradient norm that is
     not finite.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "metrics.jsonl"
-    lines = _read_lines(path)
-    rows = _json_rows(path, lines) if _is_jsonl(path, lines) else _text_rows(path, lines)
+    rows, lines, is_own = read_foreign(path), [""], False
+    if rows is None:
+        path = path / "metrics.jsonl" if path.is_dir() else path
+        lines = _read_lines(path)
+        rows = _json_rows(path, lines) if _is_jsonl(path, lines) else _text_rows(path, lines)
+        is_own = bool(rows)
+    if not rows:
+        rows = foreign_text_rows([ANSI_COLOUR.sub("", line) for line in lines])
     if not rows:
         raise UserError(str(path), "holds no training step with a loss")
-    steps = {step: _checked(path, step, rows[step]) for step in sorted(rows)}
-    return Run(name, steps, _param_dtype(lines[0]))
+    steps = {step: _checked(path, step, rows[step], is_own) for step in sorted(rows)}
+    return Run(name, steps, _param_dtype(lines[0]), 0.0 if is_own else resolution(path, rows))
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -115,9 +121,11 @@ def _text_rows(path: Path, lines: list[str]) -> dict[int, dict]:
     return rows
 
 
-def _checked(path: Path, step: int, row: dict) -> Step:
+def _checked(path: Path, step: int, row: dict, is_own: bool) -> Step:
     for key in ("loss", "grad_norm"):
         value = row.get(key)
+        if value is None and key == "grad_norm" and not is_own:
+            continue  # not every trainer logs it
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             found = f"no {key}" if value is None else f"{key} {value!r}, which is not a number"
             raise UserError(str(path), f"step {step} has {found}")
@@ -125,4 +133,5 @@ def _checked(path: Path, step: int, row: dict) -> Step:
             raise UserError(str(path), f"step {step} has {key} {value}, which is not finite")
     lr = row.get("lr")
     lr = float(lr) if isinstance(lr, (int, float)) and math.isfinite(lr) else None
-    return Step(float(row["loss"]), float(row["grad_norm"]), row.get("batch_hash"), lr)
+    grad_norm = row.get("grad_norm")
+    return Step(float(row["loss"]), None if grad_norm is None else float(grad_norm), row.get("batch_hash"), lr)

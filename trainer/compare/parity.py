@@ -27,9 +27,9 @@ class Row:
     reference_loss: float
     loss: float
     rel_loss: float
-    reference_grad_norm: float
-    grad_norm: float
-    rel_grad_norm: float
+    reference_grad_norm: float | None
+    grad_norm: float | None
+    rel_grad_norm: float | None  # None: one of the logs has no gradient norm
 
 
 @dataclass
@@ -52,8 +52,9 @@ class Comparison:
         return max(self.rows, key=lambda row: abs(row.rel_loss))
 
     @property
-    def worst_grad_norm(self) -> Row:
-        return max(self.rows, key=lambda row: abs(row.rel_grad_norm))
+    def worst_grad_norm(self) -> Row | None:
+        rows = [row for row in self.rows if row.rel_grad_norm is not None]
+        return max(rows, key=lambda row: abs(row.rel_grad_norm), default=None)
 
     @property
     def passed(self) -> bool:
@@ -74,7 +75,8 @@ def compare_runs(reference: Run, run: Run, thresholds: Thresholds) -> Comparison
         comparison.failures.append(f"batch_hash differs first at step {differs_at}: the runs saw different data")
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
     judge(comparison, f"the loss at step {loss.step}", loss.rel_loss, thresholds.loss)
-    judge(comparison, f"the grad norm at step {grad_norm.step}", grad_norm.rel_grad_norm, thresholds.grad_norm)
+    if grad_norm:
+        judge(comparison, f"the grad norm at step {grad_norm.step}", grad_norm.rel_grad_norm, thresholds.grad_norm)
     return comparison
 
 
@@ -110,7 +112,8 @@ def mean_and_bias(signed_rels: list[float], threshold: float) -> tuple[float, bo
 
 def _row(step: int, reference: Step, other: Step) -> Row:
     rel_loss = signed_rel(other.loss, reference.loss)
-    rel_grad_norm = signed_rel(other.grad_norm, reference.grad_norm)
+    both = None not in (other.grad_norm, reference.grad_norm)
+    rel_grad_norm = signed_rel(other.grad_norm, reference.grad_norm) if both else None
     return Row(step, reference.loss, other.loss, rel_loss, reference.grad_norm, other.grad_norm, rel_grad_norm)
 
 

@@ -33,7 +33,7 @@ def plot_comparisons(path: str | Path, runs: list[Run], comparisons: list[Compar
         steps = [row.step for row in comparison.rows]
         colour = f"C{i % 10}"
         loss = [_clip(row.rel_loss) for row in comparison.rows]
-        grad_norm = [_clip(row.rel_grad_norm) for row in comparison.rows]
+        grad_norm = [float("nan") if row.rel_grad_norm is None else _clip(row.rel_grad_norm) for row in comparison.rows]
         below.plot(steps, loss, color=colour, marker=".", label=f"{comparison.name}: loss")
         below.plot(steps, grad_norm, color=colour, linestyle=":", label=f"{comparison.name}: grad norm")
     threshold = comparisons[0].thresholds.loss

@@ -1,0 +1,306 @@
+"""Certificates of real runs: clean ones verify, also on another layout and after a kill; every tampering is found.
+
+Two launches make all runs; the tamperings then change copies of one run folder and are checked in this process.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT, _environment, train_many
+
+from trainer.checkpoints.checkpoint_store import MANIFEST
+from trainer.cli import certificate, certificate_checks
+from trainer.cli.plain_replay import certify_steps, check_replay_flags
+from trainer.cli.verify_run import verify
+from trainer.datasets.demo import make_demo
+from trainer.errors import UserError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """clean: 6 steps on 2 ranks, certified. killed: the same, killed after step 3 or later on 1 rank, and resumed on 2.
+    other: another seed. dpo: pairs. again: `clean` trained again under DeepSpeed with tp 2 by verify_run."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_demo(str(folder))
+    line = ["--pretrain", str(folder / "model"), "--train_batch_size", "8", "--micro_train_batch_size", "4"]
+    line += ["--param_dtype", "fp32", "--learning_rate", "1e-3", "--max_steps", str(STEPS)]
+    sft = [*line, "--dataset", str(folder / "sft.jsonl"), "--apply_chat_template", "--save_steps", "2"]
+    killed = [*sft, "--output_dir", str(folder / "killed")]
+    kill_after_checkpoint(killed, folder / "killed")
+    lines = [
+        [*sft, "--output_dir", str(folder / "clean"), "--certify", "3"],
+        [*killed, "--load_checkpoint"],
+        [*sft, "--output_dir", str(folder / "other"), "--seed", "7"],
+        ["train_dpo", *line, "--dataset", str(folder / "pairs.jsonl"), "--output_dir", str(folder / "dpo")],
+        ["verify_run", str(folder / "clean"), "--rerun", str(folder / "again"), "--"],
+    ]
+    lines[-1] += ["--backend", "deepspeed", "--zero_stage", "1", "--tensor_parallel_size", "2"]
+    (folder / "output.txt").write_text(train_many(2, lines, folder, timeout=300))
+    return folder
+
+
+def kill_after_checkpoint(flags: list[str], folder: Path) -> None:
+    """Kill -9 a run of one process as soon as it has a checkpoint and a step after it. It sleeps between steps."""
+    slow = "import time, trainer.training.loop as l; s = l.train_step; "
+    slow += "l.train_step = lambda *a, **k: (time.sleep(0.5), s(*a, **k))[1]; "
+    code = slow + "from trainer.cli.train_sft import main; main()"
+    with (folder.parent / "killed.log").open("w") as log:
+        command = [sys.executable, "-c", code, *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=_environment())
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        rows = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+        if '"step": 3,' in rows and (folder / "checkpoints/step_2").exists():
+            break
+        time.sleep(0.05)
+    assert process.poll() is None, (folder.parent / "killed.log").read_text()[-2000:]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "certificate.json").exists()
+
+
+def differences(results: dict) -> dict[str, list[str]]:
+    return {name: found for name, found in results.items() if found}
+
+
+# --- clean runs
+
+
+def test_a_clean_run_verifies_and_its_certified_steps_are_those_of_the_plain_loop(runs):
+    results = verify(str(runs / "clean"))
+    assert differences(results) == {} and None not in results.values()
+    replays = certificate.read(str(runs / "clean"))["replays"]
+    assert len(replays) == 3 and {replay["step"] for replay in replays} <= {1, 3, 5}
+    assert all(replay["relative_loss"] < 1e-5 and replay["relative_grad_norm"] < 1e-4 for replay in replays)
+
+
+def test_a_killed_and_resumed_run_has_the_chain_of_an_uninterrupted_one(runs):
+    assert differences(verify(str(runs / "killed"))) == {}
+    killed, clean, other = (certificate.read(str(runs / name)) for name in ("killed", "clean", "other"))
+    assert killed["resumed_after_steps"] == [2] and clean["resumed_after_steps"] == []
+    assert killed["steps"]["batch_chain"] == clean["steps"]["batch_chain"] != other["steps"]["batch_chain"]
+    assert killed["steps"]["losses"] == pytest.approx(clean["steps"]["losses"], rel=1e-5)
+
+
+def test_another_layout_gives_the_same_curve(runs):
+    output = (runs / "output.txt").read_text()
+    assert "rerun: 6 steps, same chain of batches" in output and f"PASS {runs / 'clean'}" in output, output[-2000:]
+    rows = certificate.final_rows(str(runs / "again"))[0]
+    assert rows[-1]["mesh"]["tp"] == 2 and rows[-1]["config"]["backend"] == "deepspeed"
+
+
+def test_a_run_of_preferences_verifies_too(runs):
+    results = verify(str(runs / "dpo"))
+    assert differences(results) == {} and results["order"] == [] and results["replays"] is None
+    with pytest.raises(UserError, match="--certify: a run of train_dpo"):
+        certify_steps(str(runs / "dpo"), 1, "cpu", str(runs / "model"))
+
+
+def test_what_is_not_here_is_not_checked(runs, tmp_path):
+    """Another machine: no model and no data there, only the run folder."""
+    copy = shutil.copytree(runs / "clean", tmp_path / "run", symlinks=True)
+    content = certificate.read(str(copy))
+    content["arguments"]["pretrain"] = content["arguments"]["dataset"] = "/nowhere"
+    content["data"]["files"] = {"/nowhere": content["data"]["files"].popitem()[1]}
+    results = {
+        "model": certificate_checks.check_models(content, None),
+        "data": certificate_checks.check_data(content, None),
+    }
+    assert results == {"model": None, "data": None}
+    # the same files elsewhere
+    moved = shutil.copy(runs / "sft.jsonl", tmp_path / "moved.jsonl")
+    assert differences(verify(str(copy), dataset=str(moved), model=str(runs / "model"))) == {}
+
+
+# --- tampering
+
+
+def edit_rows(run: Path, change) -> None:
+    """Apply `change(rows)` to all rows of metrics.jsonl, in place."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def step_row(rows: list[dict], step: int) -> dict:
+    return next(row for row in rows if row.get("step") == step)
+
+
+def edit_loss(run: Path) -> None:
+    edit_rows(run, lambda rows: step_row(rows, 3).update(loss=step_row(rows, 3)["loss"] * 0.999))
+
+
+def drop_line(run: Path) -> None:
+    edit_rows(run, lambda rows: rows.remove(step_row(rows, 3)))
+
+
+def swap_steps(run: Path) -> None:
+    def swap(rows: list[dict]) -> None:
+        one, two = step_row(rows, 2), step_row(rows, 3)
+        one["batch_hash"], two["batch_hash"] = two["batch_hash"], one["batch_hash"]
+
+    edit_rows(run, swap)
+
+
+def truncate_metrics(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def edit_number_of_tokens(run: Path) -> None:
+    edit_rows(run, lambda rows: step_row(rows, 4).update(tokens=step_row(rows, 4)["tokens"] + 1))
+
+
+def edit_step_time(run: Path) -> None:
+    edit_rows(run, lambda rows: step_row(rows, 4).update(step_time=0.5))
+
+
+def edit_version(run: Path) -> None:
+    edit_rows(run, lambda rows: rows[0]["versions"].update(torch="2.12.0"))
+
+
+def edit_config(run: Path) -> None:
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002"))
+
+
+def edit_certificate(run: Path) -> None:
+    path = run / "certificate.json"
+    path.write_text(path.read_text().replace('"machine": "', '"machine": "not '))
+
+
+def truncate_certificate(run: Path) -> None:
+    (run / "certificate.json").write_bytes((run / "certificate.json").read_bytes()[:-100])
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def change_weight(run: Path) -> None:
+    flip_byte(run / "model/model.safetensors")
+
+
+def change_checkpoint(run: Path) -> None:
+    flip_byte(next((run / "checkpoints/step_4").glob("pieces-*.safetensors")))
+
+
+def swap_checkpoint(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints/step_4")
+    shutil.copytree(run.parent / "other/checkpoints/step_4", run / "checkpoints/step_4")
+
+
+def rename_checkpoint(run: Path) -> None:
+    """step_2 in the place of step_4: whole, and of this run, but the wrong one."""
+    shutil.rmtree(run / "checkpoints/step_4")
+    (run / "checkpoints/step_2").rename(run / "checkpoints/step_4")
+
+
+def reseal(run: Path, **changes) -> None:
+    """What somebody who knows the format does: all hashes of the certificate are computed again."""
+    starts, rows = certificate.final_rows(str(run))
+    content = {**certificate.read(str(run)), "arguments": starts[-1]["config"], **changes}
+    content |= {"steps": certificate.describe_steps(rows), "files": certificate.hash_run_files(str(run))}
+    certificate.write(str(run), content)
+
+
+def forge_flag(run: Path, name: str, value) -> None:
+    old = json.dumps(certificate.read(str(run))["arguments"][name])
+    edit_rows(run, lambda rows: rows[0]["config"].update({name: value}))
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(f"{name}: {old}", f"{name}: {value}"))
+    reseal(run)
+
+
+def forge_seed(run: Path) -> None:
+    forge_flag(run, "seed", 43)
+
+
+def forge_learning_rate(run: Path) -> None:
+    forge_flag(run, "learning_rate", 0.002)
+
+
+TAMPERINGS = {
+    edit_loss: ("steps", "step 3: loss"),
+    drop_line: ("steps", "metrics.jsonl has no step 3"),
+    swap_steps: ("steps", "step 2: batch_hash"),
+    truncate_metrics: ("steps", "metrics.jsonl"),
+    edit_number_of_tokens: ("steps", "the number of tokens was edited"),
+    edit_step_time: ("files", "metrics.jsonl"),
+    edit_version: ("facts", "versions: torch is 2.12.0, the certificate has"),
+    edit_config: ("facts", "config.yaml: learning_rate is 0.002, the certificate has 0.001"),
+    edit_certificate: ("certificate", "edited"),
+    change_weight: ("saved model", "model.safetensors does not have the bytes"),
+    change_checkpoint: ("checkpoints", "step_4: pieces-"),
+    swap_checkpoint: ("checkpoints", "step_4 is another checkpoint"),
+    rename_checkpoint: ("checkpoints", "step_4 is another checkpoint"),
+    forge_seed: ("order", "step 1: the data, seed and sizes give another batch"),
+    forge_learning_rate: ("schedule", "step 2: lr is 0.001, the flags give 0.002"),
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__)
+def test_tampering_is_found(tamper, runs, tmp_path):
+    (tmp_path / "other").symlink_to(runs / "other")
+    run = shutil.copytree(runs / "clean", tmp_path / "clean")
+    tamper(run)
+    check, text = TAMPERINGS[tamper]
+    found = differences(verify(str(run)))
+    assert any(text in line for line in found.get(check, [])), found
+
+
+def test_a_certificate_that_is_cut_off_is_one_line(runs, tmp_path):
+    run = shutil.copytree(runs / "clean", tmp_path / "clean")
+    truncate_certificate(run)
+    with pytest.raises(UserError, match="is cut off or edited"):
+        verify(str(run))
+
+
+def test_changed_data_and_a_changed_model_are_found(runs, tmp_path):
+    lines = (runs / "sft.jsonl").read_text().splitlines()
+    row = json.loads(lines[17])
+    row["messages"][-1]["content"] = row["messages"][-1]["content"][::-1] + " 1"
+    lines[17] = json.dumps(row)
+    (tmp_path / "sft.jsonl").write_text("\n".join(lines) + "\n")
+    model = shutil.copytree(runs / "model", tmp_path / "model")
+    flip_byte(model / "model.safetensors")
+    found = differences(verify(str(runs / "clean"), dataset=str(tmp_path / "sft.jsonl"), model=str(model)))
+    assert "sft.jsonl" in found["data"][0] and "model.safetensors" in found["model"][0]
+    assert found["order"][0] == "the tokens of the data are not those of the run"
+
+
+def test_a_forged_loss_with_all_hashes_is_found_by_the_plain_loop(runs, tmp_path):
+    run = shutil.copytree(runs / "clean", tmp_path / "clean")
+    edit_rows(run, lambda rows: step_row(rows, 5).update(loss=step_row(rows, 5)["loss"] * 0.999))
+    reseal(run)
+    content = certificate.read(str(run))
+    certificate.write(str(run), {key: value for key, value in content.items() if key != "replays"})
+    assert differences(verify(str(run))) == {}  # the seal is no signature
+    # steps 1, 3 and 5 follow a checkpoint or the start
+    told = certify_steps(str(run), 5, "cpu", str(runs / "model"))
+    assert "not within tolerance: step 5" in told and "3 steps replayed" in told
+    assert "step 5: the plain loop has loss" in differences(verify(str(run)))["replays"][0]
+
+
+def test_manifests_are_what_the_certificate_hashes(runs):
+    content = certificate.read(str(runs / "clean"))
+    assert list(content["checkpoints"]) == ["step_2", "step_4", "step_6"]
+    assert all((runs / "clean/checkpoints" / name / MANIFEST).exists() for name in content["checkpoints"])
+
+
+def test_refusals():
+    with pytest.raises(UserError, match="--certify: with --no_save"):
+        check_replay_flags({"no_save": True})
+    with pytest.raises(UserError, match="--certify: with --lora_rank"):
+        check_replay_flags({"no_save": False, "lora_rank": 4})
