@@ -12,7 +12,8 @@ from test_errors import assert_one_line
 from test_parity_preference import make_mixture_of_experts
 
 from trainer.cli import train_ppo, train_sft
-from trainer.cli.outputs import check_saved_models, make_writable
+from trainer.cli.outputs import make_writable
+from trainer.cli.saved_models import check_saved_models
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 

@@ -39,7 +39,7 @@ def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite
 def _open(folder: str, overwrite: bool, resumes: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError("--output_dir", f"{folder} is a file", "a folder")
-    if _holds_run(folder) and not resumes:
+    if holds_run(folder) and not resumes:
         if not overwrite:
             allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
@@ -75,7 +75,7 @@ def lock_folder(folder: str) -> None:
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
-def _holds_run(folder: str) -> bool:
+def holds_run(folder: str) -> bool:
     """Whether a run has written there. A run with --verify_resume leaves only checkpoints."""
     checkpoints = os.path.join(folder, "checkpoints")
     return os.path.exists(os.path.join(folder, METRICS_FILE)) or (
@@ -100,28 +100,6 @@ def saved_models(args, output_dir: Optional[str]) -> list[str]:
     path = (args.save_path or os.path.join(output_dir, "model")).rstrip("/")
     has_average = vars(args).get("ema_beta") is not None  # a flag of train_ppo only
     return [path, f"{path}_ema"] if has_average else [path]
-
-
-def check_saved_models(args) -> None:
-    """Raise UserError if saving would replace anything but an old model. Saving replaces the whole folder."""
-    flag, other = "--save_path", "a new or empty folder, or a model to replace"
-    if not args.save_path:
-        flag, other = "--output_dir", "another folder, or --save_path"
-    for path in saved_models(args, args.output_dir):
-        target = os.path.realpath(path)
-        for name in ("output_dir", "pretrain", "reward_pretrain", "critic_pretrain", "ref_model"):
-            for folder in filter(None, (vars(args).get(name) or "").split(",")):
-                if os.path.commonpath([target, os.path.realpath(folder)]) == target:
-                    raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
-        if os.path.isfile(target):
-            raise UserError(flag, f"{path} is a file", "a folder")
-        if os.path.ismount(target):
-            raise UserError(flag, f"{path} is a mount point, which cannot be replaced", "a folder within it")
-        held = set(os.listdir(target)) if os.path.isdir(target) else set()
-        if held and not held & {"config.json", "adapter_config.json"}:
-            raise UserError(flag, f"{path} holds no model", other)
-        if held and not (args.save_path or args.overwrite or _holds_run(args.output_dir)):
-            raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
 
 
 def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:

@@ -34,7 +34,7 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
 
     `eval_metrics` are the evaluation metrics that may choose the best checkpoint.
     """
-    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, check_saved_models
+    from trainer.cli.outputs import check_checkpoint_flags, check_mirrors, saved_models
     from trainer.optimizers.build import check_scheduler_name, has_min_lr
 
     if args.sp_mode != "ring" and args.ring_attn_size == 1:
@@ -60,7 +60,10 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
     check_scheduler_name(args.lr_scheduler)
     refuse_idle(args, idle, usual={"lr_warmup_ratio": 0.0})
     check_numbers(args)
-    check_saved_models(args)
+    if args.save_path or any(map(os.path.exists, saved_models(args, args.output_dir))):
+        from trainer.cli.saved_models import check_saved_models
+
+        check_saved_models(args)
     check_mirrors(args.use_wandb, args.use_tensorboard)
     check_checkpoint_flags(args, eval_metrics=eval_metrics if args.eval_dataset else ())
 

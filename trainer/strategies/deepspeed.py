@@ -19,7 +19,7 @@ from trainer.checkpoints import model_folder
 from trainer.datasets.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.errors import UserError
-from trainer.optimizers.adamw import state_tensors, use_parameters
+from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.strategies import autotp
 from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
@@ -307,18 +307,9 @@ class DeepspeedStrategy:
         With both, the fp32 masters move too.
         """
         from trainer.distributed.host_offload import take_to_host
+        from trainer.strategies.zero_masters import tensors_of
 
-        tensors = []
-        if optimizer is not None:
-            tensors += state_tensors(optimizer if self.zero_stage == 0 else optimizer.optimizer)
-        if model is not None:
-            parameters = model_folder.unwrapped(model).parameters()
-            tensors += [p.ds_tensor for p in parameters] if self.zero_stage == 3 else list(parameters)
-        if model is not None and optimizer is not None:
-            from trainer.strategies.zero_masters import all_of
-
-            tensors += all_of(optimizer, self.zero_stage)
-        return take_to_host(tensors)
+        return take_to_host(tensors_of(model, optimizer, self.zero_stage))
 
     def onload(self, offloaded: list[tuple]) -> None:
         """Bring back what `offload` moved."""

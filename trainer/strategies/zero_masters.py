@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from trainer.checkpoints import model_folder
 from trainer.checkpoints.shards import TensorShard, flat_shard, whole_shard
-from trainer.optimizers.adamw import states_of
+from trainer.optimizers.adamw import state_tensors, states_of
 
 
 def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
@@ -18,6 +19,17 @@ def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
     if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer, which DeepSpeed uses for bf16 under ZeRO 1
         return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
+
+
+def tensors_of(model, optimizer, zero_stage: int) -> list[torch.Tensor]:
+    """The weights of `model`, the states of `optimizer` (None: leave them out), and with both the masters."""
+    tensors = []
+    if optimizer is not None:
+        tensors += state_tensors(optimizer if zero_stage == 0 else optimizer.optimizer)
+    if model is not None:
+        parameters = model_folder.unwrapped(model).parameters()
+        tensors += [p.ds_tensor for p in parameters] if zero_stage == 3 else list(parameters)
+    return tensors + (all_of(optimizer, zero_stage) if model is not None and optimizer is not None else [])
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
