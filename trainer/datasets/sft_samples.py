@@ -78,7 +78,7 @@ def tokenize_sft(
     if "stop_trained" in rows.column_names:
         from trainer.datasets.prepared import checked
 
-        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **keys})
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **keys}, set(_features()))
     else:
         samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **keys)
     counted = ["num_tokens", "num_loss_tokens", "truncated", "empty", "stop_trained"]
@@ -103,20 +103,10 @@ def tokenize_sft(
 
 
 def tokenize_rows(
-    rows: "Dataset",
-    tokenizer: Any,
-    *,
-    flag: str,
-    input_key: str | None,
-    output_key: str | None,
-    input_template: str | None,
-    apply_chat_template: bool,
-    multiturn: bool,
-    pretrain_mode: bool,
-    max_len: int,
-    num_proc: int | None = None,
-    first_row: int = 0,
-) -> "Dataset":
+    rows: "Dataset", tokenizer: Any, *, flag: str, input_key: str | None, output_key: str | None,
+    input_template: str | None, apply_chat_template: bool, multiturn: bool, pretrain_mode: bool, max_len: int,
+    num_proc: int | None = None, first_row: int = 0,
+) -> "Dataset":  # fmt: skip
     """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
 
     Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
@@ -130,18 +120,10 @@ def tokenize_rows(
     key = input_key or {"pretrain": "text", "chat": _chat_column(rows.column_names)}.get(mode)
     options = _Options(mode, key, output_key, input_template, multiturn, max_len)
     _check_options(options, rows.column_names, tokenizer, flag)
-    return map_cached(
-        rows,
-        _tokenize_row,
-        folder="trainer_sft",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
-        features=_features(),
-        num_proc=num_proc,
-        tokenizer=tokenizer,
-        options=options,
-        flag=flag,
-        first_row=first_row,
-    )
+    key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
+    facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
+    cache = {"folder": "trainer_sft", "key": key, "features": _features()}
+    return map_cached(rows, _tokenize_row, **cache, num_proc=num_proc, **facts)
 
 
 def _chat_column(columns: list[str]) -> str | None:
