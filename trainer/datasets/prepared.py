@@ -26,15 +26,13 @@ def write_facts(folder: str, tokenizer: Any, options: dict[str, Any], ledger: di
         json.dump(facts, file, indent=1)
 
 
-def checked(rows: "Dataset", tokenizer: Any, flag: str, wanted: dict[str, Any]) -> "Dataset":
-    """Return prepared rows, numbered anew. `wanted` are the options of the run.
+def checked(rows: "Dataset", tokenizer: Any, flag: str, wanted: dict[str, Any], columns: set[str]) -> "Dataset":
+    """Return prepared rows, numbered anew. `wanted` are the options of the run, and `columns` those of prepared rows.
 
     Raises UserError if the rows were made by another tokenizer or with other options. A flag that is not given takes
     the value that the folder was prepared with; only max_len must be the same.
     """
-    from trainer.datasets.sft_samples import _features
-
-    if set(rows.column_names) != set(_features()):
+    if set(rows.column_names) != columns:
         found = "rows that prepare_data has tokenized, and others"
         raise UserError(flag, found, "one kind; prepare_data takes several sets")
     folders = {os.path.dirname(os.path.dirname(file["filename"])) for file in rows.cache_files}

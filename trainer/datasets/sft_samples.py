@@ -77,7 +77,7 @@ def tokenize_sft(
     if "stop_trained" in rows.column_names:
         from trainer.datasets.prepared import checked
 
-        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags})
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(_features()))
     else:
         samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **flags)
     return with_loss(samples, flag, max_len)
@@ -94,18 +94,10 @@ def tokenize_rows(
     Samples over max_len tokens are cut on the right, without eos.
     """
     options = options_of(rows.column_names, tokenizer, flag, **flags)
-    return map_cached(
-        rows,
-        _tokenize_row,
-        folder="trainer_sft",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
-        features=_features(),
-        num_proc=num_proc,
-        tokenizer=tokenizer,
-        options=options,
-        flag=flag,
-        first_row=first_row,
-    )
+    key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
+    facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
+    cache = {"folder": "trainer_sft", "key": key, "features": _features()}
+    return map_cached(rows, _tokenize_row, **cache, num_proc=num_proc, **facts)
 
 
 def options_of(
