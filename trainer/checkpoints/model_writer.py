@@ -180,7 +180,7 @@ def save_pretrained(
 
 def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
     config = model.config
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = dtype
     # fully_shard renames the class of a module to FSDP<class>
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)

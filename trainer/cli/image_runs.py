@@ -71,6 +71,7 @@ def _refuse_flags(args, any_images: bool) -> None:
         ("--load_in_4bit", args.load_in_4bit, "leave it out"),
         ("--compile", args.compile, "leave it out"),
         ("--aux_loss_coef", bool(args.aux_loss_coef), "0"),
+        ("--expert_bias_update_rate", bool(args.expert_bias_update_rate), "0"),
         ("--parity_trace", bool(args.parity_trace), "leave it out"),
     ]
     for flag, used, allowed in refused:

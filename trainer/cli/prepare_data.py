@@ -41,7 +41,7 @@ def run(argv: list[str]) -> None:
     for name in ("pretrain", "dataset", "output_dir"):
         if not vars(args)[name]:
             raise UserError(f"--{name}", "needed")
-    refuse_idle(args, [("eval_dataset eval_split aux_loss_coef", False, "a flag of train_sft")])
+    refuse_idle(args, [("eval_dataset eval_split aux_loss_coef expert_bias_update_rate", False, "a flag of train_sft")])
     target = os.path.abspath(args.output_dir)
     if os.path.exists(target):
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
