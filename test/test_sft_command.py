@@ -9,7 +9,7 @@ import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from trainer.cli.cpu_cores import idle_cores
+from trainer.cli.cpu_cores import idle_cores, share_cores
 from trainer.datasets.demo import make_demo
 
 RUNS = {
@@ -43,6 +43,19 @@ def runs(tmp_path_factory):
 def test_ranks_that_leave_most_cores_idle_get_a_hint(num_ranks, num_threads, num_cores, hint):
     found = idle_cores(num_ranks, num_threads, num_cores)
     assert found is None if hint is None else hint in found
+
+
+def test_adam_in_host_memory_takes_the_cores_of_its_rank(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    try:
+        for threads, expected in ((1, 4), (3, 3)):  # torchrun's one thread, and a number that a user chose
+            torch.set_num_threads(threads)
+            share_cores()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_print_model_tells_once_what_the_model_is(runs):

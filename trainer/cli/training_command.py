@@ -126,6 +126,10 @@ def set_up(args, is_demo: bool) -> Setup:
     strategy.setup_distributed()
     if strategy.device.type == "cpu":
         use_cores(args, strategy)
+    elif args.adam_offload:
+        from trainer.cli.cpu_cores import share_cores
+
+        share_cores()
     if is_demo:
         from trainer.datasets.demo import make_demo
 
