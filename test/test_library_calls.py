@@ -1,7 +1,7 @@
 """Functions of other packages take the arguments that trainer/ gives them, in the installed versions."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterator
 
@@ -108,3 +108,19 @@ def test_a_keyword_that_does_not_exist_is_found():
     names = imported_names(ast.parse("import torch.distributed as dist\nfrom deepspeed import zero"))
     assert full_name(ast.parse("dist.all_reduce", mode="eval").body, names) == "torch.distributed.all_reduce"
     assert full_name(ast.parse("zero.Init", mode="eval").body, names) == "deepspeed.zero.Init"
+
+
+def test_names_that_files_import_from_each_other_exist():
+    """Also imports within functions, which run only when they are needed."""
+    lost = []
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer"):
+                module = importlib.import_module(node.module)
+                names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                lost += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{name}"
+                    for name in names
+                    if importlib.util.find_spec(f"{node.module}.{name}") is None
+                ]
+    assert not lost, "\n".join(lost)

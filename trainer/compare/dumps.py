@@ -93,7 +93,7 @@ def _norm(tensor) -> float:
     return math.sqrt(sum(part.double().square().sum().item() for part in tensor.flatten().split(CHUNK)))
 
 
-def _noise_elements(a, b, floor: float, threshold: float):
+def _noise_elements(a, b, floor: float, threshold: float | None):
     """Which elements have a gradient that is noise in both files, and not exactly zero in both.
 
     All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor, or below
@@ -104,7 +104,7 @@ def _noise_elements(a, b, floor: float, threshold: float):
     largest, norm = a.abs().maximum(b.abs()), max(_norm(a), _norm(b))
     if norm <= floor:
         return largest > 0
-    return (largest > 0) & (largest <= max(floor, threshold * norm) / math.sqrt(a.numel()))
+    return (largest > 0) & (largest <= max(floor, (threshold or 0.0) * norm) / math.sqrt(a.numel()))
 
 
 def _open(path: Path):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from trainer.datasets.rows import messages_of
+from trainer.datasets.messages import messages_of
 from trainer.errors import UserError
 from trainer.rollout.rewards import check_scores, told
 

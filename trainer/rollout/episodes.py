@@ -14,8 +14,8 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from trainer.datasets.global_batches import contiguous_slice
+from trainer.datasets.messages import tools_of
 from trainer.datasets.prompts import columns_of
-from trainer.datasets.rows import tools_of
 from trainer.datasets.templates import render_prompt
 from trainer.datasets.turns import continuation_ids, tool_calls
 from trainer.distributed.collectives import gather_objects
