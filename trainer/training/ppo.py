@@ -26,13 +26,13 @@ from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 from trainer.training.loop import (
     LoopOptions,
     StepLog,
-    dump,
     forward_backward,
     inspect_gradients,
     mean_metrics,
     step_row,
     train_step,
 )
+from trainer.training.parity_dump import dump
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
 
