@@ -180,6 +180,9 @@ class LayoutArguments:
     reduce_once: bool = arg(
         False, "reduce gradients only after the last micro-batch of a step; until then each rank holds full gradients"
     )
+    reduce_dtype: Literal["fp32", "bf16"] = arg(
+        "fp32", "dtype in which ranks add up their gradients; bf16 sends half the bytes, and rounds"
+    )
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
     dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
     cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(

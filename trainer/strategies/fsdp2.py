@@ -66,6 +66,10 @@ class FSDP2Strategy:
             raise UserError("--compile", f"with --expert_parallel_size {options.expert_parallel_size}", "one of them")
         if options.reduce_once and options.adam_offload:  # gradients go to host memory as soon as they are reduced
             raise UserError("--reduce_once", "with --adam_offload", "one of them")
+        if options.reduce_dtype == "bf16" and (options.reduce_once or options.dp_replicate_size > 1):
+            # FSDP2 would also sum up micro-batches in bf16
+            flag = "--reduce_once" if options.reduce_once else "--dp_replicate_size"
+            raise UserError("--reduce_dtype", f"bf16 with --backend fsdp2 and {flag}", "one of them")
         if options.optim != "adamw" and options.adam_offload:  # it gathers tensors on the device
             raise UserError("--optim", f"{options.optim} with --adam_offload", "adamw")
         if options.zero_stage not in (None, 2, 3):
@@ -144,10 +148,11 @@ class FSDP2Strategy:
         Masters are fp32. tp comes first: fsdp shards what a tp rank holds.
         """
         low = None if self.param_dtype == torch.float32 else self.param_dtype
+        reduce_dtype = DTYPES[self.options.reduce_dtype]
         axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
         options = {
             "mesh": self.meshes.params[axes],
-            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
             "reshard_after_forward": self.options.zero_stage != 2,
             "shard_placement_fn": functools.partial(even_placement, num_ranks=self.meshes.params["fsdp"].size()),
         }

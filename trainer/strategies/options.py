@@ -33,6 +33,7 @@ class StrategyOptions:
     load_in_4bit: bool = False
     compile: bool = False
     reduce_once: bool = False
+    reduce_dtype: str = "fp32"
     optim: str = "adamw"
 
 

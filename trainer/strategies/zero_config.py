@@ -30,7 +30,7 @@ def engine_config(
         # ZeRO 0 does not clip: its gradients are whole on every rank, and optimizer_step clips them
         "gradient_clipping": options.max_norm if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        "communication_data_type": options.reduce_dtype,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
