@@ -151,7 +151,7 @@ def set_up(args, is_demo: bool) -> Setup:
 def choose_attention(args) -> str:
     """The name of the attention function. Without packing and splitting, it is a function of transformers."""
     wanted = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
-    if not (args.packing_samples or args.ring_attn_size > 1 or wanted == "flash_attention_2"):
+    if not (args.packing_samples or args.ring_attn_size > 1 or wanted.startswith("flash")):
         return wanted
     from trainer.models.attention.choice import resolve_attention
 
@@ -238,7 +238,7 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     if setup.attention not in ("sdpa", "eager"):
         from trainer.models.attention.choice import validate_model
 
-        validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples)
+        validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples, auto_class)
     remote = args.trust_remote_code
     try:
         model = setup.strategy.load_model(folder, auto_class, attn_implementation=attention, trust_remote_code=remote)

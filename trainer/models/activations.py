@@ -23,12 +23,17 @@ KEPT = [
     _aten._flash_attention_forward.default,
     torch.ops.torch_attn._varlen_attn.default,
 ]
-FLASH_ATTN = ("_flash_attn_forward", "_flash_attn_varlen_forward")  # the operations of flash-attn 2, once it is loaded
+# the operations of flash-attn 2 and 3, once they are loaded
+FLASH_ATTN = {
+    "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
+    "flash_attn_3": ("_flash_attn_forward",),
+}
 
 
 def _keep_costly_results() -> tuple:
     """Return the contexts of a layer's forward pass and of its repetition."""
-    loaded = [getattr(torch.ops.flash_attn, name).default for name in FLASH_ATTN if hasattr(torch.ops.flash_attn, name)]
+    calls = [(getattr(torch.ops, package), name) for package, names in FLASH_ATTN.items() for name in names]
+    loaded = [getattr(package, name).default for package, name in calls if hasattr(package, name)]
     return create_selective_checkpoint_contexts(KEPT + loaded)
 
 
