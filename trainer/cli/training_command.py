@@ -126,10 +126,10 @@ def set_up(args, is_demo: bool) -> Setup:
     strategy.setup_distributed()
     if strategy.device.type == "cpu":
         use_cores(args, strategy)
-    elif args.adam_offload:
-        from trainer.cli.cpu_cores import share_cores
+    else:
+        from trainer.cli.gpu_settings import set_up_gpu
 
-        share_cores()
+        set_up_gpu(args.adam_offload, getattr(args, "rollout_engine", "hf") == "vllm")
     if is_demo:
         from trainer.datasets.demo import make_demo
 
