@@ -80,7 +80,7 @@ def run(argv: list[str]) -> None:
     from trainer.training.ppo_state import RLState
 
     validate(args)
-    setup = training_command.set_up(args, is_demo)
+    setup = training_command.set_up(args, is_demo, args.rollout_engine == "vllm")
     strategy, tokenizer = setup.strategy, setup.tokenizer
     if args.preset:
         strategy.print(told(args))

@@ -104,8 +104,8 @@ class Setup:
     sp_group: Any  # None if sequences are not split
 
 
-def set_up(args, is_demo: bool) -> Setup:
-    """Start the strategy, make the demo if it is requested, and load the tokenizer."""
+def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
+    """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
     from transformers import masking_utils
 
     from trainer.distributed.collectives import rank_0_first
@@ -129,7 +129,7 @@ def set_up(args, is_demo: bool) -> Setup:
     else:
         from trainer.cli.gpu_settings import set_up_gpu
 
-        set_up_gpu(args.adam_offload, getattr(args, "rollout_engine", "hf") == "vllm")
+        set_up_gpu(args.adam_offload, vllm)
     if is_demo:
         from trainer.datasets.demo import make_demo
 
