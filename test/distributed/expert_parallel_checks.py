@@ -30,19 +30,20 @@ LAYOUTS = {
 CELLS = {
     **LAYOUTS,
     **{f"{name}-packed": (*flags, "--packing_samples") for name, flags in LAYOUTS.items()},
-    zoo.SAVE: EP2,
     "tp2-ring2": (*zoo.FSDP2, *zoo.TP, *zoo.RING),
     "tp2-hsdp2": (*zoo.FSDP2, *zoo.TP, "--dp_replicate_size", "2"),
-    "tp2-z2": (*zoo.DEEPSPEED, "2", *zoo.TP),
+    **{f"tp2-z{stage}": (*zoo.DEEPSPEED, stage, *zoo.TP) for stage in "0123"},
+    **{f"tp2-z{stage}-packed": (*zoo.DEEPSPEED, stage, *zoo.TP, "--packing_samples") for stage in "0123"},
     "ep2-lora": (*EP2, *LORA),
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
+    "tp2-z3-gathered": (*zoo.DEEPSPEED, "3", *zoo.TP, "--gradient_checkpointing", "--check_replicas_every", "1"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
+    zoo.SAVE: zoo.FSDP2,  # judges what the first cell of its part has saved
 }
-zoo.SAVED_RUN = "ep2"
 THREE = Configuration("fsdp2-3r", 3, (*zoo.FSDP2, "--max_tokens_per_micro_batch", "256"))  # 4 experts on 3 ranks
 zoo.CONFIGURATIONS = (*(Configuration(name, 4, flags) for name, flags in CELLS.items()), THREE)
 # a checkpoint of each is resumed on the others
-RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3")}
+RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3"), "tp2-z3": CELLS["tp2-z3"]}
 # the second and fourth batch hold 5 samples: a rank gets nothing of them, but experts get tokens of other ranks
 SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save", "--aux_loss_coef", "0.1"]
 
@@ -94,6 +95,7 @@ def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
     rows: dict[str, dict] = {}
     for part in parts:
         models, cells = (names.split(",") for names in part.split(":"))
+        zoo.SAVED_RUN = cells[0]
         for name, row in zoo.run_zoo(models, cells, folder, timeout=120, jobs=1):
             assert not row["problem"], row["problem"]
             rows.setdefault(name, {}).update(row["cells"])

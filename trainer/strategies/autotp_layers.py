@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.expert_parallel import are_experts
 from trainer.distributed.tensor_parallel import pattern_of
 from trainer.errors import UserError
+from trainer.strategies.autotp_experts import cut_experts, validate_experts
 
 FLAG = "--tensor_parallel_size"
 # style of a plan -> AutoTP's partition type
@@ -44,6 +46,7 @@ PARTITION_TYPES = {
 }
 # AutoTP does these without an entry: its vocab_parallel_lm_head is for the head and its tied embedding
 IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_block", "replicated_in_block", "block_input")
+IMPLIED += ("experts",)  # see `autotp_experts`
 
 
 def validate_vocabulary(config, tp: int) -> None:
@@ -63,8 +66,6 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     for pattern, style in plan.items():
         if style in IMPLIED:
             continue
-        if style == "experts":
-            raise UserError(FLAG, f"with --backend deepspeed and the experts {pattern}", "--backend fsdp2, or 1")
         if style not in PARTITION_TYPES:
             known = ", ".join([*PARTITION_TYPES, *IMPLIED])
             raise UserError(FLAG, f"the plan gives {pattern} the style {style}", known)
@@ -83,6 +84,7 @@ def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options)
     """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
+    validate_experts(model, tp_mesh.size())
     with _our_layers(plan):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)
@@ -113,7 +115,7 @@ def _validate_head(model, plan: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _our_layers(plan: dict[str, str]) -> Iterator[None]:
-    """Let AutoTP make, in this context, the layers that it has but does not choose, and layers for Conv1D.
+    """Let AutoTP make, in this context, the layers that it has but does not choose, layers for Conv1D, and cut experts.
 
     It also would divide numbers such as `num_heads` in every module around a layer that it cuts. The plans are for
     layers that need no such change, and in blocks with gathered outputs it would be wrong.
@@ -137,7 +139,11 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
             layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         return layer
 
-    for name, ours in zip(names, (column, row, lambda self, child, name=None: None)):
+    def after_children(self, child, name=None):
+        if are_experts(child):
+            cut_experts(self, child)
+
+    for name, ours in zip(names, (column, row, after_children)):
         setattr(AutoTP, name, ours)
     try:
         yield
