@@ -18,4 +18,4 @@ def test_a_rank_sends_each_weight_once_in_the_dtype_of_the_engine(tmp_path):
     for name, sent, calls, tensors in rows:
         assert float(sent) <= (2 * 1.1 if "lora" in name else 1.1), name
         assert int(calls) <= 4 < int(tensors), name
-    assert dict((name, sent) for name, sent, *_ in rows)["z2-dp2"] == "0.000"
+    assert {name: sent for name, sent, *_ in rows}["z2-dp2"] == "0.000"
