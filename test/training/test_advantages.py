@@ -16,11 +16,11 @@ lengths_lists = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 def random_rows(lengths: list[int], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return adv.to_rows(torch.randn(sum(lengths), generator=generator, dtype=torch.float64), lengths)
+    return adv.to_rows(torch.randn(sum(lengths), generator=generator, dtype=torch.float64), adv.rows_mask(lengths))
 
 
 def test_rows_and_flat_vectors_are_inverse():
-    rows = adv.to_rows(torch.tensor([1.0, 2.0, 3.0]), [1, 2])
+    rows = adv.to_rows(torch.tensor([1.0, 2.0, 3.0]), adv.rows_mask([1, 2]))
     assert rows.tolist() == [[1, 0], [2, 3]]
     assert rows[adv.rows_mask([1, 2])].tolist() == [1, 2, 3]
 

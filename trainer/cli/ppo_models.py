@@ -66,18 +66,24 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
 
 
 def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callable:
-    """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and its number of response tokens."""
+    """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and the samples, moved to where they train.
+
+    It communicates (all-to-all over the world).
+    """
     from trainer.rollout.experience import SampleSet, collate_samples
+    from trainer.rollout.placement import move, trained_by
 
     max_len = args.prompt_max_len + args.generate_max_len
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
 
-    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, int]:
-        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len, args.mask_truncated)
+    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:
+        as_set = functools.partial(
+            SampleSet, loss_agg=args.loss_agg, max_len=args.generate_max_len, mask_truncated=args.mask_truncated
+        )
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
-            dataset,
+            as_set(samples),
             collate,
             batch_size=args.train_batch_size,
             micro_batch_size=args.micro_train_batch_size,
@@ -86,7 +92,9 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
             shuffle=False,
         )
         loader.load_state_dict({"epoch": episode, "next_index": 0})
-        return list(loader), dataset.num_response_tokens
+        samples = move(samples, trained_by(setup.strategy.meshes, loader))
+        loader.dataset = as_set(samples)
+        return list(loader), samples
 
     return make_batches
 
@@ -257,6 +265,7 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.models.reward import return_token_scores, scoring_pad
+    from trainer.rollout.placement import share
     from trainer.rollout.rewards import check_scores
     from trainer.training.roles import reward_scores
 
@@ -283,10 +292,15 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
     ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
 
     def score(samples: list) -> None:
-        read = [
-            dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
-            for s in samples
-        ]
+        read = share(
+            [
+                dataclasses.replace(
+                    s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos), sizes=None
+                )
+                for s in samples
+                if s.here
+            ]
+        )
         parts = []
         for where, pad, model in models:
             batches, _ = make_batches(read, 0, pad)

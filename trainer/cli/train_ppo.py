@@ -108,7 +108,7 @@ def run(argv: list[str]) -> None:
         strategy.print(verify_resume(ppo_run, loop, progress, args.verify_resume))
         return
     ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer) if strategy.is_rank_0() else None
+    ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer)
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():

@@ -5,6 +5,7 @@ weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_no
 """
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -223,16 +224,19 @@ class RowConv1D(_Conv1DPart):
 
 
 def _return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
-    """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it."""
+    """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it.
+
+    The head keeps the function as `sharded_logits`, for chunks of logits (`models/policy_values.py`).
+    """
     for module in model.modules():
         if isinstance(module, VocabParallelLinear):
-            module.register_forward_hook(
-                lambda head, _, logits: DTensor.from_local(
-                    logits,
-                    tp_mesh,
-                    [Shard(logits.ndim - 1)],
-                    run_check=False,
-                    shape=(*logits.shape[:-1], head.vocab_size),
-                    stride=(logits.shape[1] * head.vocab_size, head.vocab_size, 1),
-                )
-            )
+            module.sharded_logits = functools.partial(_as_sharded, module.vocab_size, tp_mesh)
+            module.register_forward_hook(lambda head, _, logits: head.sharded_logits(logits))
+
+
+def _as_sharded(vocab_size: int, tp_mesh, logits: torch.Tensor) -> DTensor:
+    """This rank's part of logits (rows, tokens, vocab) as a DTensor."""
+    shape = torch.Size((*logits.shape[:-1], vocab_size))
+    stride = (logits.shape[1] * vocab_size, vocab_size, 1)
+    shard = [Shard(logits.ndim - 1)]
+    return DTensor.from_local(logits, tp_mesh, shard, run_check=False, shape=shape, stride=stride)

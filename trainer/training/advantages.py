@@ -2,9 +2,11 @@
 
 Shapes: there are n samples (responses) of at most T tokens, in rows padded on the right. `mask` (n, T) is 1 on response
 tokens. The token at t is an action, and its state is everything before it. Samples of one prompt are adjacent, in
-groups of n_samples_per_prompt. All is computed in fp64 from the whole rollout, so no layout can change an advantage.
+groups of n_samples_per_prompt. All is computed in fp64. Scores are compared over the whole rollout on every rank. A rank
+has the rows of tokens that it trains. Sums over all rows are sums of sums per row, so no layout can change an advantage.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -20,14 +22,16 @@ GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost eq
 # --- rows of tokens
 
 
-def to_rows(flat: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Zero-padded rows (n, T) of a vector of all response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
-    return torch.nn.utils.rnn.pad_sequence(flat.split(lengths), batch_first=True)
+def to_rows(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Zero-padded rows (n, T) of a vector of response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
+    rows = flat.new_zeros(mask.shape)
+    rows[mask] = flat
+    return rows
 
 
-def rows_mask(lengths: list[int]) -> torch.Tensor:
-    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`."""
-    return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+def rows_mask(lengths: list[int], width: Optional[int] = None) -> torch.Tensor:
+    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`. T is the longest, or `width`."""
+    return torch.arange(width or max(lengths))[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
 
 # --- distance to the reference
@@ -156,13 +160,23 @@ def gae(
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens."""
-    count = mask.sum()
-    centered = (values - (values * mask).sum() / count) * mask
+def total_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """The sum of values per row, (n,), if these are all rows of the rollout."""
+    return values.sum()
+
+
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True, total: Callable = total_of_rows
+) -> torch.Tensor:
+    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens.
+
+    `total` sums values per row over all rows of the rollout, of which other ranks may have some.
+    """
+    count = total(mask.sum(1).double())
+    centered = (values - total((values * mask).sum(1)) / count) * mask
     if not divide_by_std:
         return centered
-    return centered / ((centered**2).sum() / count + 1e-8).sqrt()
+    return centered / (total((centered**2).sum(1)) / count + 1e-8).sqrt()
 
 
 @dataclass(frozen=True)
@@ -182,18 +196,20 @@ def estimate_advantages(
     mask: torch.Tensor,
     penalty: Optional[torch.Tensor] = None,
     values: Optional[torch.Tensor] = None,
+    places: Sequence[int] | slice = slice(None),
+    total: Callable = total_of_rows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), both (n, T), from scores (n,).
+    """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
-    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout.
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`.
     """
-    shaped = compare_in_groups(scores, options.estimator, options.group_size, options.divide_by_std)
+    shaped = compare_in_groups(scores, options.estimator, options.group_size, options.divide_by_std)[places]
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
     else:
         advantages = returns = discounted_returns(rewards, mask, options.gamma)
     if options.estimator in WHITENED:
-        advantages = whiten(advantages, mask, options.divide_by_std)
+        advantages = whiten(advantages, mask, options.divide_by_std, total)
     return advantages, returns
