@@ -100,6 +100,8 @@ class SFTDataArguments:
     output_key: Optional[str] = arg(None, "column of the answer")
     multiturn: bool = arg(False, "loss on every assistant turn, not only on the last one")
     pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
+    streaming: bool = arg(False, "read the rows of --dataset while training, and never copy them; needs --max_steps")
+    streaming_buffer: int = arg(10_000, "with --streaming: shuffle this many rows at a time", type="PositiveInt")
     aux_loss_coef: float = arg(
         0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
     )

@@ -23,6 +23,10 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
+    if args.streaming and flag == "--dataset":
+        from trainer.cli.streamed_run import open_stream
+
+        return open_stream(args, tokenizer)
     rows = training_command.load_flag_rows(args, names, split, flag)
     if "images" in rows.column_names:
         from trainer.cli.image_runs import tokenizer_of_images
@@ -60,6 +64,7 @@ def run(argv: list[str]) -> None:
     from trainer.training.sft import sft_loss
 
     training_command.validate_shared(args, eval_metrics=("eval_loss",))
+    training_command.refuse_idle(args, [("streaming_buffer", args.streaming, "--streaming")])
     if args.certify:
         from trainer.cli.plain_replay import check_replay_flags
 
@@ -77,7 +82,10 @@ def run(argv: list[str]) -> None:
         from trainer.training.load_balance import balance_batches
 
         collate, loss_fn = balance_batches(args, setup.folder, collate, loss_fn)
-    loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
+    build_loader = training_command.build_loader
+    if args.streaming:
+        from trainer.cli.streamed_run import build_loader
+    loader = build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
     eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
     output_dir = training_command.open_run(args, setup, COMMAND)
     model = training_command.load_model(args, setup, setup.folder, auto_class)

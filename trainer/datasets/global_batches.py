@@ -31,7 +31,7 @@ class GlobalBatch:
     micro_batches: list[dict]
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+def epoch_order(num_samples: int, seed: int, epoch: int | str, shuffle: bool) -> np.ndarray:
     """The order of the samples in an epoch, (num_samples,). It depends only on the seed and the epoch."""
     if not shuffle:
         return np.arange(num_samples, dtype=np.int32)
@@ -148,7 +148,7 @@ class GlobalBatchLoader:
                 index = self.next_index
                 for i in range(index, min(index + 2, len(self))):
                     ids = order[i * self.batch_size : (i + 1) * self.batch_size].tolist()
-                    ahead[i] = ahead.get(i) or worker.submit(self._global_batch, ids, i)
+                    ahead[i] = ahead.get(i) or worker.submit(self.global_batch, ids, i)
                 self.next_index += 1
                 batch = ahead.pop(index).result()
                 batch.micro_batches = [self.place(micro_batch) for micro_batch in batch.micro_batches]
@@ -176,7 +176,7 @@ class GlobalBatchLoader:
             return [self.dataset[i] for i in ids]
         return [{**self.dataset[i], "previous": self.dataset[previous[i]]} for i in ids]
 
-    def _global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
+    def global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
         mine = self.plan(sample_ids)[self.dp_rank]
         previous = dict(zip(sample_ids, sample_ids[-1:] + sample_ids[:-1]))
         digest = hashlib.blake2b(self._digests[sample_ids].tobytes(), digest_size=8).hexdigest()

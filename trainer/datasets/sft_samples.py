@@ -97,7 +97,7 @@ def tokenize_rows(
     key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
     facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
     cache = {"folder": "trainer_sft", "key": key, "features": _features()}
-    return map_cached(rows, _tokenize_row, **cache, num_proc=num_proc, **facts)
+    return map_cached(rows, tokenize_row, **cache, num_proc=num_proc, **facts)
 
 
 def options_of(
@@ -198,7 +198,7 @@ def _features() -> "Features":
     return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
 
 
-def _tokenize_row(
+def tokenize_row(
     row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int = 0
 ) -> dict[str, Any]:
     index += first_row

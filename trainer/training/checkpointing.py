@@ -22,6 +22,7 @@ DATA_FLAGS = {
     "seed": "--seed",
     "shuffle": "--no_shuffle",
     "data": "--dataset",
+    "streaming_buffer": "--streaming_buffer",
     "rollout_batch_size": "--rollout_batch_size",
     "n_samples_per_prompt": "--n_samples_per_prompt",
 }
