@@ -39,6 +39,12 @@ class RolloutArguments:
     micro_rollout_batch_size: int = arg(
         32, "responses that one rank generates at a time (on CUDA, vllm decides)", type="PositiveInt"
     )
+    max_staleness: int = arg(
+        0,
+        "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
+        "above 0 needs --tis_cap",
+        type="NonNegativeInt",
+    )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
     generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")

@@ -33,6 +33,7 @@ def validate(args: PPOArguments) -> None:
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
+    _validate_staleness(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
@@ -99,6 +100,25 @@ def _validate_engine(args: PPOArguments) -> None:
         raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
     if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
         raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
+
+
+def _validate_staleness(args: PPOArguments) -> None:
+    if not args.max_staleness:
+        return
+    others = {
+        "--rollout_engine vllm": args.rollout_engine == "vllm",  # its ranks communicate, and it draws random numbers
+        "--rollouts_from": args.rollouts_from,
+        "--env": args.env,  # ranks exchange what environments answer after each turn
+        "--dynamic_filtering": args.dynamic_filtering,  # the next prompts would depend on scores
+        "--offload_actor_optimizer": args.offload_actor_optimizer,
+        "--offload_critic": args.offload_critic,
+        "--verify_resume": args.verify_resume,  # a second run has other versions
+    }
+    for other in (flag for flag, value in others.items() if value):
+        raise UserError("--max_staleness", f"{args.max_staleness} with {other}", "0")
+    if args.tis_cap is None:
+        found = f"missing with --max_staleness {args.max_staleness}: older weights draw other tokens"
+        raise UserError("--tis_cap", found, "a largest weight, such as 2")
 
 
 def _validate_rewards(args: PPOArguments) -> None:

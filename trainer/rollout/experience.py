@@ -41,6 +41,7 @@ class Sample:
     columns: dict = field(default_factory=dict)  # of the prompt's row, for reward functions that take them
     # [start, end) in response_ids of each turn that the model generated; the rest is of the environment. Empty: all
     turns: list[list[int]] = field(default_factory=list)
+    version: Optional[int] = None  # with --max_staleness: the rollouts that the drawing policy was trained on
 
     def generated(self) -> list[int]:
         """The positions in response_ids that the engine generated. Only these have log-probs, advantages and a loss."""
@@ -65,57 +66,80 @@ def generate_samples(
 
     All engines share the work. Every rank gets all samples (all-gather of objects over the world).
     """
-    asked = [prompt for prompt in prompts for _ in range(num_each)]
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
     num_engines = dist.get_world_size() // engine.ranks_per_engine
-    mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
-    seeds = [sample_seed(seed, rollout, first + number) for number in mine]
-    completions: list[Completion] = engine.generate([asked[n]["prompt_ids"] for n in mine], sampling, seeds)
-    return gather_over_world(
-        [
-            Sample(
-                number=first + number,
-                row=asked[number]["row"],
-                prompt_ids=list(asked[number]["prompt_ids"]),
-                response_ids=completion.token_ids,
-                log_probs=completion.log_probs,
-                finished=completion.finished,
-                label=asked[number]["label"],
-                kept_ids=completion.kept_ids,
-                columns=columns_of(asked[number]),
-            )
-            for number, completion in zip(mine, completions)
-            if rank_in_engine == 0  # the other ranks of the engine have the same samples
-        ]
-    )
+    mine = contiguous_slice(numbered(prompts, num_each, first), number_of_engine, num_engines)
+    samples = continue_prompts(engine, mine, sampling, seed, rollout)
+    return gather_over_world(samples if rank_in_engine == 0 else [])  # the engine's other ranks have the same samples
 
 
-def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
-    """Set score and metrics of every sample, on every rank, with a function of texts.
+def numbered(prompts: list[dict], num_each: int, first: int = 0) -> list[tuple[int, dict]]:
+    """(number, prompt) of each sample of a rollout. Samples of one prompt have adjacent numbers."""
+    return list(enumerate((prompt for prompt in prompts for _ in range(num_each)), start=first))
 
-    Each rank calls it for its share (all-gather of objects over the world). A response is finished if it ends with one
-    of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+
+def continue_prompts(
+    engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
+) -> list[Sample]:
+    """The sample of each (number, prompt). Only the engine may communicate."""
+    seeds = [sample_seed(seed, rollout, number) for number, _ in asked]
+    completions: list[Completion] = engine.generate([prompt["prompt_ids"] for _, prompt in asked], sampling, seeds)
+    return [
+        Sample(
+            number=number,
+            row=prompt["row"],
+            prompt_ids=list(prompt["prompt_ids"]),
+            response_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            finished=completion.finished,
+            label=prompt["label"],
+            kept_ids=completion.kept_ids,
+            columns=columns_of(prompt),
+        )
+        for (number, prompt), completion in zip(asked, completions)
+    ]
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
+
+    A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    """
+
+    scorer: Scorer
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def __call__(self, samples: list[Sample]) -> None:
+        score_by_texts(self, samples)
+
+    def score_mine(self, mine: list[Sample]) -> None:
+        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
+        prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
+        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+        finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
+        for i, (sample, score) in enumerate(zip(mine, scores)):
+            sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+
+
+def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
+    """Set score and metrics of every sample. Each rank does its share (all-gather of objects over the world).
 
     Raises:
         UserError: the function failed on one rank. All ranks raise the same error.
     """
-    mine = my_slice(samples)
-    prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
-    responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
-    finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
-    problem, results = None, []
+    mine, problem = my_slice(samples), None
     try:
-        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
-        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
-        results = [
-            (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
-        ]
+        scores.score_mine(mine)
     except UserError as error:
         problem = error
     for found in gather_over_world([problem]):
         if found is not None:
             raise found
-    for sample, (score, metrics, _) in zip(samples, gather_over_world(results)):
+    for sample, (score, metrics) in zip(samples, gather_over_world([(s.score, s.metrics) for s in mine])):
         sample.score, sample.metrics = score, metrics
 
 
@@ -253,6 +277,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "response": tokenizer.decode(sample.response_ids),
     }
     left_out = ["columns"] + [name for name in ("kept_ids", "turns") if not getattr(sample, name)]
+    left_out += ["version"] * (sample.version is None)
     values = {name: value for name, value in vars(sample).items() if name not in left_out}
     return {"rollout": rollout, **texts, **values}
 

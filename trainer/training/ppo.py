@@ -17,6 +17,7 @@ import torch
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
+from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sampling import Sampling
@@ -35,6 +36,7 @@ from trainer.training.loop import (
 )
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.rollout_facts import log_prob_facts, rollout_log_probs_of, sample_facts, scores_of
 
 MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
@@ -60,7 +62,15 @@ def sync(strategy, roles: Roles, progress: Progress) -> dict:
 
 @contextlib.contextmanager
 def offloaded(strategy, roles: Roles):
-    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside."""
+    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside.
+
+    A thread that generates ahead waits meanwhile. The flags do not go with it.
+    """
+    if roles.ahead is not None:
+        roles.synced_step = None
+        with roles.ahead.paused():
+            yield
+        return
     kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
     kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
     try:
@@ -102,7 +112,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
         drawn += len(prompts)
         if options.filtering_range is None:
             return new
-        keep = adv.groups_in_range(_scores(new), size, *options.filtering_range)
+        keep = adv.groups_in_range(scores_of(new), size, *options.filtering_range)
         samples += [sample for i, sample in enumerate(new) if keep[i // size]]
     samples = samples[: wanted * size]
     facts["prompts_drawn"] = drawn
@@ -113,37 +123,9 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
     return samples
 
 
-def _scores(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
-
-
-def _rollout_log_probs(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([p for sample in samples for p in sample.log_probs], dtype=torch.float64)
-
-
-def sample_facts(samples: list[Sample]) -> dict[str, float]:
-    """Metrics that need only the samples."""
-    scores, lengths = _scores(samples), [len(sample.generated()) for sample in samples]
-    facts = {
-        "reward": scores.mean().item(),
-        "reward_std": scores.std(correction=0).item(),
-        "response_length": sum(lengths) / len(samples),
-        "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
-    }
-    if any(sample.turns for sample in samples):
-        facts["turns"] = sum(len(sample.turns) for sample in samples) / len(samples)
-        facts["env_tokens"] = (
-            sum(len(sample.response_ids) for sample in samples) / len(samples) - facts["response_length"]
-        )
-    for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
-        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
-        facts[f"reward_{name}"] = sum(values) / len(values)
-    return facts
-
-
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
     """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
-    scores = _scores(samples)
+    scores = scores_of(samples)
     if options.overlong_buffer_len:
         lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
         limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
@@ -177,23 +159,6 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, to
     return flat
 
 
-def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
-    """The KL to the reference, and the difference between log-probs of the rollout engine and of training.
-
-    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator.
-    """
-    old_log_probs, rollout_log_probs = flat["old_log_probs"], _rollout_log_probs(samples)
-    difference, facts = old_log_probs - rollout_log_probs, {}
-    if "ref_log_probs" in flat:
-        kl = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
-        facts = {"kl": kl.mean().item(), "kl_coef": state.kl_coef, "kl_per_response": kl.sum().item() / len(samples)}
-    return facts | {
-        "rollout_logprob_diff": difference.abs().mean().item(),
-        "rollout_logprob_diff_max": difference.abs().max().item(),
-        "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(),
-    }
-
-
 def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict:
     """Add advantages, returns and importance weights to the micro-batches. Returns their metrics."""
     lengths = [len(sample.generated()) for sample in samples]
@@ -210,7 +175,7 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
     spread(batches, "returns", returns[mask])
     if options.tis_cap is not None:
         # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
-        weights = (flat["old_log_probs"] - _rollout_log_probs(samples)).exp().clamp(max=options.tis_cap)
+        weights = (flat["old_log_probs"] - rollout_log_probs_of(samples)).exp().clamp(max=options.tis_cap)
         spread(batches, "tis_weights", weights)
         facts["tis_weight"] = weights.mean().item()
     return {**facts, "advantage_abs": advantages[mask].abs().mean().item()}
@@ -254,7 +219,7 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
         samples = draw(roles, prompts, 1, greedy, seed=0, rollout=0)
         roles.score(samples)
     found = sample_facts(samples)
-    found["pass_at_1"] = (_scores(samples) >= 1).double().mean().item()
+    found["pass_at_1"] = (scores_of(samples) >= 1).double().mean().item()
     return {f"eval_{name}": value for name, value in found.items()} | facts
 
 
@@ -297,7 +262,7 @@ def train_ppo(
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop:
+    with StopRequest() as stop, roles.ahead or contextlib.nullcontext():
         while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.state_dict()["episode"]
             facts = {"rollout": state.rollout}
@@ -341,6 +306,13 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
     with _saved_if_a_reward_fails(run, progress):
         try:
+            if roles.ahead is not None:
+                samples, found = roles.ahead.next(strategy, roles.actor[0], run.state, progress.step)
+                facts |= found
+                if roles.ahead.score_mine is None:
+                    with timed(facts, "reward"):
+                        roles.score(samples)
+                return samples
             with offloaded(strategy, roles):
                 facts |= sync(strategy, roles, progress)
                 samples = make_samples(roles, run.state, run.options, run.frozen_rollouts, facts)
@@ -363,7 +335,8 @@ def _updates(
     spread_sets(batches, samples)
     with timed(facts, "logprobs"):
         flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
-    facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
+    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
+    facts |= add_advantages(batches, samples, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
         critic_row = update_critic(strategy, roles.critic, batch, value_loss)
         inspect, frozen = None, progress.step < options.freezing_actor_steps

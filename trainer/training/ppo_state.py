@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Optional
 
 from trainer.models.policy_loss import PolicyOptions
+from trainer.rollout.asynchronous import RolloutsAhead
 from trainer.rollout.experience import Sample
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.sampling import Sampling
@@ -50,6 +51,7 @@ class Roles:
     average: Optional[WeightAverage] = None  # of the actor's weights
     offload_actor_optimizer: bool = False  # while responses are generated
     offload_critic: bool = False  # while responses are generated
+    ahead: Optional[RolloutsAhead] = None  # with --max_staleness; it uses the engine
     synced_step: Optional[int] = None  # the engine holds the weights of this step
     sync_facts: dict = field(default_factory=dict)  # metrics of that sync
 
