@@ -1,6 +1,7 @@
-"""Command lines of train_ppo with an engine that takes longer, as one on other machines does: SECONDS FILE, as torchrun.
+"""Command lines of train_ppo with engines and trainers on other machines: SECONDS SECONDS FILE, as torchrun.
 
-The engine sleeps SECONDS before each batch of responses, which costs no core. The rest is `trainer.compare.many_runs`.
+The engine takes so many seconds more for each batch of responses, and an optimizer step takes the second number more. Both
+cost no core of this machine. Rows get the `time` at their end. The rest is `trainer.compare.many_runs`.
 """
 
 import sys
@@ -9,17 +10,22 @@ import time
 from trainer.cli.entry import run_command
 from trainer.compare import many_runs
 from trainer.rollout.hf import HFEngine
+from trainer.training import ppo
 
 
 def main(argv: list[str]) -> None:
-    seconds, file = argv
-    generate_batch = HFEngine._generate_batch
+    generating, training, file = argv
+    generate_batch, update_actor = HFEngine._generate_batch, ppo.update_actor
 
-    def slowly(self, *arguments):
-        time.sleep(float(seconds))
-        return generate_batch(self, *arguments)
+    def slow_batch(*arguments):
+        time.sleep(float(generating))
+        return generate_batch(*arguments)
 
-    HFEngine._generate_batch = slowly
+    def slow_update(*arguments) -> dict:
+        time.sleep(float(training))
+        return {**update_actor(*arguments), "time": time.time()}
+
+    HFEngine._generate_batch, ppo.update_actor = slow_batch, slow_update
     many_runs.main([file])
 
 

@@ -145,6 +145,10 @@ class AdvantageArguments:
         "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
         type="PositiveFloat",
     )
+    tis_level: Literal["token", "sequence", "geometric"] = arg(
+        "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
+    )
+    tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",

@@ -52,6 +52,7 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
+        ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
         ("env_max_turns env_timeout env_concurrency", bool(args.env), "--env"),
@@ -181,6 +182,8 @@ def _validate_algorithm(args: PPOArguments) -> None:
     if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in clipping):
         found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
         raise UserError("--dual_clip", found, f"above 1, with {', '.join(clipping)}")
+    if args.tis_mask and args.tis_cap is not None and args.tis_cap <= 1:
+        raise UserError("--tis_cap", f"{args.tis_cap:g} with --tis_mask, which would keep no weight", "above 1")
     if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
         raise UserError(
             "--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, gspo_token, cispo"
@@ -251,6 +254,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_target=args.kl_target,
         kl_horizon=args.kl_horizon,
         tis_cap=args.tis_cap,
+        tis_level=args.tis_level,
+        tis_mask=args.tis_mask,
         normalize_reward=args.normalize_reward,
         reward_clip_range=tuple(args.reward_clip_range) if args.reward_clip_range else None,
         overlong_buffer_len=args.overlong_buffer_len,

@@ -174,8 +174,8 @@ def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLSt
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])
     if options.tis_cap is not None:
-        # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
-        weights = (flat["old_log_probs"] - rollout_log_probs_of(samples)).exp().clamp(max=options.tis_cap)
+        log_ratio = adv.to_rows(flat["old_log_probs"] - rollout_log_probs_of(samples), lengths)
+        weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)[mask]
         spread(batches, "tis_weights", weights)
         facts["tis_weight"] = weights.mean().item()
     return {**facts, "advantage_abs": advantages[mask].abs().mean().item()}

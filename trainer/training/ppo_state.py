@@ -28,6 +28,8 @@ class PPOOptions:
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None
+    tis_level: str = "token"
+    tis_mask: bool = False
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0
