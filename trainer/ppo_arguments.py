@@ -39,6 +39,12 @@ class RolloutArguments:
     micro_rollout_batch_size: int = arg(
         32, "responses that one rank generates at a time (on CUDA, vllm decides)", type="PositiveInt"
     )
+    max_staleness: int = arg(
+        0,
+        "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
+        "above 0 needs --tis_cap",
+        type="NonNegativeInt",
+    )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
     generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")
@@ -139,6 +145,10 @@ class AdvantageArguments:
         "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
         type="PositiveFloat",
     )
+    tis_level: Literal["token", "sequence", "geometric"] = arg(
+        "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
+    )
+    tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",

@@ -33,6 +33,7 @@ def validate(args: PPOArguments) -> None:
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
+    _validate_staleness(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
@@ -51,6 +52,7 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
+        ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
         ("env_max_turns env_timeout env_concurrency", bool(args.env), "--env"),
@@ -99,6 +101,25 @@ def _validate_engine(args: PPOArguments) -> None:
         raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
     if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
         raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
+
+
+def _validate_staleness(args: PPOArguments) -> None:
+    if not args.max_staleness:
+        return
+    others = {
+        "--rollout_engine vllm": args.rollout_engine == "vllm",  # its ranks communicate, and it draws random numbers
+        "--rollouts_from": args.rollouts_from,
+        "--env": args.env,  # ranks exchange what environments answer after each turn
+        "--dynamic_filtering": args.dynamic_filtering,  # the next prompts would depend on scores
+        "--offload_actor_optimizer": args.offload_actor_optimizer,
+        "--offload_critic": args.offload_critic,
+        "--verify_resume": args.verify_resume,  # a second run has other versions
+    }
+    for other in (flag for flag, value in others.items() if value):
+        raise UserError("--max_staleness", f"{args.max_staleness} with {other}", "0")
+    if args.tis_cap is None:
+        found = f"missing with --max_staleness {args.max_staleness}: older weights draw other tokens"
+        raise UserError("--tis_cap", found, "a largest weight, such as 2")
 
 
 def _validate_rewards(args: PPOArguments) -> None:
@@ -161,6 +182,8 @@ def _validate_algorithm(args: PPOArguments) -> None:
     if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in clipping):
         found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
         raise UserError("--dual_clip", found, f"above 1, with {', '.join(clipping)}")
+    if args.tis_mask and args.tis_cap is not None and args.tis_cap <= 1:
+        raise UserError("--tis_cap", f"{args.tis_cap:g} with --tis_mask, which would keep no weight", "above 1")
     if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
         raise UserError(
             "--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, gspo_token, cispo"
@@ -231,6 +254,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_target=args.kl_target,
         kl_horizon=args.kl_horizon,
         tis_cap=args.tis_cap,
+        tis_level=args.tis_level,
+        tis_mask=args.tis_mask,
         normalize_reward=args.normalize_reward,
         reward_clip_range=tuple(args.reward_clip_range) if args.reward_clip_range else None,
         overlong_buffer_len=args.overlong_buffer_len,

@@ -159,6 +159,22 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     return engine
 
 
+def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
+    """The thread of --max_staleness, or None."""
+    if not args.max_staleness:
+        return None
+    from trainer.rollout.asynchronous import Pace, RolloutsAhead
+    from trainer.rollout.experience import TextScores
+
+    def steps_of(num_samples: int) -> int:
+        return args.max_epochs * -(-num_samples // args.train_batch_size)
+
+    pace = Pace(args.max_staleness, total_steps, steps_of, args.micro_rollout_batch_size)
+    score_mine = roles.score.score_mine if isinstance(roles.score, TextScores) else None
+    options = {"seed": args.seed, "group_size": args.n_samples_per_prompt}
+    return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
+
+
 def _environments(args: PPOArguments, setup: training_command.Setup):
     from trainer.datasets.templates import chat_template
     from trainer.rollout.environments import Caller, load_environment
@@ -237,7 +253,7 @@ def build_reward(
     args: PPOArguments, setup: training_command.Setup, make_batches: Callable, functions: dict[str, Callable]
 ) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
-    from trainer.rollout.experience import score_by_texts
+    from trainer.rollout.experience import TextScores
     from trainer.rollout.remote_rewards import read_key, remote_scorer
     from trainer.rollout.rewards import function_scorer, short_name, weighted_scorer
 
@@ -253,8 +269,7 @@ def build_reward(
             scorer = weighted_scorer(scorers, args.reward_weights or [1.0] * len(scorers))
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples: None
-    ids = stop_ids(setup)
-    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer, ids)
+    return TextScores(scorer, setup.tokenizer, stop_ids(setup))
 
 
 def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:

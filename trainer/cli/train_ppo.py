@@ -94,6 +94,7 @@ def run(argv: list[str]) -> None:
     make_batches = build.make_batches_of(args, setup)
     options = ppo_options(args, build.stop_ids(setup))
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions)
+    roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)
     others = {"critic": roles.critic} if roles.critic else {}

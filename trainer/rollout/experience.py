@@ -45,6 +45,7 @@ class Sample:
     here: bool = field(default=True, compare=False)
     holder: Optional[int] = field(default=None, compare=False)
     sizes: Optional[Sizes] = field(default=None, compare=False)
+    version: Optional[int] = None  # with --max_staleness: the rollouts that the drawing policy was trained on
 
     def size(self) -> Sizes:
         self.sizes = self.sizes or measure(self)
@@ -103,7 +104,32 @@ def continue_prompts(
     ]
 
 
-def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
+@dataclass(frozen=True)
+class TextScores:
+    """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
+
+    A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    """
+
+    scorer: Scorer
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def __call__(self, samples: list[Sample]) -> None:
+        score_by_texts(self, samples)
+
+    def score_mine(self, mine: list[Sample]) -> None:
+        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
+        prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
+        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+        finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
+        for i, (sample, score) in enumerate(zip(mine, scores)):
+            sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+
+
+def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
     """Set score and metrics of every sample, on every rank, with a function of texts.
 
     Each rank calls it for the samples whose tokens it has (all-gather of scores over the world).
@@ -113,7 +139,7 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
     """
     mine, problem = [(place, sample) for place, sample in enumerate(samples) if sample.here], None
     try:
-        score_mine(scorer, [sample for _, sample in mine], tokenizer, stop_ids)
+        scores.score_mine([sample for _, sample in mine])
     except UserError as error:
         problem = error
     for found in gather_over_world([problem]):
@@ -121,20 +147,6 @@ def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: t
             raise found
     for place, score, metrics in gather_over_world([(place, s.score, s.metrics) for place, s in mine]):
         samples[place].score, samples[place].metrics = score, metrics
-
-
-def score_mine(scorer: Scorer, mine: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
-    """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails.
-
-    A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
-    """
-    prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
-    responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
-    finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
-    columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
-    scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
-    for i, (sample, score) in enumerate(zip(mine, scores)):
-        sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
 
 
 # --- micro-batches
@@ -273,6 +285,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
     left_out = ["columns", "here", "holder", "sizes"] + [
         name for name in ("kept_ids", "turns") if not getattr(sample, name)
     ]
+    left_out += ["version"] * (sample.version is None)
     values = {name: value for name, value in vars(sample).items() if name not in left_out}
     return {"rollout": rollout, **texts, **values}
 

@@ -60,7 +60,7 @@ def read_rollouts(path: str) -> list[list[Sample]]:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                    row = {"kept_ids": [], "turns": [], **row}
+                    row = {"kept_ids": [], "turns": [], "version": None, **row}
                     sample = Sample(**{name: row[name] for name in names})
                     tokens = [sample.response_ids[place] for place in sample.generated()]
                     if not tokens or len(tokens) != len(sample.log_probs):

@@ -213,3 +213,25 @@ def estimate_advantages(
     if options.estimator in WHITENED:
         advantages = whiten(advantages, mask, options.divide_by_std, total)
     return advantages, returns
+
+
+# --- samples of another policy
+
+
+def importance_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, level: str, cap: float, masked: bool
+) -> torch.Tensor:
+    """Weights (n, T) of the tokens, from log pi_train - log pi_rollout (n, T).
+
+    A weight is the ratio of a token, of a whole response (`sequence`, the product), or the geometric mean of a response's
+    ratios. It is at most `cap` C. With `masked`, a weight outside [1 / C, C] is 0 instead.
+
+    token: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training; with `masked`, IcePop (Ling
+    Team 2025, Every step evolves). sequence: Liu et al. 2025, When speed kills stability. geometric: the ratio of GSPO
+    (Zheng et al. 2025, equation 7). Ratios [2, 1/8] of a response: sequence 1/4, geometric 1/2.
+    """
+    if level != "token":
+        sums = (log_ratio * mask).sum(1, keepdim=True)
+        log_ratio = (sums / mask.sum(1, keepdim=True) if level == "geometric" else sums).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    return torch.where((ratio >= 1 / cap) & (ratio <= cap), ratio, 0.0) if masked else ratio.clamp(max=cap)

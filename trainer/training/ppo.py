@@ -16,6 +16,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
+from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.experience import Sample, collect, generate_samples, spread_sets
 from trainer.rollout.placement import Part
 from trainer.rollout.rollouts_file import RolloutsLog
@@ -61,7 +62,15 @@ def sync(strategy, roles: Roles, progress: Progress) -> dict:
 
 @contextlib.contextmanager
 def offloaded(strategy, roles: Roles):
-    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside."""
+    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside.
+
+    A thread that generates ahead waits meanwhile. The flags do not go with it.
+    """
+    if roles.ahead is not None:
+        roles.synced_step = None
+        with roles.ahead.paused():
+            yield
+        return
     kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
     kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
     try:
@@ -195,7 +204,7 @@ def train_ppo(
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop:
+    with StopRequest() as stop, roles.ahead or contextlib.nullcontext():
         while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.state_dict()["episode"]
             facts = {"rollout": state.rollout}
@@ -240,6 +249,13 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
     with _saved_if_a_reward_fails(run, progress):
         try:
+            if roles.ahead is not None:
+                samples, found = roles.ahead.next(strategy, roles.actor[0], run.state, progress.step)
+                facts |= found
+                if roles.ahead.score_mine is None:
+                    with timed(facts, "reward"):
+                        roles.score(samples)
+                return samples
             with offloaded(strategy, roles):
                 facts |= sync(strategy, roles, progress)
                 samples = make_samples(roles, run.state, run.options, run.frozen_rollouts, facts)
@@ -263,7 +279,8 @@ def _updates(
     spread_sets(batches, part.samples)
     with timed(facts, "logprobs"):
         flat = add_log_probs(strategy, roles, batches, options, part)
-    facts |= sample_facts(samples) | add_advantages(batches, samples, part, flat, state, options)
+    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
+    facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
         critic_row = update_critic(strategy, roles.critic, batch, value_loss)
         inspect, frozen = None, progress.step < options.freezing_actor_steps

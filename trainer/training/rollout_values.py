@@ -5,10 +5,12 @@ Scores and sizes are those of all samples, on every rank. Flat vectors are those
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
 from trainer.models.lora import fixed_model
+from trainer.models.policy_loss import bounded
 from trainer.rollout.experience import Sample, collect, compute, spread
 from trainer.rollout.placement import Part
 from trainer.training import advantages as adv
@@ -107,8 +109,19 @@ def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) 
     if "kl" in facts:
         per_response = facts["kl"] * part.num_tokens / part.num_samples
         facts |= {"kl_coef": state.kl_coef, "kl_per_response": per_response}
+    log_weights = old_log_probs - rollout_log_probs
+    facts["rollout_ess"] = effective_share(log_weights, lambda values: _means(part, mean=values)["mean"])
     largest = adv.to_rows(difference, adv.rows_mask(part.lengths, part.width)).amax(1)
     return facts | {"rollout_logprob_diff_max": part.share(largest).max().item()}
+
+
+def effective_share(log_weights: torch.Tensor, mean: Callable = lambda values: values.mean().item()) -> float:
+    """The effective sample size of importance weights, as a share of their number: (sum w)^2 / (n sum w^2), Kish 1965.
+
+    Weights of exp(0) give 1. Weights [1, 0] give 0.5. `mean` is that over the tokens of all ranks.
+    """
+    weights = bounded(log_weights).exp()
+    return mean(weights) ** 2 / mean(weights**2)
 
 
 def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict, state: RLState, options) -> dict:
@@ -133,7 +146,8 @@ def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict,
     spread(batches, "returns", returns[mask])
     told = {"advantage_abs": advantages[mask].abs()}
     if options.tis_cap is not None:
-        # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
-        told["tis_weight"] = (flat["old_log_probs"] - _rollout_log_probs(part)).exp().clamp(max=options.tis_cap)
+        log_ratio = adv.to_rows(flat["old_log_probs"] - _rollout_log_probs(part), mask)
+        weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)
+        told["tis_weight"] = weights[mask]
         spread(batches, "tis_weights", told["tis_weight"])
     return _means(part, **told)
