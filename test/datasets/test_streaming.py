@@ -143,7 +143,6 @@ def test_what_does_not_combine_is_refused(demo, tmp_path):
         (str(tmp_path / "images.jsonl"), [], "--streaming: with a column images"),
         (str(tmp_path / "empty.jsonl"), [], "no rows"),
         (f"{plain},{demo}/sft.parquet", [], "--dataset: sets whose files"),
-        (plain, ["--certify", "2"], "--certify: with --streaming"),
         (plain, ["--dataset_num_proc", "2"], "--dataset_num_proc"),
         (plain, ["--freeze_vision", "false"], "images"),
         (plain, ["--dataset_probs", "1,2"], "--dataset_probs: 2 numbers for 1"),

@@ -10,8 +10,6 @@ def check_flags(args) -> None:
     """Raise UserError for flags that do not go together with --streaming."""
     if not args.max_steps:
         raise UserError("--max_steps", "missing with --streaming, whose length nobody knows", "a number of steps")
-    if args.certify:
-        raise UserError("--certify", "with --streaming, which cannot go back to the rows of a step", "one of them")
     if args.dataset_num_proc > 1:
         found = f"{args.dataset_num_proc} with --streaming, which tokenizes in the ranks"
         raise UserError("--dataset_num_proc", found, "leave it out")

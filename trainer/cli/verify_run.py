@@ -63,10 +63,10 @@ def _model_folder(name: str) -> str | None:
 
 
 def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: str | None) -> list[str] | None:
-    """None for train_ppo, whose batches are rollouts, and without the data or its tokenizer."""
+    """None for train_ppo, whose batches are rollouts, for streamed data, and without the data or its tokenizer."""
     from trainer.cli.plain_replay import planned_batches
 
-    if content["command"] == "train_ppo" or model_folder is None:
+    if content["command"] == "train_ppo" or content["arguments"].get("streaming") or model_folder is None:
         return None
     try:
         samples, batch = planned_batches(content, model_folder, dataset)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 LINE = "(line)"  # the column of a line that is not parsed yet; files of the other kind have other columns
 KINDS = {".jsonl": "text", ".parquet": "parquet"}
 COMPRESSED = (".zst", ".gz")
+DECODER = json.JSONDecoder(object_hook=AsWritten)
+CHUNK_BYTES = 1 << 20  # of lines that are read at a time
 ALLOWED = "files *.jsonl, *.jsonl.zst, *.jsonl.gz or *.parquet, folders or URLs of them"
 
 
@@ -64,7 +66,7 @@ def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
         if line is None:
             rows.append({name: block[name][number] for name in columns})
         elif line.strip():
-            row = json.loads(line, object_hook=AsWritten)
+            row = DECODER.decode(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a line is no JSON object: {line[:80]}")
             rows.append(dict(row))
@@ -114,7 +116,9 @@ def _open(files: list[str], where: str) -> "IterableDataset":
     if any(name.endswith(".zst") for name in files) and not importlib.util.find_spec("zstandard"):
         raise UserError(where, "a .zst file needs the package zstandard", "pip install zstandard, or other files")
     kind = _kind(files[0])
-    options = {"features": datasets.Features({LINE: datasets.Value("string")})} if kind == "text" else {}
+    options = {}
+    if kind == "text":
+        options = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}
     patterns = [name if "://" in name else glob.escape(name) for name in files]
     try:
         return datasets.load_dataset(kind, data_files={"train": patterns}, split="train", streaming=True, **options)

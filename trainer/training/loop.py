@@ -7,14 +7,12 @@ means over the global batch are logged.
 
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Optional, Union
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from trainer.errors import UserError
@@ -178,15 +176,9 @@ def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
     if names:
         strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
     if parity_dump:
+        from trainer.training.parity_dump import dump
+
         dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
-
-
-def dump(strategy, folder: str, name: str, iter_full, model) -> None:
-    """Write full tensors for a parity check. Rank 0 holds all of them in host memory, so use it for small models."""
-    full = {key: tensor.float().cpu().clone() for key, tensor in iter_full(model)}
-    if strategy.is_rank_0():
-        os.makedirs(folder, exist_ok=True)
-        save_file(full, os.path.join(folder, f"{name}.safetensors"))
 
 
 # --- the run
@@ -264,7 +256,11 @@ def train(
             if progress.step == 0:
                 inspect = functools.partial(inspect_gradients, strategy, model, options.parity_dump)
             row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
-            row["mfu"] = _mfu(strategy.device, flops_per_token * row["tokens_per_second"])
+            row["mfu"] = None  # on CPU, or a GPU whose peak is unknown
+            if strategy.device.type == "cuda":
+                from trainer.training.peak_flops import mfu
+
+                row["mfu"] = mfu(strategy.device, flops_per_token * row["tokens_per_second"])
             log.after_step(model, row, batch)
             eval_metrics = None
             if eval_loader and options.eval_is_due(progress.step):
@@ -276,17 +272,9 @@ def train(
         checkpoints.finish()
     log.bar.close()
     if options.parity_dump:
+        from trainer.training.parity_dump import dump
+
         dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
-
-
-def _mfu(device: torch.device, flops_per_second: float) -> Optional[float]:
-    """Share of the peak FLOP/s of all ranks' devices; None if the peak is unknown."""
-    if device.type != "cuda":
-        return None
-    from trainer.training.peak_flops import peak_flops
-
-    peak = peak_flops(torch.cuda.get_device_name(device))
-    return flops_per_second / (peak * torch.distributed.get_world_size()) if peak else None
 
 
 def _peak_memory(device: torch.device) -> int:

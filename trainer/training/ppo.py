@@ -27,13 +27,13 @@ from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 from trainer.training.loop import (
     LoopOptions,
     StepLog,
-    dump,
     forward_backward,
     inspect_gradients,
     mean_metrics,
     step_row,
     train_step,
 )
+from trainer.training.parity_dump import dump
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.roles import make_policy_loss, make_value_loss
 from trainer.training.rollout_values import add_advantages, add_log_probs, log_prob_facts, sample_facts, scores_of
