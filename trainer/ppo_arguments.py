@@ -124,7 +124,15 @@ class AdvantageArguments:
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
-    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, gspo_token, cispo, or your own: trainer/models/policy_loss.py")
+    advantage_batch_std: bool = arg(
+        False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
+    )
+    policy_loss: str = arg(
+        "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/policy_loss.py"
+    )
+    sapo_temperatures: list[float] = arg(
+        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type="PositiveFloat", nargs=2
+    )
     loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",
         "token: mean over tokens; sequence: mean over responses of token means; "
@@ -139,6 +147,12 @@ class AdvantageArguments:
         "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
         type="PositiveFloat",
     )
+    rollout_kl_max: Optional[float] = arg(
+        None,
+        "no loss for responses whose mean KL(rollout engine || training) per token is above this",
+        type="PositiveFloat",
+    )
+    rollout_kl_estimator: Literal["k1", "k2", "k3"] = arg("k3", "--rollout_kl_max: estimator of the KL")
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",

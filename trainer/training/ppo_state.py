@@ -27,6 +27,8 @@ class PPOOptions:
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None
+    rollout_kl_max: Optional[float] = None  # responses above it have no loss
+    rollout_kl_estimator: str = "k3"
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0
