@@ -118,9 +118,9 @@ class AdvantageArguments:
         "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
         "docs/rlhf.md; flags that you give win",
     )
-    advantage_estimator: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"] = arg(
-        "gae", "gae trains a critic; group_norm is the estimator of GRPO"
-    )
+    advantage_estimator: Literal[
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
+    ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
@@ -165,6 +165,11 @@ class AdvantageArguments:
 class KLArguments:
     """Distance to the reference"""
 
+    teacher: Optional[str] = arg(
+        None,
+        "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
+        "policy; scores, if there are any, are only logged",
+    )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     offload_ref: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "ref_offload"

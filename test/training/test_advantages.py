@@ -156,3 +156,17 @@ def test_these_are_whitened_over_the_rollout(estimator):
     assert advantages[mask].mean().item() == pytest.approx(0, abs=1e-12)
     assert advantages[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
     assert not torch.equal(returns, advantages)
+
+
+def test_advantages_of_a_teacher_are_the_gradient_of_the_reverse_kl():
+    """Averaged over all tokens of the vocabulary, -A grad log pi is the gradient of KL(policy || teacher)."""
+    policy, teacher = torch.randn(2, 1, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    policy.requires_grad_()
+    log_p, log_t = policy.log_softmax(-1)[0], teacher.log_softmax(-1)[0]
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), policy, retain_graph=True)
+    mask = torch.ones(7, 1, dtype=torch.bool)  # seven responses of one token: each word once
+    penalty = adv.kl_estimate(log_p.detach(), log_t, "k1")[:, None]
+    options = adv.AdvantageOptions("distill")
+    advantages, _ = adv.estimate_advantages(options, torch.full((7,), 9.0, dtype=torch.float64), mask, penalty)
+    (found,) = torch.autograd.grad(-(log_p.detach().exp() * advantages[:, 0] * log_p).sum(), policy)
+    torch.testing.assert_close(found, exact)

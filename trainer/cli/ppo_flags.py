@@ -47,7 +47,12 @@ def _refuse_idle(args: PPOArguments) -> None:
     estimator = args.advantage_estimator
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
-        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator with a standard deviation"),
+        (
+            "no_advantage_std_norm",
+            estimator not in ("rloo", "dr_grpo", "distill"),
+            "an estimator with a standard deviation",
+        ),
+        ("gamma", estimator != "distill", "an estimator that adds up rewards"),
         ("eps_clip eps_clip_high", args.policy_loss not in ("reinforce", "sapo"), f"--policy_loss {CLIPPING}, cispo"),
         ("sapo_temperatures", args.policy_loss == "sapo", "--policy_loss sapo"),
         ("advantage_batch_std", estimator == "group_norm", "--advantage_estimator group_norm"),
@@ -117,7 +122,7 @@ def _validate_rewards(args: PPOArguments) -> None:
     given = [flag for flag, value in sources.items() if value]
     if len(given) > 1:
         raise UserError(given[1], f"with {given[0]}", "one source of rewards")
-    if not given and (not args.rollouts_from or args.eval_dataset):
+    if not given and not args.teacher and (not args.rollouts_from or args.eval_dataset):
         raise UserError(
             "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
         )

@@ -215,8 +215,11 @@ def estimate_advantages(
     """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
-    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`.
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
+    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy.
     """
+    if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
+        return -penalty * mask, -penalty * mask
     kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
     shaped = compare_in_groups(scores, *kind)[places]
     rewards = token_rewards(shaped, mask, penalty)
