@@ -124,13 +124,21 @@ class AdvantageArguments:
         "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
         "docs/rlhf.md; flags that you give win",
     )
-    advantage_estimator: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"] = arg(
-        "gae", "gae trains a critic; group_norm is the estimator of GRPO"
-    )
+    advantage_estimator: Literal[
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
+    ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
-    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, gspo_token, cispo, or your own: trainer/models/policy_loss.py")
+    advantage_batch_std: bool = arg(
+        False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
+    )
+    policy_loss: str = arg(
+        "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/policy_loss.py"
+    )
+    sapo_temperatures: list[float] = arg(
+        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type="PositiveFloat", nargs=2
+    )
     loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",
         "token: mean over tokens; sequence: mean over responses of token means; "
@@ -149,6 +157,12 @@ class AdvantageArguments:
         "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
     )
     tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
+    rollout_kl_max: Optional[float] = arg(
+        None,
+        "no loss for responses whose mean KL(rollout engine || training) per token is above this",
+        type="PositiveFloat",
+    )
+    rollout_kl_estimator: Literal["k1", "k2", "k3"] = arg("k3", "--rollout_kl_max: estimator of the KL")
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",
@@ -161,6 +175,11 @@ class AdvantageArguments:
 class KLArguments:
     """Distance to the reference"""
 
+    teacher: Optional[str] = arg(
+        None,
+        "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
+        "policy; scores, if there are any, are only logged",
+    )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     offload_ref: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "ref_offload"

@@ -176,7 +176,7 @@ def test_importance_weights_are_the_ratios_of_tokens_or_responses(level, masked)
     lengths = [len(ratios) for ratios in responses]
     log_ratio = torch.tensor([r for ratios in responses for r in ratios], dtype=torch.float64).log()
     mask = adv.rows_mask(lengths)
-    weights = adv.importance_weights(adv.to_rows(log_ratio, lengths), mask, level, 2.2, masked)[mask]
+    weights = adv.importance_weights(adv.to_rows(log_ratio, mask), mask, level, 2.2, masked)[mask]
     expected = [w for ratios in responses for w in plain_weights(ratios, level, 2.2, masked)]
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
     assert (0 in expected) == masked and len(set(expected)) > 2
@@ -187,3 +187,17 @@ def test_a_ratio_beyond_range_gets_the_cap_or_nothing():
     for level in ("token", "sequence", "geometric"):
         assert adv.importance_weights(log_ratio, mask, level, 2.0, False).tolist() == [[2, 2]]
         assert adv.importance_weights(log_ratio, mask, level, 2.0, True).tolist() == [[0, 0]]
+
+
+def test_advantages_of_a_teacher_are_the_gradient_of_the_reverse_kl():
+    """Averaged over all tokens of the vocabulary, -A grad log pi is the gradient of KL(policy || teacher)."""
+    policy, teacher = torch.randn(2, 1, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    policy.requires_grad_()
+    log_p, log_t = policy.log_softmax(-1)[0], teacher.log_softmax(-1)[0]
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), policy, retain_graph=True)
+    mask = torch.ones(7, 1, dtype=torch.bool)  # seven responses of one token: each word once
+    penalty = adv.kl_estimate(log_p.detach(), log_t, "k1")[:, None]
+    options = adv.AdvantageOptions("distill")
+    advantages, _ = adv.estimate_advantages(options, torch.full((7,), 9.0, dtype=torch.float64), mask, penalty)
+    (found,) = torch.autograd.grad(-(log_p.detach().exp() * advantages[:, 0] * log_p).sum(), policy)
+    torch.testing.assert_close(found, exact)

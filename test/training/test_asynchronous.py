@@ -15,7 +15,7 @@ from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.asynchronous import newest_checksum
 from trainer.rollout.rollouts_file import read_rollouts
-from trainer.training.rollout_values import effective_share
+from trainer.training.rollout_facts import effective_share
 
 BOUND, STEPS, SAMPLES = 2, 8, 8  # an optimizer step for each rollout
 SAME = ["loss", "grad_norm", "tis_weight", "rollout_ess", "rollout_kl", "reward", "staleness", "batch_hash"]

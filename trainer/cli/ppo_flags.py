@@ -6,6 +6,7 @@ from trainer.cli import training_command
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
+CLIPPING = "ppo, gspo, gspo_token"  # policy losses that --dual_clip fits
 EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
 
 
@@ -47,8 +48,16 @@ def _refuse_idle(args: PPOArguments) -> None:
     estimator = args.advantage_estimator
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
-        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator with a standard deviation"),
-        ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, gspo_token, cispo"),
+        (
+            "no_advantage_std_norm",
+            estimator not in ("rloo", "dr_grpo", "distill"),
+            "an estimator with a standard deviation",
+        ),
+        ("gamma", estimator != "distill", "an estimator that adds up rewards"),
+        ("eps_clip eps_clip_high", args.policy_loss not in ("reinforce", "sapo"), f"--policy_loss {CLIPPING}, cispo"),
+        ("sapo_temperatures", args.policy_loss == "sapo", "--policy_loss sapo"),
+        ("advantage_batch_std", estimator == "group_norm", "--advantage_estimator group_norm"),
+        ("rollout_kl_estimator", args.rollout_kl_max is not None, "--rollout_kl_max"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
@@ -134,7 +143,7 @@ def _validate_rewards(args: PPOArguments) -> None:
     given = [flag for flag, value in sources.items() if value]
     if len(given) > 1:
         raise UserError(given[1], f"with {given[0]}", "one source of rewards")
-    if not given and (not args.rollouts_from or args.eval_dataset):
+    if not given and not args.teacher and (not args.rollouts_from or args.eval_dataset):
         raise UserError(
             "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
         )
@@ -178,16 +187,13 @@ def _validate_algorithm(args: PPOArguments) -> None:
         raise UserError("--dynamic_filtering", "with --rollouts_from", "one of them")
     if args.dynamic_filtering_range[0] >= args.dynamic_filtering_range[1]:
         raise UserError("--dynamic_filtering_range", str(args.dynamic_filtering_range), "a lower and a higher bound")
-    clipping = ("ppo", "gspo", "gspo_token")
-    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in clipping):
+    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in CLIPPING.split(", ")):
         found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
-        raise UserError("--dual_clip", found, f"above 1, with {', '.join(clipping)}")
+        raise UserError("--dual_clip", found, f"above 1, with {CLIPPING}")
+    if args.advantage_batch_std and args.no_advantage_std_norm:
+        raise UserError("--advantage_batch_std", "with --no_advantage_std_norm", "one of them")
     if args.tis_mask and args.tis_cap is not None and args.tis_cap <= 1:
         raise UserError("--tis_cap", f"{args.tis_cap:g} with --tis_mask, which would keep no weight", "above 1")
-    if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
-        raise UserError(
-            "--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, gspo_token, cispo"
-        )
     if not args.init_kl_coef:
         needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
         needing |= {"--offload_ref": args.offload_ref, "--kl_in_score": args.kl_in_score}
@@ -229,7 +235,12 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     from trainer.training.ppo_state import PPOOptions
 
     advantages = AdvantageOptions(
-        args.advantage_estimator, args.n_samples_per_prompt, args.gamma, args.lambd, not args.no_advantage_std_norm
+        args.advantage_estimator,
+        args.n_samples_per_prompt,
+        args.gamma,
+        args.lambd,
+        not args.no_advantage_std_norm,
+        args.advantage_batch_std,
     )
     policy = PolicyOptions(
         loss=args.policy_loss,
@@ -241,6 +252,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         entropy_coef=args.entropy_loss_coef,
         kl_estimator=args.kl_estimator if args.use_kl_loss else None,
         value_clip=args.value_clip,
+        sapo_temperatures=tuple(args.sapo_temperatures),
     )
     return PPOOptions(
         advantages=advantages,
@@ -256,6 +268,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         tis_cap=args.tis_cap,
         tis_level=args.tis_level,
         tis_mask=args.tis_mask,
+        rollout_kl_max=args.rollout_kl_max,
+        rollout_kl_estimator=args.rollout_kl_estimator,
         normalize_reward=args.normalize_reward,
         reward_clip_range=tuple(args.reward_clip_range) if args.reward_clip_range else None,
         overlong_buffer_len=args.overlong_buffer_len,

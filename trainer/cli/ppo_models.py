@@ -215,12 +215,16 @@ def _reference(args: PPOArguments, setup: training_command.Setup):
     from transformers import AutoModelForCausalLM
 
     from trainer.distributed.collectives import rank_0_first
-    from trainer.models.model_loading import resolve_model_folder
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
     folder, flag = setup.folder, "--pretrain"
     if args.ref_model:
-        flag = "--ref_model"
+        flag = "--teacher" if args.teacher else "--ref_model"
         folder = rank_0_first(lambda: resolve_model_folder(args.ref_model, flag))
+    if args.teacher and load_tokenizer(folder, args.trust_remote_code).get_vocab() != setup.tokenizer.get_vocab():
+        raise UserError(
+            "--teacher", f"{args.teacher} has another vocabulary than --pretrain", "a model with the same one"
+        )
     reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
 
@@ -267,9 +271,16 @@ def build_reward(
         [scorer, *others] = scorers.values()
         if others or args.reward_weights:
             scorer = weighted_scorer(scorers, args.reward_weights or [1.0] * len(scorers))
+    elif args.teacher and not args.env:
+        return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples: None
     return TextScores(scorer, setup.tokenizer, stop_ids(setup))
+
+
+def _score_nothing(samples: list) -> None:
+    for sample in samples:
+        sample.score = 0.0
 
 
 def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:

@@ -12,7 +12,7 @@ from typing import Optional
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
-from trainer.cli.presets import told, with_preset
+from trainer.cli.presets import told, with_preset, with_teacher
 from trainer.ppo_arguments import PPOArguments
 
 COMMAND = "train_ppo"
@@ -24,7 +24,7 @@ def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     def parse_flags(flags: list[str]) -> tuple[PPOArguments, bool]:
         return training_command.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
 
-    return with_preset(parse_flags, argv)
+    return with_teacher(*with_preset(parse_flags, argv), parse_flags, argv)
 
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):

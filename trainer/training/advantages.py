@@ -51,6 +51,18 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def within_kl(
+    rollout_log_probs: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor, estimator: str, most: float
+) -> torch.Tensor:
+    """(n,) True for responses whose mean KL(rollout || training) per token is at most `most`, by k1, k2 or k3.
+
+    k1 counts by its size: a large mean of either sign rejects (Liu et al. 2025, When speed kills
+    stability). All log-probs are rows (n, T).
+    """
+    kl = kl_estimate(rollout_log_probs, log_probs, estimator) * mask
+    return (kl.sum(1) / mask.sum(1)).abs() <= most
+
+
 def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:
     """The proportional controller of Ziegler et al. 2019, section 2.2. Its error is clipped to +-0.2."""
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -91,14 +103,14 @@ class RunningMoments:
 
 
 def compare_in_groups(
-    scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True
+    scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True, batch_std: bool = False
 ) -> torch.Tensor:
     """Compare each score (n,) with the scores of the other samples of the same prompt.
 
     reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
     mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
-    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). Other estimators
-    leave the scores unchanged.
+    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1); with `batch_std`,
+    by that of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the scores unchanged.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
@@ -107,7 +119,7 @@ def compare_in_groups(
     if estimator == "rloo":
         centered = centered * group_size / (group_size - 1)
     elif estimator == "group_norm" and divide_by_std:
-        centered = centered / (groups.std(1, keepdim=True) + GROUP_EPSILON)
+        centered = centered / ((scores.std() if batch_std else groups.std(1, keepdim=True)) + GROUP_EPSILON)
     return centered.flatten()
 
 
@@ -188,6 +200,7 @@ class AdvantageOptions:
     gamma: float = 1.0
     lambd: float = 1.0
     divide_by_std: bool = True
+    batch_std: bool = False
 
 
 def estimate_advantages(
@@ -202,9 +215,13 @@ def estimate_advantages(
     """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
-    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`.
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
+    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy.
     """
-    shaped = compare_in_groups(scores, options.estimator, options.group_size, options.divide_by_std)[places]
+    if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
+        return -penalty * mask, -penalty * mask
+    kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
+    shaped = compare_in_groups(scores, *kind)[places]
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)

@@ -16,8 +16,9 @@ import torch
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
+from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
-from trainer.rollout.experience import Sample, collect, generate_samples, spread_sets
+from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
 from trainer.rollout.placement import Part
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sampling import Sampling
@@ -35,8 +36,14 @@ from trainer.training.loop import (
 )
 from trainer.training.parity_dump import dump
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
-from trainer.training.roles import make_policy_loss, make_value_loss
-from trainer.training.rollout_values import add_advantages, add_log_probs, log_prob_facts, sample_facts, scores_of
+from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.rollout_facts import (
+    log_prob_facts,
+    means_over_tokens,
+    rollout_log_probs_of,
+    sample_facts,
+    scores_of,
+)
 
 MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
@@ -121,6 +128,77 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
         found = f"no prompt of {drawn} had different scores with a mean within {options.filtering_range}"
         raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
     return samples
+
+
+def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
+    """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
+    scores = scores_of(samples)
+    if options.overlong_buffer_len:
+        lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
+        limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
+        scores = scores + adv.overlong_penalty(lengths, limit, options.overlong_buffer_len, factor)
+    if options.normalize_reward:
+        state.moments.update(scores)
+        scores = state.moments.normalize(scores)
+    return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
+
+
+def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, part: Part) -> dict[str, torch.Tensor]:
+    """Add log-probs of policy and reference, and values of the critic, to the micro-batches (all-reduces over sp).
+
+    Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors of `part` by
+    name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
+    The old log-probs are then from the update's own forward pass, and the loss notes them.
+    """
+    log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
+    models: dict[str, tuple] = {}
+    corrects = options.tis_cap is not None or options.rollout_kl_max is not None
+    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects:
+        models["old_log_probs"] = (contextlib.nullcontext(actor), log_probs)
+    if roles.has_reference:
+        models["ref_log_probs"] = (fixed_model(actor, roles.reference), log_probs)
+    if roles.critic is not None:
+        models["old_values"] = (contextlib.nullcontext(roles.critic[0]), critic_values)
+    flat = {}
+    for name, (context, function) in models.items():
+        with context as model:
+            compute(batches, name, functools.partial(function, model))
+        flat[name] = collect(strategy, batches, name, part)
+    return flat
+
+
+def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict, state: RLState, options) -> dict:
+    """Add advantages, returns and importance weights to the micro-batches. Returns their metrics.
+
+    Scores are compared over all samples, on every rank. Tokens are only those of `part` (all-reduces over dp x sp of a few
+    numbers per sample).
+    """
+    mask, penalty, values = adv.rows_mask(part.lengths, part.width), None, None
+    if options.kl_in_rewards:
+        kl = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
+        penalty = state.kl_coef * adv.to_rows(kl, mask)
+    if "old_values" in flat:
+        values = adv.to_rows(flat["old_values"], mask)
+    scores = shaped_scores(samples, state, options)
+    if options.kl_in_score:
+        scores, penalty = scores - part.share(penalty.sum(1)), None
+    advantages, returns = adv.estimate_advantages(
+        options.advantages, scores, mask, penalty, values, part.places, total=lambda sums: part.share(sums).sum()
+    )
+    spread(batches, "advantages", advantages[mask])
+    spread(batches, "returns", returns[mask])
+    told = {"advantage_abs": advantages[mask].abs()}
+    if options.tis_cap is not None:
+        log_ratio = adv.to_rows(flat["old_log_probs"] - rollout_log_probs_of(part), mask)
+        weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)
+        told["tis_weight"] = weights[mask]
+        spread(batches, "tis_weights", told["tis_weight"])
+    if options.rollout_kl_max is not None:
+        rows = [adv.to_rows(values, mask) for values in (rollout_log_probs_of(part), flat["old_log_probs"])]
+        kept = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
+        told["kept_by_rollout_kl"] = (kept[:, None] & mask)[mask].double()
+        spread(batches, "tis_weights", told.get("tis_weight", 1.0) * told["kept_by_rollout_kl"])
+    return means_over_tokens(part, **told)
 
 
 # --- updates

@@ -30,6 +30,8 @@ class PPOOptions:
     tis_cap: Optional[float] = None
     tis_level: str = "token"
     tis_mask: bool = False
+    rollout_kl_max: Optional[float] = None  # responses above it have no loss
+    rollout_kl_estimator: str = "k3"
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0
