@@ -137,7 +137,7 @@ class AdvantageArguments:
         "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/policy_loss.py"
     )
     sapo_temperatures: list[float] = arg(
-        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type="PositiveFloat", nargs=2
+        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type=float, nargs=2
     )
     loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",

@@ -190,6 +190,8 @@ def _validate_algorithm(args: PPOArguments) -> None:
     if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in CLIPPING.split(", ")):
         found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
         raise UserError("--dual_clip", found, f"above 1, with {CLIPPING}")
+    if min(args.sapo_temperatures) <= 0:
+        raise UserError("--sapo_temperatures", str(args.sapo_temperatures), "numbers above 0")
     if args.advantage_batch_std and args.no_advantage_std_norm:
         raise UserError("--advantage_batch_std", "with --no_advantage_std_norm", "one of them")
     if args.tis_mask and args.tis_cap is not None and args.tis_cap <= 1:
