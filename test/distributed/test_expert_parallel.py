@@ -89,7 +89,9 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line():
     with pytest.raises(
         UserError, match=r"--tensor_parallel_size: 8 does not divide the 4 experts .* \(allowed: 1, 2, 4\)"
     ):
-        validate_autotp(model, 8)
+        validate_autotp(model, 8, compiles=False)
+    with pytest.raises(UserError, match="--compile: with --tensor_parallel_size 2 and the experts of Qwen3Moe"):
+        validate_autotp(model, 2, compiles=True)
 
 
 def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():
