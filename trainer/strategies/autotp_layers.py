@@ -121,6 +121,7 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
     layers that need no such change, and in blocks with gathered outputs it would be wrong.
     """
     names = ("_create_column_parallel_layer", "_create_row_parallel_layer", "update_mp_params")
+    names += ("register_replicated_grad_hooks",)
     originals = {name: getattr(AutoTP, name) for name in names}
 
     def column(self, module, spec, name):
@@ -143,7 +144,11 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
         if are_experts(child):
             cut_experts(self, child)
 
-    for name, ours in zip(names, (column, row, after_children)):
+    def add_hooks(self, model):
+        if any(parameter.requires_grad for parameter in model.parameters()):  # a frozen model takes no hooks
+            originals["register_replicated_grad_hooks"](self, model)
+
+    for name, ours in zip(names, (column, row, after_children, add_hooks)):
         setattr(AutoTP, name, ours)
     try:
         yield
