@@ -12,7 +12,7 @@ from trainer.compare.measured_memory import GLIBC
 from trainer.compare.predicted_memory import BUFFER_BYTES, predict
 
 SLACK = 8 << 20  # for what is not tensors
-LAYERS = 4  # 41 M parameters; with 28 layers it is 300 M, see docs/benchmarks.md
+LAYERS = 4  # 41 M parameters
 
 
 def test_a_rank_holds_its_share_and_one_tensor():

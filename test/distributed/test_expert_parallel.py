@@ -29,14 +29,14 @@ PARTS = {",".join(("qwen3_5_moe_text", *HYBRID)): ("tp2-z3-packed",), "mixtral,g
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """(verdicts by model and cell, verdicts of resumed checkpoints)"""
+    """(verdicts by model and cell, verdicts of resumed checkpoints, losses of DPO by layout)"""
     folder = tmp_path_factory.mktemp("experts")
     parts = {",".join(MODELS): OFTEN, "qwen3_moe": ONCE, **PARTS}
     parts = [f"{models}:{','.join(cells)}" for models, cells in parts.items()] + ["qwen3_moe"]
     script = str(ROOT / "test/distributed/expert_parallel_checks.py")
     code, output = run_process([sys.executable, script, str(folder), *parts], timeout=900)
     assert code == 0, output[-6000:]
-    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed"))
+    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed", "frozen"))
 
 
 @pytest.mark.parametrize("model", MODELS + HYBRID)
@@ -53,6 +53,11 @@ def test_checkpoints_resume_on_every_layout(found):
         source, target = pair.split(" to ")
         assert worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-4 and worst["weights"] <= 1e-4, (pair, worst)
         assert worst["bitwise"] or source != target, pair
+
+
+def test_a_frozen_reference_is_cut_like_the_policy(found):
+    fsdp2, tp = (found[2][name] for name in ("fsdp2", "tp2-z3"))
+    assert tp == pytest.approx(fsdp2, rel=1e-5) and len(tp) == 2 and abs(tp[1] - tp[0]) > 1e-3
 
 
 def test_no_rank_holds_more_than_its_share():
@@ -89,7 +94,9 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line():
     with pytest.raises(
         UserError, match=r"--tensor_parallel_size: 8 does not divide the 4 experts .* \(allowed: 1, 2, 4\)"
     ):
-        validate_autotp(model, 8)
+        validate_autotp(model, 8, compiles=False)
+    with pytest.raises(UserError, match="--compile: with --tensor_parallel_size 2 and the experts of Qwen3Moe"):
+        validate_autotp(model, 2, compiles=True)
 
 
 def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():

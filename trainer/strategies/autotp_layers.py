@@ -81,11 +81,11 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     }
 
 
-def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options) -> tuple:
+def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, compiles: bool = False, **options) -> tuple:
     """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
-    validate_experts(model, tp_mesh.size())
+    validate_experts(model, tp_mesh.size(), compiles)
     with _our_layers(plan):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)
@@ -122,6 +122,7 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
     layers that need no such change, and in blocks with gathered outputs it would be wrong.
     """
     names = ("_create_column_parallel_layer", "_create_row_parallel_layer", "update_mp_params")
+    names += ("register_replicated_grad_hooks",)
     originals = {name: getattr(AutoTP, name) for name in names}
 
     def column(self, module, spec, name):
@@ -144,7 +145,11 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
         if are_experts(child):
             cut_experts(self, child)
 
-    for name, ours in zip(names, (column, row, after_children)):
+    def add_hooks(self, model):
+        if any(parameter.requires_grad for parameter in model.parameters()):  # a frozen model takes no hooks
+            originals["register_replicated_grad_hooks"](self, model)
+
+    for name, ours in zip(names, (column, row, after_children, add_hooks)):
         setattr(AutoTP, name, ours)
     try:
         yield
