@@ -65,12 +65,23 @@ def generate_samples(
     """Generate `num_each` samples of each prompt, numbered from `first`.
 
     All engines share the work. Every rank gets all samples (all-gather of objects over the world).
+
+    Raises:
+        UserError: an engine failed. All ranks raise the same error.
     """
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
     num_engines = dist.get_world_size() // engine.ranks_per_engine
     mine = contiguous_slice(numbered(prompts, num_each, first), number_of_engine, num_engines)
-    samples = continue_prompts(engine, mine, sampling, seed, rollout)
-    return gather_over_world(samples if rank_in_engine == 0 else [])  # the engine's other ranks have the same samples
+    samples, problem = [], None
+    try:
+        samples = continue_prompts(engine, mine, sampling, seed, rollout)
+    except UserError as error:
+        problem = error
+    parts = gather_objects((samples if rank_in_engine == 0 else [], problem))  # its other ranks have the same samples
+    for _, found in parts:
+        if found is not None:
+            raise found
+    return [sample for part, _ in parts for sample in part]
 
 
 def numbered(prompts: list[dict], num_each: int, first: int = 0) -> list[tuple[int, dict]]:
