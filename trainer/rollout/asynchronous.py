@@ -1,8 +1,11 @@
 """Rollouts ahead of training: on each rank, a thread generates while the optimizer steps (--max_staleness K).
 
 The version of weights is the number of rollouts that they were trained on. Lock step draws rollout r from version r.
-Here its samples are from version r - K or a later one. The main thread hands out prompts and weights, and it does all
-communication. The thread only generates, and it scores with functions of texts.
+Here its samples are from version r - K or a later one. The thread is one rollout ahead, and more only while training has
+to wait. So samples are no older than the engine's speed makes necessary.
+
+The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
+functions of texts.
 """
 
 import contextlib
@@ -54,6 +57,7 @@ class RolloutsAhead:
         self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
         self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is asked for and not yet trained
         self._next = 0  # the rollout to ask for next
+        self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
@@ -81,7 +85,7 @@ class RolloutsAhead:
     def next(self, strategy, model, state, step: int) -> tuple[list[Sample], dict]:
         """The samples of rollout `state.rollout`, the same on every rank, and their metrics (collective over the world).
 
-        The weights of `model` become version `state.rollout`. The thread is asked for all rollouts that may follow.
+        The weights of `model` become version `state.rollout`. The thread is asked for the rollouts that may follow.
 
         Raises:
             UserError: a reward failed on one rank. All ranks raise the same error.
@@ -91,15 +95,16 @@ class RolloutsAhead:
             self._prompts, self._next = copy.copy(state.prompts), rollout
         facts = self._send(strategy, model, rollout)
         while self._next <= rollout or (
-            self._next <= rollout + pace.max_staleness and step + sum(self._ahead) < pace.total_steps
+            self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
         ):
             self._ask()
-        started = time.perf_counter()
+        started, waits = time.perf_counter(), self._done.empty()
         mine: Part = self._done.get()
         if mine.problem is not None and not isinstance(mine.problem, UserError):
             raise mine.problem
         facts["time_wait"] = time.perf_counter() - started
-        parts: list[Part] = gather_objects(mine)
+        parts, waiting = zip(*gather_objects((mine, waits)))
+        self._lead = min(self._lead + 1, pace.max_staleness) if any(waiting) else max(self._lead - 1, 1)
         for part in parts:
             if part.problem is not None:
                 raise part.problem
