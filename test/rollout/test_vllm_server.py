@@ -82,11 +82,10 @@ def runs(tmp_path_factory):
     server = ["--rollout_engine", "vllm_server", "--engine_urls", f"http://127.0.0.1:{port}"]
     frozen = ["--rollouts_from", f"{folder}/ahead/rollouts.jsonl"]
     with serving(folder, port):
-        train_many(
-            2, [flags(folder, "inside", "--rollout_engine", "vllm"), flags(folder, "server", *server)], folder, 500
-        )
+        train_many(2, [flags(folder, "server", *server)], folder, timeout=300)
         ahead = flags(folder, "ahead", *server, "--max_staleness", "2", "--save_steps", "2")
         train_many(1, [ahead, flags(folder, "replay", *frozen)], folder, timeout=300)
+    train_many(2, [flags(folder, "inside", "--rollout_engine", "vllm")], folder, timeout=300)
     line = flags(folder, "gone", *server)[1:]
     return folder, run_process([sys.executable, "-m", "trainer.cli.train_ppo", *line], timeout=200)
 
