@@ -181,3 +181,30 @@ def test_effective_share():
     """Kish's formula, by hand: weights 1, 1, 2 give 16 / (3 * 6)."""
     assert effective_share(torch.zeros(5, dtype=torch.float64)) == 1
     assert effective_share(torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64).log()) == pytest.approx(16 / 18)
+
+
+URL = ["--rollout_engine", "vllm_server", "--engine_urls", "http://127.0.0.1:1"]
+NO_SERVER = {
+    "--engine_urls: missing with --rollout_engine vllm_server": URL[:2],
+    "--engine_urls: http://127.0.0.1:1 with --rollout_engine hf": URL[2:],
+    "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
+    "--engine_urls: 2 for 1 ranks": [*URL[:3], "http://a,http://b"],
+    "--top_k: with --rollout_engine vllm_server": [*URL, "--top_k", "5"],
+    "--temperature: 0.001 with --rollout_engine vllm_server": [*URL, "--temperature", "0.001"],
+}
+
+
+@pytest.mark.parametrize("error", NO_SERVER)
+def test_what_servers_cannot_do_is_one_line(tmp_path, monkeypatch, error):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *NO_SERVER[error]))
+    with pytest.raises(UserError) as found:
+        validate(args)
+    assert str(found.value).startswith(error)
+
+
+def test_ranks_that_update_alone_need_a_server_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *URL, "--max_staleness", "1"))
+    with pytest.raises(UserError, match="--engine_urls: 1 for 2 ranks with --max_staleness 1"):
+        validate(args)
