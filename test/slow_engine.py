@@ -1,4 +1,4 @@
-"""Command lines of train_ppo with engines and trainers on other machines: SECONDS SECONDS FILE, as torchrun.
+"""Command lines of train_ppo with engines and trainers on other machines: (SECONDS SECONDS FILE)..., as torchrun.
 
 The engine takes so many seconds more for each batch of responses, and an optimizer step takes the second number more. Both
 cost no core of this machine. Rows get the `time` at their end. The rest is `trainer.compare.many_runs`.
@@ -14,19 +14,20 @@ from trainer.training import ppo
 
 
 def main(argv: list[str]) -> None:
-    generating, training, file = argv
-    generate_batch, update_actor = HFEngine._generate_batch, ppo.update_actor
+    generate_batch, update_actor, delays = HFEngine._generate_batch, ppo.update_actor, {}
 
     def slow_batch(*arguments):
-        time.sleep(float(generating))
+        time.sleep(delays["generating"])
         return generate_batch(*arguments)
 
     def slow_update(*arguments) -> dict:
-        time.sleep(float(training))
+        time.sleep(delays["training"])
         return {**update_actor(*arguments), "time": time.time()}
 
     HFEngine._generate_batch, ppo.update_actor = slow_batch, slow_update
-    many_runs.main([file])
+    for generating, training, file in zip(argv[0::3], argv[1::3], argv[2::3]):
+        delays |= {"generating": float(generating), "training": float(training)}
+        many_runs.main([file])
 
 
 if __name__ == "__main__":

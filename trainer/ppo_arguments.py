@@ -29,8 +29,13 @@ class PromptArguments:
 class RolloutArguments:
     """Rollouts"""
 
-    rollout_engine: Literal["hf", "vllm"] = arg(
-        "hf", "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm)"
+    rollout_engine: Literal["hf", "vllm", "vllm_server"] = arg(
+        "hf",
+        "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm); "
+        "vllm_server: servers of their own",
+    )
+    engine_urls: Optional[str] = arg(
+        None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
     )
     vllm_gpu_memory_utilization: Optional[float] = arg(
         None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"

@@ -59,18 +59,19 @@ def runs(tmp_path_factory):
     lines = [flags(folder, "lockstep", *BACKENDS["fsdp2"])]
     for name, backend in BACKENDS.items():
         lines.append(flags(folder, name, *backend, *ahead, "--save_steps", "3"))
-        lines.append(flags(folder, f"{name}-replay", *backend, "--rollouts_from", f"{folder}/{name}/rollouts.jsonl"))
+    frozen = ["--rollouts_from", f"{folder}/zero3/rollouts.jsonl"]
+    lines.append(flags(folder, "zero3-replay", *BACKENDS["zero3"], *frozen))
     # a run is at its end as it is after a kill: it has trained rollouts that no checkpoint has
     saved = ["--load_checkpoint", f"{folder}/fsdp2/checkpoints/step_6"]
     lines.append(flags(folder, "fsdp2", *BACKENDS["fsdp2"], *ahead, *saved, "--max_steps", "10"))
     again = ["--rollouts_from", f"{folder}/fsdp2/rollouts.jsonl", "--max_steps", "10"]
     lines.append(flags(folder, "resumed-replay", *BACKENDS["fsdp2"], *again))
     lines.append(flags(folder, "failing", *BACKENDS["fsdp2"], *ahead, "--reward_func", f"{folder}/failing.py"))
-    (folder / "lines.json").write_text(json.dumps([["train_ppo", *line] for line in lines]))
-    code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), "0.4", "0.4", str(folder / "lines.json"), timeout=300)
-    assert code == 1 and output.count("run 7 of this launch begins") == 1, output[
-        -5000:
-    ]  # the failing reward is the last
+    (folder / "slow.json").write_text(json.dumps([["train_ppo", *line] for line in lines[:2]]))
+    (folder / "lines.json").write_text(json.dumps([["train_ppo", *line] for line in lines[2:]]))
+    slow, usual = ["0.8", "0.8", str(folder / "slow.json")], ["0", "0", str(folder / "lines.json")]
+    code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), *slow, *usual, timeout=300)
+    assert code == 1 and "run 4 of this launch begins" in output, output[-5000:]  # the failing reward is the last
     return folder, output
 
 
@@ -112,10 +113,9 @@ def assert_same_training(run, replay, steps: int) -> None:
     assert evaluations == others and len({checksum for checksum, _ in evaluations.values()}) == len(evaluations) > 2
 
 
-@pytest.mark.parametrize("name", ["zero3"])
-def test_a_replay_is_the_run_to_the_bit(runs, name):
+def test_a_replay_is_the_run_to_the_bit(runs):
     folder, _ = runs
-    assert_same_training(folder / name, folder / f"{name}-replay", STEPS)
+    assert_same_training(folder / "zero3", folder / "zero3-replay", STEPS)
 
 
 def test_a_run_that_was_resumed_trains_no_sample_twice_and_replays_to_the_bit(runs):
@@ -181,3 +181,30 @@ def test_effective_share():
     """Kish's formula, by hand: weights 1, 1, 2 give 16 / (3 * 6)."""
     assert effective_share(torch.zeros(5, dtype=torch.float64)) == 1
     assert effective_share(torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64).log()) == pytest.approx(16 / 18)
+
+
+URL = ["--rollout_engine", "vllm_server", "--engine_urls", "http://127.0.0.1:1"]
+NO_SERVER = {
+    "--engine_urls: missing with --rollout_engine vllm_server": URL[:2],
+    "--engine_urls: http://127.0.0.1:1 with --rollout_engine hf": URL[2:],
+    "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
+    "--engine_urls: 2 for 1 ranks": [*URL[:3], "http://a,http://b"],
+    "--top_k: with --rollout_engine vllm_server": [*URL, "--top_k", "5"],
+    "--temperature: 0.001 with --rollout_engine vllm_server": [*URL, "--temperature", "0.001"],
+}
+
+
+@pytest.mark.parametrize("error", NO_SERVER)
+def test_what_servers_cannot_do_is_one_line(tmp_path, monkeypatch, error):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *NO_SERVER[error]))
+    with pytest.raises(UserError) as found:
+        validate(args)
+    assert str(found.value).startswith(error)
+
+
+def test_ranks_that_update_alone_need_a_server_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *URL, "--max_staleness", "1"))
+    with pytest.raises(UserError, match="--engine_urls: 1 for 2 ranks with --max_staleness 1"):
+        validate(args)

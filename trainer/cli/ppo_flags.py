@@ -1,6 +1,7 @@
 """The flags of `train_ppo`: checks of their combinations, and the options of the algorithm that they give."""
 
 import importlib.util
+import os
 
 from trainer.cli import training_command
 from trainer.errors import UserError
@@ -97,9 +98,19 @@ def _validate_offload(args: PPOArguments) -> None:
 
 def _validate_engine(args: PPOArguments) -> None:
     share, flag = args.vllm_gpu_memory_utilization, "--vllm_gpu_memory_utilization"
-    if args.rollout_engine != "vllm":
-        if share is not None:
-            raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
+    if args.rollout_engine != "vllm" and share is not None:
+        raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
+    if (args.rollout_engine == "vllm_server") != bool(args.engine_urls):
+        found = f"{args.engine_urls or 'missing'} with --rollout_engine {args.rollout_engine}"
+        raise UserError("--engine_urls", found, "addresses of serve_engine, with --rollout_engine vllm_server")
+    if args.rollout_engine == "vllm_server":
+        _validate_servers(args)
+    if args.rollout_engine == "hf":
+        return
+    if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
+        found = f"{args.temperature:g} with --rollout_engine {args.rollout_engine}"
+        raise UserError("--temperature", found, "0.01 or more")
+    if args.rollout_engine == "vllm_server":
         return
     if importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
@@ -108,8 +119,21 @@ def _validate_engine(args: PPOArguments) -> None:
     if (args.top_p < 1 or args.min_p) and not args.top_k:
         flag = "--top_p" if args.top_p < 1 else "--min_p"
         raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
-    if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
-        raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
+
+
+def _validate_servers(args: PPOArguments) -> None:
+    for flag, value in (("--top_p", args.top_p < 1), ("--top_k", args.top_k), ("--min_p", args.min_p)):
+        if value:
+            raise UserError(flag, "with --rollout_engine vllm_server, which does not send the sets", "hf, vllm")
+    urls, ranks = args.engine_urls.split(","), int(os.environ.get("WORLD_SIZE", 1))
+    for url in urls:
+        if not url.strip().startswith(("http://", "https://")):
+            raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
+    if len(urls) > ranks:
+        raise UserError("--engine_urls", f"{len(urls)} for {ranks} ranks", "up to one for each rank")
+    if args.max_staleness and len(urls) != ranks:  # ranks that share a server would change each other's weights
+        found = f"{len(urls)} for {ranks} ranks with --max_staleness {args.max_staleness}"
+        raise UserError("--engine_urls", found, "one for each rank")
 
 
 def _validate_staleness(args: PPOArguments) -> None:

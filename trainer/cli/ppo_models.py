@@ -149,6 +149,12 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     }
     if args.rollout_engine == "vllm":
         return _vllm_engine(args, setup, options)
+    if args.rollout_engine == "vllm_server":
+        from trainer.rollout.vllm_server import VLLMServerEngine
+
+        del options["trust_remote_code"]  # a flag of serve_engine
+        urls, max_len = args.engine_urls.split(","), args.prompt_max_len + args.generate_max_len
+        return VLLMServerEngine([url.strip() for url in urls], **options, max_len=max_len)
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 

@@ -1,8 +1,11 @@
 """Rollouts ahead of training: on each rank, a thread generates while the optimizer steps (--max_staleness K).
 
 The version of weights is the number of rollouts that they were trained on. Lock step draws rollout r from version r.
-Here its samples are from version r - K or a later one. The main thread hands out prompts and weights, and it does all
-communication. The thread only generates, and it scores with functions of texts.
+Here its samples are from version r - K or a later one. The thread is one rollout ahead, and more only while training has
+to wait. So samples are no older than the engine's speed makes necessary.
+
+The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
+functions of texts.
 """
 
 import contextlib
@@ -56,6 +59,7 @@ class RolloutsAhead:
         self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
         self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is asked for and not yet trained
         self._next = 0  # the rollout to ask for next
+        self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
@@ -83,7 +87,7 @@ class RolloutsAhead:
     def next(self, strategy, model, state, step: int) -> tuple[list[Sample], dict]:
         """The samples of rollout `state.rollout`, with tokens on the rank that drew them, and their metrics (collective).
 
-        The weights of `model` become version `state.rollout`. The thread is asked for all rollouts that may follow.
+        The weights of `model` become version `state.rollout`. The thread is asked for the rollouts that may follow.
 
         Raises:
             UserError: a reward failed on one rank. All ranks raise the same error.
@@ -93,22 +97,24 @@ class RolloutsAhead:
             self._prompts, self._next = copy.copy(state.prompts), rollout
         facts = self._send(strategy, model, rollout)
         while self._next <= rollout or (
-            self._next <= rollout + pace.max_staleness and step + sum(self._ahead) < pace.total_steps
+            self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
         ):
             self._ask()
-        started = time.perf_counter()
+        started, waits = time.perf_counter(), self._done.empty()
         mine: Part = self._done.get()
         if mine.problem is not None and not isinstance(mine.problem, UserError):
             raise mine.problem
         facts["time_wait"] = time.perf_counter() - started
-        told = gather_objects((mine.problem, mine.checksums))
-        for problem, _ in told:
+        told = gather_objects((mine.problem, mine.checksums, waits))
+        for problem, *_ in told:
             if problem is not None:
                 raise problem
+        waiting = any(waits for *_, waits in told)
+        self._lead = min(self._lead + 1, pace.max_staleness) if waiting else max(self._lead - 1, 1)
         samples = share(mine.samples)
         self._check(samples, state)
         self._ahead.popleft()
-        return samples, {**facts, **mine.facts, "weights_checksum": newest_checksum([sums for _, sums in told])}
+        return samples, {**facts, **mine.facts, "weights_checksum": newest_checksum([sums for _, sums, _ in told])}
 
     def _send(self, strategy, model, version: int) -> dict:
         """Copy the weights to host memory, where the thread finds them (all-gathers over the mesh)."""

@@ -69,11 +69,21 @@ def generate_samples(
 
     All engines share the work, and the ranks of an engine share its samples. Every rank gets all samples, but tokens only
     of its own (see `placement.share`).
+
+    Raises:
+        UserError: an engine failed. All ranks raise the same error.
     """
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
     num_engines = dist.get_world_size() // engine.ranks_per_engine
     mine = contiguous_slice(numbered(prompts, num_each, first), number_of_engine, num_engines)
-    samples = continue_prompts(engine, mine, sampling, seed, rollout)
+    samples, problem = [], None
+    try:
+        samples = continue_prompts(engine, mine, sampling, seed, rollout)
+    except UserError as error:
+        problem = error
+    for found in gather_over_world([problem]):
+        if found is not None:
+            raise found
     return share(contiguous_slice(samples, rank_in_engine, engine.ranks_per_engine))  # its other ranks have the same
 
 
