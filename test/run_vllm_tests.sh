@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests of --rollout_engine vllm, in an environment of their own. More pytest flags go at the end.
+# The tests of --rollout_engine vllm and vllm_server, in an environment of their own. More pytest flags go at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_vllm_env.sh
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-python -m pytest test/rollout/test_vllm_engine.py --durations=10 "$@"
+python -m pytest test/rollout/test_vllm_engine.py test/rollout/test_vllm_server.py --durations=10 "$@"

@@ -10,8 +10,8 @@ from launch import ROOT
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft", "safetensors", "datasets", "huggingface_hub")
 
 
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """{name in the file: its full name} of what is imported from LIBRARIES, anywhere in a file."""
+def imported_names(tree: ast.Module, packages: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
+    """{name in the file: its full name} of what is imported from `packages`, anywhere in a file."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -21,7 +21,12 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
                 )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return {name: full for name, full in found.items() if full.split(".")[0] in LIBRARIES}
+    return {name: full for name, full in found.items() if full.split(".")[0] in packages}
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
 
 
 def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
@@ -124,3 +129,17 @@ def test_names_that_files_import_from_each_other_exist():
                     if importlib.util.find_spec(f"{node.module}.{name}") is None
                 ]
     assert not lost, "\n".join(lost)
+
+
+def test_names_that_files_take_from_modules_of_the_trainer_exist():
+    """Such as `ppo.evaluate`, where `ppo` is an imported module."""
+    lost, judged = [], 0
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        modules = {name: full for name, full in imported_names(tree, ("trainer",)).items() if is_module(full)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                judged += 1
+                if not hasattr(importlib.import_module(modules[node.value.id]), node.attr):
+                    lost.append(f"{path.relative_to(ROOT)}:{node.lineno}: {modules[node.value.id]}.{node.attr}")
+    assert judged > 50 and not lost, "\n".join(lost)

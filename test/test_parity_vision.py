@@ -27,6 +27,7 @@ RUNS = [
     ("fsdp2_tp", "mistral3", [*FSDP2, *WHOLE, *TP, "--micro_train_batch_size", "4"], "all"),
     ("zero2", "mistral3", [*ZERO2, *WHOLE, "--micro_train_batch_size", "1"], "all"),
     ("zero2_tp", "qwen3_vl", [*ZERO2, *WHOLE, *TP, "--micro_train_batch_size", "4"], "all"),
+    ("zero3_tp", "qwen3_vl_moe", [*ZERO3, *WHOLE, *TP, "--micro_train_batch_size", "4"], "all"),
     ("zero2_packed", "qwen3_vl", [*ZERO2, *WHOLE, *PACKED, "--micro_train_batch_size", "1"], "all"),
     ("zero3", "smolvlm", [*ZERO3, *WHOLE, "--micro_train_batch_size", "4"], "all"),
     ("fsdp2_frozen", "gemma3", [*FSDP2], "frozen"),

@@ -9,6 +9,7 @@ import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from trainer.cli import gpu_settings
 from trainer.cli.cpu_cores import idle_cores, share_cores
 from trainer.datasets.demo import make_demo
 
@@ -193,3 +194,16 @@ def test_compare_tool_passes_on_these_runs(runs):
     logs = ["--deepspeed_log", f"{runs}/deepspeed", "--fsdp2_log", f"{runs}/fsdp2", "--threshold", "1e-4"]
     code, output = run_process([sys.executable, str(ROOT / "compare_backends.py"), *logs])
     assert code == 0 and "PASS" in output, output
+
+
+def test_memory_of_gpus_is_expandable_unless_somebody_chose(monkeypatch):
+    for name in gpu_settings.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    kinds = []
+    for chosen, vllm in (("", False), ("", True), ("expandable_segments:False", False)):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        if chosen:
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
+        gpu_settings.set_up_gpu(adam_offload=False, vllm=vllm)
+        kinds.append(torch._C._accelerator_getAllocatorSettings())
+    assert kinds == ["expandable_segments:True", "expandable_segments:False", "expandable_segments:False"]

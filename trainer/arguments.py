@@ -29,7 +29,7 @@ class ModelArguments:
     param_dtype: Literal["bf16", "fp16", "fp32"] = arg(
         "bf16", "compute dtype; master weights, Adam and reduction stay fp32"
     )
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = arg(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = arg(
         "auto", "attention kernel; auto: sdpa, or eager for a model that has no sdpa"
     )
     gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")

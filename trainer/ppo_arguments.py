@@ -29,8 +29,13 @@ class PromptArguments:
 class RolloutArguments:
     """Rollouts"""
 
-    rollout_engine: Literal["hf", "vllm"] = arg(
-        "hf", "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm)"
+    rollout_engine: Literal["hf", "vllm", "vllm_server"] = arg(
+        "hf",
+        "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm); "
+        "vllm_server: servers of their own",
+    )
+    engine_urls: Optional[str] = arg(
+        None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
     )
     vllm_gpu_memory_utilization: Optional[float] = arg(
         None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"
@@ -38,6 +43,12 @@ class RolloutArguments:
     rollout_batch_size: int = arg(128, "prompts per rollout, over all ranks", type="PositiveInt")
     micro_rollout_batch_size: int = arg(
         32, "responses that one rank generates at a time (on CUDA, vllm decides)", type="PositiveInt"
+    )
+    max_staleness: int = arg(
+        0,
+        "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
+        "above 0 needs --tis_cap",
+        type="NonNegativeInt",
     )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
@@ -118,13 +129,21 @@ class AdvantageArguments:
         "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
         "docs/rlhf.md; flags that you give win",
     )
-    advantage_estimator: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"] = arg(
-        "gae", "gae trains a critic; group_norm is the estimator of GRPO"
-    )
+    advantage_estimator: Literal[
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
+    ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
-    policy_loss: str = arg("ppo", "ppo, reinforce, gspo, gspo_token, cispo, or your own: trainer/models/policy_loss.py")
+    advantage_batch_std: bool = arg(
+        False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
+    )
+    policy_loss: str = arg(
+        "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/policy_loss.py"
+    )
+    sapo_temperatures: list[float] = arg(
+        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type=float, nargs=2
+    )
     loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",
         "token: mean over tokens; sequence: mean over responses of token means; "
@@ -139,6 +158,16 @@ class AdvantageArguments:
         "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
         type="PositiveFloat",
     )
+    tis_level: Literal["token", "sequence", "geometric"] = arg(
+        "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
+    )
+    tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
+    rollout_kl_max: Optional[float] = arg(
+        None,
+        "no loss for responses whose mean KL(rollout engine || training) per token is above this",
+        type="PositiveFloat",
+    )
+    rollout_kl_estimator: Literal["k1", "k2", "k3"] = arg("k3", "--rollout_kl_max: estimator of the KL")
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",
@@ -151,6 +180,11 @@ class AdvantageArguments:
 class KLArguments:
     """Distance to the reference"""
 
+    teacher: Optional[str] = arg(
+        None,
+        "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
+        "policy; scores, if there are any, are only logged",
+    )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     offload_ref: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "ref_offload"

@@ -1,7 +1,7 @@
 """Flags that only `train_rm` and `train_dpo` have. The flags of all training commands are in trainer.arguments."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 from trainer.arguments import (
     BatchArguments,
@@ -46,9 +46,22 @@ class RewardArguments:
 class PreferenceArguments:
     """Preference optimization"""
 
-    loss: str = arg("dpo", "dpo, cdpo, ipo, hinge, simpo, orpo, kto, or your own: trainer/models/preference_loss.py")
+    loss: str = arg(
+        "dpo",
+        "dpo, cdpo, robust, ipo, hinge, apo_zero, apo_down, sppo, nca, bco, simpo, orpo, kto, or your own: "
+        "trainer/models/preference_loss.py; or a sum of several (comma-separated)",
+    )
+    loss_weights: Optional[list[float]] = arg(
+        None, "weights of a sum of losses (default: 1 each)", type=float, nargs="+"
+    )
     beta: float = arg(0.1, "strength of the preference; ipo: tau, orpo: lambda", type="PositiveFloat")
-    label_smoothing: float = arg(0.0, "cdpo: probability that a label is wrong", type="ClosedUnitInterval")
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = arg(
+        "reverse_kl", "divergence from the reference of dpo, cdpo, robust, ipo and hinge"
+    )
+    f_alpha: float = arg(
+        0.5, "--f_divergence alpha: its alpha; 1 is reverse_kl, 0 is forward_kl", type="NonNegativeFloat"
+    )
+    label_smoothing: float = arg(0.0, "cdpo, robust: probability that a label is wrong", type="ClosedUnitInterval")
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
     desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
     undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")

@@ -2,7 +2,7 @@
 
 Each model of the zoo trains two steps in each layout. A run is compared with the plain loop: losses, gradients of the
 first step, final weights. Then checkpoints of each layout are resumed on the others. The verdicts go to
-FOLDER/rows.json and FOLDER/resumed.json.
+FOLDER/rows.json and FOLDER/resumed.json, and losses of DPO to FOLDER/frozen.json.
 """
 
 import itertools
@@ -30,19 +30,21 @@ LAYOUTS = {
 CELLS = {
     **LAYOUTS,
     **{f"{name}-packed": (*flags, "--packing_samples") for name, flags in LAYOUTS.items()},
-    zoo.SAVE: EP2,
     "tp2-ring2": (*zoo.FSDP2, *zoo.TP, *zoo.RING),
     "tp2-hsdp2": (*zoo.FSDP2, *zoo.TP, "--dp_replicate_size", "2"),
-    "tp2-z2": (*zoo.DEEPSPEED, "2", *zoo.TP),
+    **{f"tp2-z{stage}": (*zoo.DEEPSPEED, stage, *zoo.TP) for stage in "0123"},
+    **{f"tp2-z{stage}-packed": (*zoo.DEEPSPEED, stage, *zoo.TP, "--packing_samples") for stage in "0123"},
     "ep2-lora": (*EP2, *LORA),
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
+    "tp2-z3-gathered": (*zoo.DEEPSPEED, "3", *zoo.TP, "--gradient_checkpointing", "--check_replicas_every", "1"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
+    zoo.SAVE: zoo.FSDP2,  # judges what the first cell of its part has saved
 }
-zoo.SAVED_RUN = "ep2"
 THREE = Configuration("fsdp2-3r", 3, (*zoo.FSDP2, "--max_tokens_per_micro_batch", "256"))  # 4 experts on 3 ranks
 zoo.CONFIGURATIONS = (*(Configuration(name, 4, flags) for name, flags in CELLS.items()), THREE)
 # a checkpoint of each is resumed on the others
-RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3")}
+RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3"), "tp2-z3": CELLS["tp2-z3"]}
+FROZEN = ("fsdp2", "tp2-z3")  # DPO with a frozen reference
 # the second and fourth batch hold 5 samples: a rank gets nothing of them, but experts get tokens of other ranks
 SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save", "--aux_loss_coef", "0.1"]
 
@@ -61,7 +63,12 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
         runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"](line("plain"))
 
     def run_all() -> None:
-        from trainer.cli import train_sft
+        from trainer.cli import train_dpo, train_sft
+
+        pairs_file = base[3].replace("sft.jsonl", "pairs.jsonl")
+        for name in FROZEN:
+            run = ["--output_dir", f"{folder}/dpo-{name}", "--no_save", *RESUMED[name]]
+            train_dpo.run([*base[:2], "--dataset", pairs_file, *zoo.TRAINING, *run])
 
         for name, flags in RESUMED.items():
             train_sft.run(line(name, *flags, "--save_steps", "2"))
@@ -76,6 +83,8 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
     for name, ranks, run in (("plain", 1, run_plain), ("all", 4, run_all)):
         ending = run_ranks(run, ranks, folder / f"{name}.log", 300)
         assert ending.kind == "done", (ending, (folder / f"{name}.log").read_text()[-4000:])
+    frozen = {name: [s.loss for s in read_run(name, folder / f"dpo-{name}").steps.values()] for name in FROZEN}
+    (folder.parent / "frozen.json").write_text(json.dumps(frozen))
     plain, found = read_run("plain", folder / "plain").steps, {}
     for source, target in pairs:
         run = folder / f"{source} to {target}"
@@ -94,6 +103,7 @@ def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
     rows: dict[str, dict] = {}
     for part in parts:
         models, cells = (names.split(",") for names in part.split(":"))
+        zoo.SAVED_RUN = cells[0]
         for name, row in zoo.run_zoo(models, cells, folder, timeout=120, jobs=1):
             assert not row["problem"], row["problem"]
             rows.setdefault(name, {}).update(row["cells"])

@@ -13,40 +13,51 @@ from trainer.distributed.expert_parallel import validate_experts
 from trainer.distributed.mesh import MeshSizes
 from trainer.distributed.tensor_parallel import resolve_tp_plan
 from trainer.errors import UserError
+from trainer.strategies.autotp_experts import validate_experts as validate_autotp
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 
 MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")
+HYBRID = ("qwen3_next", "granitemoehybrid", "nemotron_h")
 OFTEN = ("ep2-ring2-packed", "ep2-tp2")  # the script also takes any other cell
 ONCE = ("ep2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "tp2-hsdp2")
-ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered", "fsdp2-3r")
+ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered", "fsdp2-3r", "tp2-z0", "tp2-z3-gathered")
+# DeepSpeed cuts them over tp. The first cell of a part is the one that "save" judges.
+PARTS = {",".join(("qwen3_5_moe_text", *HYBRID)): ("tp2-z3-packed",), "mixtral,gpt_oss": ("tp2-z2", "save")}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """(verdicts by model and cell, verdicts of resumed checkpoints)"""
+    """(verdicts by model and cell, verdicts of resumed checkpoints, losses of DPO by layout)"""
     folder = tmp_path_factory.mktemp("experts")
-    parts = [f"{','.join(MODELS)}:{','.join(OFTEN)}", f"qwen3_moe:{','.join(ONCE)}", "qwen3_moe"]
+    parts = {",".join(MODELS): OFTEN, "qwen3_moe": ONCE, **PARTS}
+    parts = [f"{models}:{','.join(cells)}" for models, cells in parts.items()] + ["qwen3_moe"]
     script = str(ROOT / "test/distributed/expert_parallel_checks.py")
     code, output = run_process([sys.executable, script, str(folder), *parts], timeout=900)
     assert code == 0, output[-6000:]
-    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed"))
+    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed", "frozen"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + HYBRID)
 def test_every_mixture_equals_the_plain_loop(found, model):
     cells = found[0][model]
-    assert set(cells) == {*OFTEN, *(ONCE if model == "qwen3_moe" else ())}
+    expected = {*(OFTEN if model in MODELS else ()), *(ONCE if model == "qwen3_moe" else ())}
+    assert set(cells) == expected.union(*(cells for models, cells in PARTS.items() if model in models.split(",")))
     assert {name: cell for name, cell in cells.items() if cell["verdict"] != "pass"} == {}
 
 
 def test_checkpoints_resume_on_every_layout(found):
-    assert len(found[1]) == 16
+    assert len(found[1]) == 18
     for pair, worst in found[1].items():
         source, target = pair.split(" to ")
         assert worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-4 and worst["weights"] <= 1e-4, (pair, worst)
         assert worst["bitwise"] or source != target, pair
+
+
+def test_a_frozen_reference_is_cut_like_the_policy(found):
+    fsdp2, tp = (found[2][name] for name in ("fsdp2", "tp2-z3"))
+    assert tp == pytest.approx(fsdp2, rel=1e-5) and len(tp) == 2 and abs(tp[1] - tp[0]) > 1e-3
 
 
 def test_no_rank_holds_more_than_its_share():
@@ -78,6 +89,14 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line():
         UserError, match=r"--expert_parallel_size \* --tensor_parallel_size: 2 \* 4 does not divide the 4 exp"
     ):
         check("qwen3_moe", 2, dp_shard=2, tp=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    with pytest.raises(
+        UserError, match=r"--tensor_parallel_size: 8 does not divide the 4 experts .* \(allowed: 1, 2, 4\)"
+    ):
+        validate_autotp(model, 8, compiles=False)
+    with pytest.raises(UserError, match="--compile: with --tensor_parallel_size 2 and the experts of Qwen3Moe"):
+        validate_autotp(model, 2, compiles=True)
 
 
 def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():

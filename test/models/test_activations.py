@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 from trainer.cli.train_sft import parse
 from trainer.cli.training_command import validate_shared
 from trainer.errors import UserError
-from trainer.models import activations
-from trainer.models.activations import offload_layer_inputs, recompute_layers
+from trainer.models import activation_offload
+from trainer.models.activation_offload import HostCopies, offload_layer_inputs
+from trainer.models.activations import recompute_layers
 
 
 class CountProducts(TorchDispatchMode):
@@ -64,17 +65,91 @@ def test_what_is_kept_goes_to_the_host(monkeypatch):
     model = make_model("qwen3")
     recompute_layers(model)
     offload_layer_inputs(model)
-    packed, pack = [], activations._to_host
+    packed, keep = [], HostCopies.keep
 
-    def noting(tensor):
+    def noting(copies, tensor):
         packed.append(tuple(tensor.shape))
-        return pack(tensor)
+        return keep(copies, tensor)
 
-    monkeypatch.setattr(activations, "_to_host", noting)
+    monkeypatch.setattr(HostCopies, "keep", noting)
     forward_and_backward(model)
     hidden = (2, 17, model.config.hidden_size)
     assert packed.count(hidden) >= model.config.num_hidden_layers
     assert (model.config.vocab_size, model.config.hidden_size) not in packed  # no weight of head or embedding
+
+
+class LateStreams(TorchDispatchMode):
+    """torch.cuda's functions for streams, on a CPU. A copy on another stream happens only when somebody waits for it.
+
+    Before, what it will fill is NaN, as memory that a GPU has not written yet may be. `ahead` counts copies that were
+    begun and not yet waited for.
+    """
+
+    def __init__(self, waits: bool = True):
+        super().__init__()
+        self.main, self.now, self.waits, self.queue, self.ahead = self, self, waits, [], []
+
+    def Stream(self):
+        return OtherStream(self)
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, other):
+        self.now = other
+        yield
+        self.now = self.main
+
+    def wait_event(self, number: int) -> None:
+        self.ahead.append(sum(late is not None for late in self.queue))
+        for place, late in enumerate(self.queue[:number] if self.waits else ()):
+            if late is not None:
+                late()
+                self.queue[place] = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.now is self.main or func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        target, source = args[:2]
+        target.fill_(float("nan") if target.is_floating_point() else 0)
+        self.queue.append(lambda: target.copy_(source))
+        return target
+
+
+class OtherStream:
+    """Its work is the queue of the copies. An event is the length of the queue when it was recorded."""
+
+    def __init__(self, streams: LateStreams):
+        self.streams, self.waited = streams, False
+
+    def wait_stream(self, stream) -> None:
+        assert stream is self.streams
+        self.waited = True
+
+    def record_event(self) -> int:
+        assert self.waited and self.streams.now is self
+        self.waited = False  # a copy must wait for the work that was begun before it, each time
+        return len(self.streams.queue)
+
+
+def run_with_late_copies(model, monkeypatch, waits: bool):
+    streams = LateStreams(waits)
+    monkeypatch.setattr(activation_offload, "_streams", lambda device: streams)
+    recompute_layers(model)
+    offload_layer_inputs(model)
+    with streams:
+        return forward_and_backward(model)[1], streams
+
+
+def test_copies_run_beside_the_layers_and_are_waited_for(monkeypatch):
+    plain, offloaded, careless = (copy.deepcopy(make_model("qwen3")) for _ in range(3))
+    expected = forward_and_backward(plain)[1]
+    grads, streams = run_with_late_copies(offloaded, monkeypatch, waits=True)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert 1 < max(streams.ahead) <= 3 and not any(streams.queue)  # at least the next one is on its way
+    grads, _ = run_with_late_copies(careless, monkeypatch, waits=False)
+    assert any(grad.isnan().any() for grad in grads.values())  # so this test would notice a wait that is missing
 
 
 @pytest.fixture(params=[1, 2])
@@ -91,9 +166,10 @@ def test_a_distributed_tensor_comes_back_as_it_was(mesh, placement):
     """With tensor parallelism, layers keep tensors that are spread over the ranks. 7 columns give unequal parts."""
     local = torch.randn(3, 7 if mesh.size() == 1 or placement != Shard(1) else 4)
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
-    device, host, layout = activations._to_host(tensor)
-    assert type(host) is torch.Tensor and host.data_ptr() != local.data_ptr()
-    back = activations._from_host((device, host, layout))
+    copies = HostCopies()
+    kept = copies.keep(tensor)
+    assert type(kept.host) is torch.Tensor and kept.host.data_ptr() != local.data_ptr()
+    back = copies.give(kept)
     assert isinstance(back, DTensor) and torch.equal(back.to_local(), local)
     for name in ("shape", "device_mesh", "placements", "dtype", "device"):
         assert getattr(back, name) == getattr(tensor, name), name
@@ -110,7 +186,8 @@ def test_gradients_of_distributed_tensors_pass_through_the_host(mesh):
         loss.backward()
         return [leaf.grad.full_tensor() for leaf in leaves]
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(activations._to_host, activations._from_host)
+    copies = HostCopies()
+    hooks = torch.autograd.graph.saved_tensors_hooks(copies.keep, copies.give)
     for found, expected in zip(grads(hooks), grads(contextlib.nullcontext())):
         assert torch.equal(found, expected)
 

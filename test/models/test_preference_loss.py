@@ -11,6 +11,7 @@ from trainer.models import preference_loss
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.preference_loss import (
     AnswerLogProbs,
+    LogRatios,
     PreferenceOptions,
     pair_losses,
     reward_logexp_loss,
@@ -50,7 +51,9 @@ def test_values_and_gradients_are_the_papers(loss, nll):
     chosen, rejected = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (W, L))
     lengths = [torch.tensor([x], dtype=torch.float64) for x in (LEN_W, LEN_L)]
     options = PreferenceOptions(loss, 0.3, smooth, 0.7, nll)
-    value = pair_losses(AnswerLogProbs(chosen, rejected, *lengths), chosen - rejected - (REF_W - REF_L), options)
+    value = pair_losses(
+        AnswerLogProbs(chosen, rejected, *lengths), LogRatios(chosen - REF_W, rejected - REF_L), options
+    )
 
     def plain(w: float, r: float) -> float:
         return paper(loss, w, r, 0.3, smooth, 0.7) - nll * w / LEN_W

@@ -18,7 +18,7 @@ from launch import run_process
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
-from trainer.rollout.experience import Sample, score_by_texts
+from trainer.rollout.experience import Sample, TextScores, score_by_texts
 from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.remote_rewards import remote_scorer
 from trainer.rollout.rewards import (
@@ -409,7 +409,7 @@ def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_
     samples = [Sample(n, n, [1], response, [0.0] * len(response), True, None) for n, response in enumerate(ids)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        score_by_texts(scorer, samples, tokenizer, (tokenizer.eos_token_id, 6))
+        score_by_texts(TextScores(scorer, tokenizer, (tokenizer.eos_token_id, 6)), samples)
     finally:
         dist.destroy_process_group()
     assert told == [True, True, False, False] and [sample.score for sample in samples] == [0.0] * 4

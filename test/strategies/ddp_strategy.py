@@ -103,11 +103,11 @@ class DDPStrategy:
         tensors = model_folder.all_tensors(model_folder.unwrapped(model)).items()
         replicas.check_replicas(((name, tensor, list(groups)) for name, tensor in tensors), groups)
 
-    def iter_full_params(self, model, merged: bool = False):
+    def iter_full_params(self, model, merged_as=None):
         model = model_folder.unwrapped(model)
-        tensors = model_folder.all_tensors(model) if merged else model_folder.stored_tensors(model)
+        tensors = model_folder.all_tensors(model) if merged_as else model_folder.stored_tensors(model)
         pairs = ((name, tensor.detach()) for name, tensor in tensors.items())
-        return merge_adapter(pairs, model) if merged else pairs
+        return merge_adapter(pairs, model) if merged_as else pairs  # the engine casts
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         arguments = model_folder.unwrapped(model), tokenizer, folder, self.param_dtype, self.is_rank_0()

@@ -16,11 +16,11 @@ lengths_lists = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 def random_rows(lengths: list[int], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return adv.to_rows(torch.randn(sum(lengths), generator=generator, dtype=torch.float64), lengths)
+    return adv.to_rows(torch.randn(sum(lengths), generator=generator, dtype=torch.float64), adv.rows_mask(lengths))
 
 
 def test_rows_and_flat_vectors_are_inverse():
-    rows = adv.to_rows(torch.tensor([1.0, 2.0, 3.0]), [1, 2])
+    rows = adv.to_rows(torch.tensor([1.0, 2.0, 3.0]), adv.rows_mask([1, 2]))
     assert rows.tolist() == [[1, 0], [2, 3]]
     assert rows[adv.rows_mask([1, 2])].tolist() == [1, 2, 3]
 
@@ -156,3 +156,48 @@ def test_these_are_whitened_over_the_rollout(estimator):
     assert advantages[mask].mean().item() == pytest.approx(0, abs=1e-12)
     assert advantages[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
     assert not torch.equal(returns, advantages)
+
+
+def plain_weights(ratios: list[float], level: str, cap: float, masked: bool) -> list[float]:
+    """Of the tokens of a response, by products and roots instead of logarithms."""
+    product = math.prod(ratios)
+    used = {
+        "token": ratios,
+        "sequence": [product] * len(ratios),
+        "geometric": [product ** (1 / len(ratios))] * len(ratios),
+    }
+    return [(w if 1 / cap <= w <= cap else 0.0) if masked else min(w, cap) for w in used[level]]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_are_the_ratios_of_tokens_or_responses(level, masked):
+    responses = [[2.0, 0.125], [1.5, 1.4, 1.0], [0.9], [3.0, 2.5]]
+    lengths = [len(ratios) for ratios in responses]
+    log_ratio = torch.tensor([r for ratios in responses for r in ratios], dtype=torch.float64).log()
+    mask = adv.rows_mask(lengths)
+    weights = adv.importance_weights(adv.to_rows(log_ratio, mask), mask, level, 2.2, masked)[mask]
+    expected = [w for ratios in responses for w in plain_weights(ratios, level, 2.2, masked)]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+    assert (0 in expected) == masked and len(set(expected)) > 2
+
+
+def test_a_ratio_beyond_range_gets_the_cap_or_nothing():
+    log_ratio, mask = torch.tensor([[800.0, 800.0]], dtype=torch.float64), adv.rows_mask([2])
+    for level in ("token", "sequence", "geometric"):
+        assert adv.importance_weights(log_ratio, mask, level, 2.0, False).tolist() == [[2, 2]]
+        assert adv.importance_weights(log_ratio, mask, level, 2.0, True).tolist() == [[0, 0]]
+
+
+def test_advantages_of_a_teacher_are_the_gradient_of_the_reverse_kl():
+    """Averaged over all tokens of the vocabulary, -A grad log pi is the gradient of KL(policy || teacher)."""
+    policy, teacher = torch.randn(2, 1, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    policy.requires_grad_()
+    log_p, log_t = policy.log_softmax(-1)[0], teacher.log_softmax(-1)[0]
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), policy, retain_graph=True)
+    mask = torch.ones(7, 1, dtype=torch.bool)  # seven responses of one token: each word once
+    penalty = adv.kl_estimate(log_p.detach(), log_t, "k1")[:, None]
+    options = adv.AdvantageOptions("distill")
+    advantages, _ = adv.estimate_advantages(options, torch.full((7,), 9.0, dtype=torch.float64), mask, penalty)
+    (found,) = torch.autograd.grad(-(log_p.detach().exp() * advantages[:, 0] * log_p).sum(), policy)
+    torch.testing.assert_close(found, exact)

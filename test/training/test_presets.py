@@ -17,6 +17,7 @@ from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
 from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
 from trainer.rollout.experience import Sample, SampleSet, collate_samples
+from trainer.rollout.placement import Part
 from trainer.training.ppo import add_advantages, add_log_probs
 from trainer.training.ppo_state import RLState
 from trainer.training.roles import make_policy_loss
@@ -36,6 +37,9 @@ class Table(torch.nn.Module):
 
     def forward(self, input_ids, **_):
         return SimpleNamespace(logits=self.table[input_ids])
+
+    def get_output_embeddings(self):
+        return torch.nn.Identity()  # no linear head, so no chunks
 
 
 def make_samples() -> list[Sample]:
@@ -63,10 +67,11 @@ def found_loss(args, old, policy, reference, values) -> torch.Tensor:
     strategy = SimpleNamespace(device=torch.device("cpu"), all_reduce=lambda tensor: tensor)
     roles = SimpleNamespace(actor=(old,), has_reference=bool(args.init_kl_coef), reference=reference, critic=None)
     state = RLState(None, args.init_kl_coef)
-    flat = add_log_probs(strategy, roles, [batch, batch], options, rows.num_response_tokens)  # two: off-policy
+    part = Part(strategy, samples, None)
+    flat = add_log_probs(strategy, roles, [batch, batch], options, part)  # two: off-policy
     if args.advantage_estimator == "gae":
         flat["old_values"] = values
-    add_advantages([batch], samples, flat, state, options)
+    add_advantages([batch], samples, part, flat, state, options)
     loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, None)
     results = [loss_fn(policy, part) for part in parts]
     assert sum(int(count) for _, count, _ in results) == batch.num_targets

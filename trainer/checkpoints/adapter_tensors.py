@@ -56,8 +56,15 @@ def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
     config.save_pretrained(folder)
 
 
-def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Merge an adapter into its base: W + alpha / rank B A, in fp32 (Hu et al. 2021, section 4.1).
+def merging_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which `merge_adapter` needs a tensor of a model that is wanted in `dtype`: fp32 in adapted layers."""
+    return torch.float32 if name.endswith(".base_layer.weight") or ".lora_" in name else dtype
+
+
+def merge_adapter(
+    tensors: Iterable[tuple[str, torch.Tensor]], model, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Merge an adapter into its base: W + alpha / rank B A, in fp32, then cast (Hu et al. 2021, section 4.1).
 
     Yields all full tensors of the plain model, and holds back the weight of one layer at a time. Without an adapter,
     the tensors pass unchanged.
@@ -72,7 +79,7 @@ def merge_adapter(tensors: Iterable[tuple[str, torch.Tensor]], model) -> Iterato
         if len(held[layer]) == 3:
             weight, a, b = held.pop(layer)
             update = (b @ a).T if model.get_submodule(layer).fan_in_fan_out else b @ a  # a Conv1D has W transposed
-            yield f"{layer}.weight", weight + (config.lora_alpha / config.r) * update
+            yield f"{layer}.weight", (weight + (config.lora_alpha / config.r) * update).to(dtype)
 
 
 class WeightsWithAdapter:

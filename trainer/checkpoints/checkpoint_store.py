@@ -11,9 +11,9 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
 MANIFEST = "manifest.json"
@@ -32,33 +32,36 @@ def hash_file(path: str) -> dict:
 
 
 def write_file(path: str, data: bytes) -> dict:
-    """Write a file, hash it meanwhile, and flush it to the disk. Returns its {"size", "blake2b"}. Raises OSError.
+    """Write a file and flush it to the disk. Returns its {"size", "blake2b"}. Raises OSError."""
+    return write_parts(path, [data])
+
+
+def write_parts(path: str, parts: Iterable) -> dict:
+    """The same for a file that comes in parts of bytes. No part is kept when the next one is made.
 
     The hash is of the bytes in memory. Only the size and both ends are compared with the disk: loading a checkpoint
     hashes every byte.
     """
-    digest = hashlib.blake2b(digest_size=32)
-    hashing = threading.Thread(target=digest.update, args=(data,))  # it runs beside the disk, without Python's lock
-    hashing.start()
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
+    digest, size, begin, end = hashlib.blake2b(digest_size=32), 0, b"", bytearray()
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as thread:
+        for part in parts:
+            hashing = thread.submit(digest.update, part)  # it runs beside the disk, without Python's lock
+            file.write(part)
             file.flush()
-            os.fsync(file.fileno())
-    finally:
-        hashing.join()
-    if not _has_size_and_ends(path, memoryview(data)):
-        raise OSError(errno.EIO, "reads back other bytes than were written", path)
-    return {"size": len(data), "blake2b": digest.hexdigest()}
-
-
-def _has_size_and_ends(path: str, data: memoryview) -> bool:
+            os.posix_fadvise(file.fileno(), size, len(part), os.POSIX_FADV_DONTNEED)  # the disk starts to write
+            size += len(part)
+            begin += part[: CHUNK_BYTES - len(begin)]
+            end += part[-CHUNK_BYTES:]
+            del end[:-CHUNK_BYTES]
+            hashing.result()
+            del part, hashing
+        os.fsync(file.fileno())
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # then the bytes come from the disk
-        begin = file.read(CHUNK_BYTES)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - CHUNK_BYTES))
-        return size == len(data) and begin == data[:CHUNK_BYTES] and file.read() == data[-CHUNK_BYTES:]
+        ends = file.read(len(begin)), file.seek(0, os.SEEK_END), file.seek(max(0, size - len(end))), file.read()
+    if ends != (begin, size, size - len(end), end):
+        raise OSError(errno.EIO, "reads back other bytes than were written", path)
+    return {"size": size, "blake2b": digest.hexdigest()}
 
 
 def write_json(path: str, value) -> dict:

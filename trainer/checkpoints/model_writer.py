@@ -29,6 +29,7 @@ def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder:
                 shards[-1].close()
             shards.append(SafetensorsStream(os.path.join(folder, f"shard-{len(shards)}"), max_shard_bytes))
         shards[-1].add(name, tensor)
+        del tensor  # it may be a view of a larger one, which would stay while the next one is gathered
     shards[-1].close()
     if len(shards) == 1:
         os.replace(os.path.join(folder, "shard-0"), os.path.join(folder, SINGLE))
@@ -157,7 +158,9 @@ def save_pretrained(
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             if writes:
-                yield name, tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
+                tensor = tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
+                yield name, tensor
+            del tensor  # not held while the next one is gathered
 
     if not writes:
         for _ in converted() if tensors is not None else ():

@@ -148,6 +148,7 @@ class PublishedWeights:
                     yield alias, tensor.clone()
                 continue
             held[name] = tensor
+            del tensor
             if all(target in held for target in origin.targets):
                 yield from self._reverted(origin, [held.pop(target) for target in origin.targets])
 

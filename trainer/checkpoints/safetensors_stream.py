@@ -5,12 +5,31 @@ the tensors end to end. Spaces may follow the JSON. So room for it is left at th
 """
 
 import json
+from collections.abc import Iterator
 
 import torch
 from safetensors.torch import _TYPES
 
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
 ROOM = 128 << 10  # bytes of a header, for some 900 tensors
+PART_BYTES = 16 << 20
+
+
+def file_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file, in parts. Tensors that are on the CPU are not copied; others come part by part."""
+    # wide elements first: so all are aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    entries, size = {"__metadata__": metadata}, 0
+    for name, tensor in tensors.items():
+        offsets = [size, size + tensor.nbytes]
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        size = offsets[1]
+    header = json.dumps(entries).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors.values():
+        for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(PART_BYTES):
+            yield memoryview(part.cpu().numpy())
 
 
 class SafetensorsStream:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -23,9 +22,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import Piece, open_index
+from trainer.checkpoints.safetensors_stream import file_parts
 from trainer.errors import UserError
 
-MAX_FILE_BYTES = 256 << 20  # a rank needs twice so much host memory to save, in addition to its state
+MAX_FILE_BYTES = 256 << 20
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size
 
 
@@ -121,9 +121,8 @@ def write_shards(shards: Iterable[TensorShard], folder: str, prefix: str) -> tup
     entries, pieces = {}, []
     for number, group in enumerate(_in_files(shards)):
         name = f"{prefix}-{number:05d}.safetensors"
-        facts = _file_metadata(group)  # no name holds the tensors or the bytes: one file's are in memory at a time
-        data = safetensors.torch.save({s.key: s.tensor.to("cpu", copy=True).contiguous() for s in group}, facts)
-        entries[name], data = store.write_file(os.path.join(folder, name), data), None
+        parts = file_parts({shard.key: shard.tensor for shard in group}, _file_metadata(group))
+        entries[name] = store.write_parts(os.path.join(folder, name), parts)
         pieces += [Piece(s.key, s.full_shape, name, s.offset, s.box, s.start, s.tensor.numel()) for s in group]
     return entries, pieces
 
@@ -200,6 +199,8 @@ class ShardReader:
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
             part = _read_stored(self._handle(file), key, position, other_size, inside)
+            if part.numel() == math.prod(size):  # not held twice
+                return part.reshape(size)
             result = torch.empty(size, dtype=part.dtype) if result is None else result
             result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset))] = part
             covered += part.numel()

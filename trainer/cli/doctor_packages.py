@@ -74,9 +74,9 @@ def fitting() -> Finding:
 
 
 def flash_attn_2() -> Finding:
-    from trainer.models.attention.flash import PACKAGES, flash_attn_2_fault
+    from trainer.models.attention.flash import PACKAGES, flash_fault
 
-    fault, version = flash_attn_2_fault(), _version(PACKAGES[2])
+    fault, version = flash_fault(2), _version(PACKAGES[2])
     if fault is None:
         return Finding("flash-attn", "ok", f"{version}")
     if version is not None:  # transformers would import it, too

@@ -4,10 +4,12 @@
 def change_layers(args, model, sp_group) -> None:
     """Change the layers of `model`. `sp_group` are the ranks that split each sequence, or None."""
     if args.gradient_checkpointing or args.selective_checkpointing:
-        from trainer.models.activations import offload_layer_inputs, recompute_layers
+        from trainer.models.activations import recompute_layers
 
         recompute_layers(model, selective=args.selective_checkpointing)
         if args.activation_offload:
+            from trainer.models.activation_offload import offload_layer_inputs
+
             offload_layer_inputs(model)
     if args.packing_samples or sp_group:
         from trainer.models.attention.choice import fit_attention

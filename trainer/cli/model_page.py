@@ -117,7 +117,7 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
     from trainer.distributed.mesh import resolve_mesh_sizes
     from trainer.distributed.tensor_parallel import resolve_tp_plan, validate_tp_sizes
     from trainer.models.attention.choice import validate_heads, validate_packed_model
-    from trainer.models.attention.flash import validate_head_dims
+    from trainer.models.attention.flash_limits import validate_head_dims
     from trainer.models.attention.split_attention import validate_split_model
     from trainer.models.attention.varlen import NAME
     from trainer.models.folder_faults import one_line

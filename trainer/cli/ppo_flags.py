@@ -1,11 +1,13 @@
 """The flags of `train_ppo`: checks of their combinations, and the options of the algorithm that they give."""
 
 import importlib.util
+import os
 
 from trainer.cli import training_command
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
+CLIPPING = "ppo, gspo, gspo_token"  # policy losses that --dual_clip fits
 EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
 
 
@@ -33,6 +35,7 @@ def validate(args: PPOArguments) -> None:
     if args.param_dtype == "fp16":
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
+    _validate_staleness(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
@@ -46,11 +49,20 @@ def _refuse_idle(args: PPOArguments) -> None:
     estimator = args.advantage_estimator
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
-        ("no_advantage_std_norm", estimator not in ("rloo", "dr_grpo"), "an estimator with a standard deviation"),
-        ("eps_clip", args.policy_loss != "reinforce", "--policy_loss ppo, gspo, gspo_token, cispo"),
+        (
+            "no_advantage_std_norm",
+            estimator not in ("rloo", "dr_grpo", "distill"),
+            "an estimator with a standard deviation",
+        ),
+        ("gamma", estimator != "distill", "an estimator that adds up rewards"),
+        ("eps_clip eps_clip_high", args.policy_loss not in ("reinforce", "sapo"), f"--policy_loss {CLIPPING}, cispo"),
+        ("sapo_temperatures", args.policy_loss == "sapo", "--policy_loss sapo"),
+        ("advantage_batch_std", estimator == "group_norm", "--advantage_estimator group_norm"),
+        ("rollout_kl_estimator", args.rollout_kl_max is not None, "--rollout_kl_max"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
+        ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
         ("env_max_turns env_timeout env_concurrency", bool(args.env), "--env"),
@@ -86,9 +98,19 @@ def _validate_offload(args: PPOArguments) -> None:
 
 def _validate_engine(args: PPOArguments) -> None:
     share, flag = args.vllm_gpu_memory_utilization, "--vllm_gpu_memory_utilization"
-    if args.rollout_engine != "vllm":
-        if share is not None:
-            raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
+    if args.rollout_engine != "vllm" and share is not None:
+        raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
+    if (args.rollout_engine == "vllm_server") != bool(args.engine_urls):
+        found = f"{args.engine_urls or 'missing'} with --rollout_engine {args.rollout_engine}"
+        raise UserError("--engine_urls", found, "addresses of serve_engine, with --rollout_engine vllm_server")
+    if args.rollout_engine == "vllm_server":
+        _validate_servers(args)
+    if args.rollout_engine == "hf":
+        return
+    if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
+        found = f"{args.temperature:g} with --rollout_engine {args.rollout_engine}"
+        raise UserError("--temperature", found, "0.01 or more")
+    if args.rollout_engine == "vllm_server":
         return
     if importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
@@ -97,8 +119,40 @@ def _validate_engine(args: PPOArguments) -> None:
     if (args.top_p < 1 or args.min_p) and not args.top_k:
         flag = "--top_p" if args.top_p < 1 else "--min_p"
         raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
-    if args.temperature < 0.01:  # vLLM silently raises it, and log-probs would have another temperature
-        raise UserError("--temperature", f"{args.temperature:g} with --rollout_engine vllm", "0.01 or more")
+
+
+def _validate_servers(args: PPOArguments) -> None:
+    for flag, value in (("--top_p", args.top_p < 1), ("--top_k", args.top_k), ("--min_p", args.min_p)):
+        if value:
+            raise UserError(flag, "with --rollout_engine vllm_server, which does not send the sets", "hf, vllm")
+    urls, ranks = args.engine_urls.split(","), int(os.environ.get("WORLD_SIZE", 1))
+    for url in urls:
+        if not url.strip().startswith(("http://", "https://")):
+            raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
+    if len(urls) > ranks:
+        raise UserError("--engine_urls", f"{len(urls)} for {ranks} ranks", "up to one for each rank")
+    if args.max_staleness and len(urls) != ranks:  # ranks that share a server would change each other's weights
+        found = f"{len(urls)} for {ranks} ranks with --max_staleness {args.max_staleness}"
+        raise UserError("--engine_urls", found, "one for each rank")
+
+
+def _validate_staleness(args: PPOArguments) -> None:
+    if not args.max_staleness:
+        return
+    others = {
+        "--rollout_engine vllm": args.rollout_engine == "vllm",  # its ranks communicate, and it draws random numbers
+        "--rollouts_from": args.rollouts_from,
+        "--env": args.env,  # ranks exchange what environments answer after each turn
+        "--dynamic_filtering": args.dynamic_filtering,  # the next prompts would depend on scores
+        "--offload_actor_optimizer": args.offload_actor_optimizer,
+        "--offload_critic": args.offload_critic,
+        "--verify_resume": args.verify_resume,  # a second run has other versions
+    }
+    for other in (flag for flag, value in others.items() if value):
+        raise UserError("--max_staleness", f"{args.max_staleness} with {other}", "0")
+    if args.tis_cap is None:
+        found = f"missing with --max_staleness {args.max_staleness}: older weights draw other tokens"
+        raise UserError("--tis_cap", found, "a largest weight, such as 2")
 
 
 def _validate_rewards(args: PPOArguments) -> None:
@@ -113,7 +167,7 @@ def _validate_rewards(args: PPOArguments) -> None:
     given = [flag for flag, value in sources.items() if value]
     if len(given) > 1:
         raise UserError(given[1], f"with {given[0]}", "one source of rewards")
-    if not given and (not args.rollouts_from or args.eval_dataset):
+    if not given and not args.teacher and (not args.rollouts_from or args.eval_dataset):
         raise UserError(
             "--reward_func", "missing", "math, exact_match, a Python file; or " + ", ".join(list(sources)[1:])
         )
@@ -157,14 +211,15 @@ def _validate_algorithm(args: PPOArguments) -> None:
         raise UserError("--dynamic_filtering", "with --rollouts_from", "one of them")
     if args.dynamic_filtering_range[0] >= args.dynamic_filtering_range[1]:
         raise UserError("--dynamic_filtering_range", str(args.dynamic_filtering_range), "a lower and a higher bound")
-    clipping = ("ppo", "gspo", "gspo_token")
-    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in clipping):
+    if args.dual_clip is not None and (args.dual_clip <= 1 or args.policy_loss not in CLIPPING.split(", ")):
         found = f"{args.dual_clip} with --policy_loss {args.policy_loss}"
-        raise UserError("--dual_clip", found, f"above 1, with {', '.join(clipping)}")
-    if args.policy_loss == "reinforce" and args.eps_clip_high is not None:
-        raise UserError(
-            "--eps_clip_high", "with --policy_loss reinforce, which does not clip", "ppo, gspo, gspo_token, cispo"
-        )
+        raise UserError("--dual_clip", found, f"above 1, with {CLIPPING}")
+    if min(args.sapo_temperatures) <= 0:
+        raise UserError("--sapo_temperatures", str(args.sapo_temperatures), "numbers above 0")
+    if args.advantage_batch_std and args.no_advantage_std_norm:
+        raise UserError("--advantage_batch_std", "with --no_advantage_std_norm", "one of them")
+    if args.tis_mask and args.tis_cap is not None and args.tis_cap <= 1:
+        raise UserError("--tis_cap", f"{args.tis_cap:g} with --tis_mask, which would keep no weight", "above 1")
     if not args.init_kl_coef:
         needing = {"--use_kl_loss": args.use_kl_loss, "--kl_target": args.kl_target, "--ref_model": args.ref_model}
         needing |= {"--offload_ref": args.offload_ref, "--kl_in_score": args.kl_in_score}
@@ -206,7 +261,12 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     from trainer.training.ppo_state import PPOOptions
 
     advantages = AdvantageOptions(
-        args.advantage_estimator, args.n_samples_per_prompt, args.gamma, args.lambd, not args.no_advantage_std_norm
+        args.advantage_estimator,
+        args.n_samples_per_prompt,
+        args.gamma,
+        args.lambd,
+        not args.no_advantage_std_norm,
+        args.advantage_batch_std,
     )
     policy = PolicyOptions(
         loss=args.policy_loss,
@@ -218,6 +278,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         entropy_coef=args.entropy_loss_coef,
         kl_estimator=args.kl_estimator if args.use_kl_loss else None,
         value_clip=args.value_clip,
+        sapo_temperatures=tuple(args.sapo_temperatures),
     )
     return PPOOptions(
         advantages=advantages,
@@ -231,6 +292,10 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_target=args.kl_target,
         kl_horizon=args.kl_horizon,
         tis_cap=args.tis_cap,
+        tis_level=args.tis_level,
+        tis_mask=args.tis_mask,
+        rollout_kl_max=args.rollout_kl_max,
+        rollout_kl_estimator=args.rollout_kl_estimator,
         normalize_reward=args.normalize_reward,
         reward_clip_range=tuple(args.reward_clip_range) if args.reward_clip_range else None,
         overlong_buffer_len=args.overlong_buffer_len,

@@ -66,18 +66,24 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
 
 
 def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callable:
-    """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and its number of response tokens."""
+    """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and the samples, moved to where they train.
+
+    It communicates (all-to-all over the world).
+    """
     from trainer.rollout.experience import SampleSet, collate_samples
+    from trainer.rollout.placement import move, trained_by
 
     max_len = args.prompt_max_len + args.generate_max_len
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
 
-    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, int]:
-        dataset = SampleSet(samples, args.loss_agg, args.generate_max_len, args.mask_truncated)
+    def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:
+        as_set = functools.partial(
+            SampleSet, loss_agg=args.loss_agg, max_len=args.generate_max_len, mask_truncated=args.mask_truncated
+        )
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
-            dataset,
+            as_set(samples),
             collate,
             batch_size=args.train_batch_size,
             micro_batch_size=args.micro_train_batch_size,
@@ -86,7 +92,9 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
             shuffle=False,
         )
         loader.load_state_dict({"epoch": episode, "next_index": 0})
-        return list(loader), dataset.num_response_tokens
+        samples = move(samples, trained_by(setup.strategy.meshes, loader))
+        loader.dataset = as_set(samples)
+        return list(loader), samples
 
     return make_batches
 
@@ -141,6 +149,12 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     }
     if args.rollout_engine == "vllm":
         return _vllm_engine(args, setup, options)
+    if args.rollout_engine == "vllm_server":
+        from trainer.rollout.vllm_server import VLLMServerEngine
+
+        del options["trust_remote_code"]  # a flag of serve_engine
+        urls, max_len = args.engine_urls.split(","), args.prompt_max_len + args.generate_max_len
+        return VLLMServerEngine([url.strip() for url in urls], **options, max_len=max_len)
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
@@ -149,6 +163,22 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
         name = type(engine.model).__name__
         setup.strategy.print(f"rollout engine: no cache for {name}, so each token reads the whole text again")
     return engine
+
+
+def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
+    """The thread of --max_staleness, or None."""
+    if not args.max_staleness:
+        return None
+    from trainer.rollout.asynchronous import Pace, RolloutsAhead
+    from trainer.rollout.experience import TextScores
+
+    def steps_of(num_samples: int) -> int:
+        return args.max_epochs * -(-num_samples // args.train_batch_size)
+
+    pace = Pace(args.max_staleness, total_steps, steps_of, args.micro_rollout_batch_size)
+    score_mine = roles.score.score_mine if isinstance(roles.score, TextScores) else None
+    options = {"seed": args.seed, "group_size": args.n_samples_per_prompt}
+    return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 
 def _environments(args: PPOArguments, setup: training_command.Setup):
@@ -191,12 +221,16 @@ def _reference(args: PPOArguments, setup: training_command.Setup):
     from transformers import AutoModelForCausalLM
 
     from trainer.distributed.collectives import rank_0_first
-    from trainer.models.model_loading import resolve_model_folder
+    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
     folder, flag = setup.folder, "--pretrain"
     if args.ref_model:
-        flag = "--ref_model"
+        flag = "--teacher" if args.teacher else "--ref_model"
         folder = rank_0_first(lambda: resolve_model_folder(args.ref_model, flag))
+    if args.teacher and load_tokenizer(folder, args.trust_remote_code).get_vocab() != setup.tokenizer.get_vocab():
+        raise UserError(
+            "--teacher", f"{args.teacher} has another vocabulary than --pretrain", "a model with the same one"
+        )
     reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
 
@@ -229,7 +263,7 @@ def build_reward(
     args: PPOArguments, setup: training_command.Setup, make_batches: Callable, functions: dict[str, Callable]
 ) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
-    from trainer.rollout.experience import score_by_texts
+    from trainer.rollout.experience import TextScores
     from trainer.rollout.remote_rewards import read_key, remote_scorer
     from trainer.rollout.rewards import function_scorer, short_name, weighted_scorer
 
@@ -243,10 +277,16 @@ def build_reward(
         [scorer, *others] = scorers.values()
         if others or args.reward_weights:
             scorer = weighted_scorer(scorers, args.reward_weights or [1.0] * len(scorers))
+    elif args.teacher and not args.env:
+        return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples: None
-    ids = stop_ids(setup)
-    return lambda samples: score_by_texts(scorer, samples, setup.tokenizer, ids)
+    return TextScores(scorer, setup.tokenizer, stop_ids(setup))
+
+
+def _score_nothing(samples: list) -> None:
+    for sample in samples:
+        sample.score = 0.0
 
 
 def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batches: Callable) -> Callable:
@@ -257,6 +297,7 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.models.reward import return_token_scores, scoring_pad
+    from trainer.rollout.placement import share
     from trainer.rollout.rewards import check_scores
     from trainer.training.roles import reward_scores
 
@@ -283,10 +324,15 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
     ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
 
     def score(samples: list) -> None:
-        read = [
-            dataclasses.replace(s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos))
-            for s in samples
-        ]
+        read = share(
+            [
+                dataclasses.replace(
+                    s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos), sizes=None
+                )
+                for s in samples
+                if s.here
+            ]
+        )
         parts = []
         for where, pad, model in models:
             batches, _ = make_batches(read, 0, pad)

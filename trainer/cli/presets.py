@@ -52,8 +52,35 @@ def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
     return args, is_demo
 
 
-def _as_flags(values: dict) -> list[str]:
-    return [text for name, value in values.items() for text in (f"--{name}", str(value).lower())]
+def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
+    """The arguments with what --teacher sets: the reference is the teacher, and advantages are its KL with weight 1.
+
+    Flags that the user gives win. Raises UserError for those that contradict it.
+    """
+    if args.teacher is None:
+        if args.advantage_estimator == "distill":
+            raise UserError("--advantage_estimator", "distill without --teacher", "--teacher MODEL")
+        return args, is_demo
+    values = {"advantage_estimator": "distill", "ref_model": args.teacher, "init_kl_coef": 1.0}
+    args, is_demo = parse([*_as_flags(values, lower=False), *argv])
+    contradictions = {
+        "--advantage_estimator": args.advantage_estimator != "distill" and args.advantage_estimator,
+        "--ref_model": args.ref_model != args.teacher and args.ref_model,
+        "--init_kl_coef": not args.init_kl_coef and "0",
+        "--kl_estimator": args.kl_estimator != "k1" and args.kl_estimator,
+        "--preset": args.preset,
+        "--use_kl_loss": args.use_kl_loss,
+        "--kl_in_score": args.kl_in_score,
+        "--dynamic_filtering": args.dynamic_filtering,
+    }
+    for flag, value in contradictions.items():
+        if value:
+            raise UserError(flag, f"{value} with --teacher" if value is not True else "with --teacher", "leave it out")
+    return args, is_demo
+
+
+def _as_flags(values: dict, lower: bool = True) -> list[str]:
+    return [t for name, value in values.items() for t in (f"--{name}", str(value).lower() if lower else str(value))]
 
 
 def told(args: PPOArguments) -> str:

@@ -12,7 +12,7 @@ from typing import Optional
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
-from trainer.cli.presets import told, with_preset
+from trainer.cli.presets import told, with_preset, with_teacher
 from trainer.ppo_arguments import PPOArguments
 
 COMMAND = "train_ppo"
@@ -24,7 +24,7 @@ def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     def parse_flags(flags: list[str]) -> tuple[PPOArguments, bool]:
         return training_command.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
 
-    return with_preset(parse_flags, argv)
+    return with_teacher(*with_preset(parse_flags, argv), parse_flags, argv)
 
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> None:
     from trainer.training.ppo_state import RLState
 
     validate(args)
-    setup = training_command.set_up(args, is_demo)
+    setup = training_command.set_up(args, is_demo, args.rollout_engine == "vllm")
     strategy, tokenizer = setup.strategy, setup.tokenizer
     if args.preset:
         strategy.print(told(args))
@@ -94,6 +94,7 @@ def run(argv: list[str]) -> None:
     make_batches = build.make_batches_of(args, setup)
     options = ppo_options(args, build.stop_ids(setup))
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions)
+    roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)
     others = {"critic": roles.critic} if roles.critic else {}
@@ -108,7 +109,7 @@ def run(argv: list[str]) -> None:
         strategy.print(verify_resume(ppo_run, loop, progress, args.verify_resume))
         return
     ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer) if strategy.is_rank_0() else None
+    ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer)
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():

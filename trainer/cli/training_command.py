@@ -104,8 +104,8 @@ class Setup:
     sp_group: Any  # None if sequences are not split
 
 
-def set_up(args, is_demo: bool) -> Setup:
-    """Start the strategy, make the demo if it is requested, and load the tokenizer."""
+def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
+    """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
     from transformers import masking_utils
 
     from trainer.distributed.collectives import rank_0_first
@@ -126,10 +126,10 @@ def set_up(args, is_demo: bool) -> Setup:
     strategy.setup_distributed()
     if strategy.device.type == "cpu":
         use_cores(args, strategy)
-    elif args.adam_offload:
-        from trainer.cli.cpu_cores import share_cores
+    else:
+        from trainer.cli.gpu_settings import set_up_gpu
 
-        share_cores()
+        set_up_gpu(args.adam_offload, vllm)
     if is_demo:
         from trainer.datasets.demo import make_demo
 
@@ -151,7 +151,7 @@ def set_up(args, is_demo: bool) -> Setup:
 def choose_attention(args) -> str:
     """The name of the attention function. Without packing and splitting, it is a function of transformers."""
     wanted = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
-    if not (args.packing_samples or args.ring_attn_size > 1 or wanted == "flash_attention_2"):
+    if not (args.packing_samples or args.ring_attn_size > 1 or wanted.startswith("flash")):
         return wanted
     from trainer.models.attention.choice import resolve_attention
 
@@ -238,7 +238,7 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     if setup.attention not in ("sdpa", "eager"):
         from trainer.models.attention.choice import validate_model
 
-        validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples)
+        validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples, auto_class)
     remote = args.trust_remote_code
     try:
         model = setup.strategy.load_model(folder, auto_class, attn_implementation=attention, trust_remote_code=remote)

@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from trainer.compare.predicted_memory import FILE_BYTES, GRADS, MASTERS, MOMENTS, predict
+from trainer.compare.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
 from trainer.distributed.expert_parallel import are_experts
 from trainer.metrics import flops_per_token
 from trainer.models.token_losses import GPU_CHUNK_BYTES
@@ -159,7 +159,7 @@ def needs(layout: Layout, s: Sizes, tokens: int) -> Needs:
     if not layout.offload:
         return Needs(found.load, found.step + extra, found.state, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
-    buffers = max(2 * min(state, FILE_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
+    buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
     return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, 0.0, state + buffers)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MASTERS, MOMENTS, GRADS = 4, 8, 4  # bytes: everything that accumulates is fp32
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default: so many fp32 gradients are reduced at a time
-FILE_BYTES = 256 << 20
+BUFFER_BYTES = 32 << 20  # of a checkpoint that is written: a part of a tensor, and both ends of a file
 STAGES = {"fsdp2": (3, 2), "deepspeed": (0, 1, 2, 3)}
 
 
@@ -51,7 +51,7 @@ def predict(
     else:
         load, state, step, written = _deepspeed(stage, width, p, n, bucket, on_gpu)
     one_tensor = (MASTERS + width) * largest_layer  # gathered and converted; the exported model is written in a stream
-    save = state + max(2 * min(written, FILE_BYTES), one_tensor)
+    save = state + max(min(written, BUFFER_BYTES), one_tensor)
     return Memory(load, state, step, save)
 
 

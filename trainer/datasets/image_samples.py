@@ -268,7 +268,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, processor: Any, optio
     except UserError as error:
         raise UserError(f"{where}: {error.where}", error.found, error.allowed) from None
     of_row = ImageTokenizer(tokenizer, processor, replacements)
-    found = sft_samples._tokenize_row(row, index, tokenizer=of_row, options=options, flag=flag)
+    found = sft_samples.tokenize_row(row, index, tokenizer=of_row, options=options, flag=flag)
     own = set(image_token_ids(processor))
     unfit = sum(token in own for token in found["input_ids"]) < of_row.num_image_tokens
     if unfit:

@@ -86,14 +86,14 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         module.num_experts //= ep * sizes.tp
         groups = mesh.get_group("ep"), mesh.get_group("tp")
-        module.forward = functools.partial(_forward, module, module.forward, *groups)
+        module.forward = functools.partial(local_experts_forward, module, module.forward, *groups)
         fully_shard(module, **fsdp_options | options)
 
 
-def _forward(
+def local_experts_forward(
     module,
     local_forward: Callable,
-    ep_group: dist.ProcessGroup,
+    ep_group: dist.ProcessGroup | None,
     tp_group: dist.ProcessGroup,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -103,7 +103,7 @@ def _forward(
 
     `hidden_states` is (tokens, hidden). `top_k_index` and `top_k_weights` are (tokens, k). Returns (tokens, hidden).
     """
-    ep, tp, num_local = ep_group.size(), tp_group.size(), module.num_experts
+    ep, tp, num_local = 1 if ep_group is None else ep_group.size(), tp_group.size(), module.num_experts
     if tp > 1:  # the gradient of each tp rank comes from its own experts
         hidden_states, top_k_weights = (SumGradients.apply(t, tp_group) for t in (hidden_states, top_k_weights))
     experts = top_k_index.flatten()
@@ -125,15 +125,16 @@ def _forward(
 
 def _exchange(rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], group) -> torch.Tensor:
     """Send the first rows to the first rank of `group`, and so on. Returns those of all ranks (all-to-all)."""
-    return rows if group.size() == 1 else _AllToAll.apply(rows, receive_sizes, send_sizes, group)
+    return rows if group is None or group.size() == 1 else _AllToAll.apply(rows, receive_sizes, send_sizes, group)
 
 
 def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Run the experts of this rank on (n, hidden) tokens, one expert each. The parameters are plain tensors meanwhile.
+    """Run the experts of this rank on (n, hidden) tokens, one expert each. DTensors are plain tensors meanwhile.
 
     Without tokens, one row of zeros runs. So every parameter has a gradient, which FSDP reduces on all ranks.
     """
-    held, num_tokens = dict(module._parameters), len(tokens)
+    held = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+    num_tokens = len(tokens)
     if not num_tokens:
         tokens, ids = F.pad(tokens, (0, 0, 0, 1)), ids.new_zeros(1)
     try:

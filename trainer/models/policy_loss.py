@@ -34,7 +34,8 @@ def ppo_loss(
     """Return (loss, whether it is clipped) of each token: -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A).
 
     Schulman et al. 2017, equation 7. eps_high above eps_low is DAPO's clip-higher (Yu et al. 2025, equation 10).
-    `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). For GSPO (Zheng et
+    `dual_clip` c > 1 bounds the loss of a negative advantage by -c A (Ye et al. 2020, equation 5). With c above
+    1 + eps_high, this is the two-sided clip of INTELLECT-2 (Prime Intellect 2025). For GSPO (Zheng et
     al. 2025, equation 7), each token's log_ratio is the mean over the tokens of its sequence.
     """
     ratio = bounded(log_ratio).exp()
@@ -66,6 +67,15 @@ def cispo_loss(
     return -weight * advantages * log_probs, weight != ratio
 
 
+def sapo_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, temperatures: tuple[float, float]) -> torch.Tensor:
+    """-4 / t * sigmoid(t (ratio - 1)) A, with t = `temperatures[0]` where A > 0, else `temperatures[1]`.
+
+    A soft gate in place of a clip (SAPO: Gao et al. 2025, Soft adaptive policy optimization).
+    """
+    t = torch.where(advantages > 0, temperatures[0], temperatures[1])
+    return -torch.sigmoid(t * torch.expm1(bounded(log_ratio))) * 4 / t * advantages
+
+
 @dataclass(frozen=True)
 class PolicyOptions:
     """The name of a loss in POLICY_LOSSES, and its constants. `kl_estimator` is None without a KL term in the loss."""
@@ -79,6 +89,7 @@ class PolicyOptions:
     entropy_coef: float = 0.0
     kl_estimator: Optional[str] = None
     value_clip: Optional[float] = None
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,11 @@ def _cispo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
     return *cispo_loss(tokens.log_probs, tokens.log_ratio, tokens.advantages, *bounds), tokens.log_ratio
 
 
+def _sapo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    losses = sapo_loss(tokens.log_ratio, tokens.advantages, options.sapo_temperatures)
+    return losses, torch.zeros_like(losses, dtype=torch.bool), tokens.log_ratio
+
+
 # function(tokens, options) returns for each token (loss, whether it is clipped, log-ratio of the loss)
 POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "ppo": _ppo,
@@ -129,6 +145,7 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "gspo": _gspo,
     "gspo_token": _gspo_token,
     "cispo": _cispo,
+    "sapo": _sapo,
 }
 
 

@@ -7,6 +7,7 @@ A new loss of pairs is one function and one entry in PAIR_LOSSES. A new loss of 
 The flag --loss of train_dpo and train_rm takes their names.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
@@ -33,13 +34,42 @@ class AnswerLogProbs:
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """The name of a loss in PAIR_LOSSES, and the constants that losses use."""
+    """The names of losses in PAIR_LOSSES (comma-separated), their weights (None: 1 each), and the constants they use."""
 
     loss: str
     beta: float
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.0
     nll_loss_coef: float = 0.0
+    weights: Optional[tuple[float, ...]] = None
+    f_divergence: str = "reverse_kl"
+    f_alpha: float = 0.5
+
+
+@dataclass(frozen=True)
+class LogRatios:
+    """log pi/ref of the chosen and of the rejected answers, each (n,)."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+
+
+def loss_names(loss: str) -> list[str]:
+    return [name.strip() for name in loss.split(",")]
+
+
+def f_score(log_ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
+    """f'(t) of t = pi/ref, without constants that cancel in a difference (Wang et al. 2024, Beyond reverse KL).
+
+    reverse_kl: log t. forward_kl: -1/t. js: log(2t / (1 + t)). alpha: (t^(alpha - 1) - 1) / (alpha - 1); 1 is reverse_kl.
+    """
+    if divergence == "forward_kl":
+        return 1 - torch.exp(-log_ratio)
+    if divergence == "js":
+        return math.log(2) + F.logsigmoid(log_ratio)
+    if divergence == "alpha" and alpha != 1:
+        return torch.expm1((alpha - 1) * log_ratio) / (alpha - 1)
+    return log_ratio
 
 
 def dpo_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
@@ -53,6 +83,13 @@ def cdpo_loss(margin: torch.Tensor, beta: float, label_smoothing: float) -> torc
     return (1 - label_smoothing) * dpo_loss(margin, beta) + label_smoothing * dpo_loss(-margin, beta)
 
 
+def robust_loss(margin: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """An unbiased estimate of the DPO loss if labels are wrong with probability `label_smoothing` (Chowdhury et al. 2024,
+    Provably robust DPO)."""
+    right, wrong = dpo_loss(margin, beta), dpo_loss(-margin, beta)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
 def ipo_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
     """(margin - 1 / (2 beta))^2 on sums of log-probs (Azar et al. 2023, equation 17; beta is their tau)."""
     return (margin - 1 / (2 * beta)) ** 2
@@ -61,6 +98,36 @@ def ipo_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
 def hinge_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
     """max(0, 1 - beta * margin) (SLiC, Zhao et al. 2023, in the form of Liu et al. 2023, RSO, equation 10)."""
     return torch.relu(1 - beta * margin)
+
+
+def apo_zero_loss(ratios: LogRatios, beta: float) -> torch.Tensor:
+    """1 - sigmoid(beta r_w) + sigmoid(beta r_l), r = log pi/ref (D'Oosterlinck et al. 2024, equation 7): the chosen answer
+    gets more likely, the rejected one less."""
+    return torch.sigmoid(-beta * ratios.chosen) + torch.sigmoid(beta * ratios.rejected)
+
+
+def apo_down_loss(ratios: LogRatios, beta: float) -> torch.Tensor:
+    """sigmoid(beta r_w) + 1 - sigmoid(beta (r_w - r_l)) (D'Oosterlinck et al. 2024, equation 8): both get less likely, the
+    rejected answer by more."""
+    return torch.sigmoid(beta * ratios.chosen) + torch.sigmoid(-beta * (ratios.chosen - ratios.rejected))
+
+
+def sppo_loss(ratios: LogRatios, beta: float) -> torch.Tensor:
+    """(r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2 (Wu et al. 2024, SPPO, equation 4.7 with P = 1; beta is 1 / eta)."""
+    return (ratios.chosen - 0.5 / beta) ** 2 + (ratios.rejected + 0.5 / beta) ** 2
+
+
+def nca_loss(ratios: LogRatios, beta: float) -> torch.Tensor:
+    """-log sigmoid(beta r_w) - (log sigmoid(-beta r_w) + log sigmoid(-beta r_l)) / 2 (Chen et al. 2024, NCA, for
+    pairs)."""
+    chosen, rejected = beta * ratios.chosen, beta * ratios.rejected
+    return -F.logsigmoid(chosen) - (F.logsigmoid(-chosen) + F.logsigmoid(-rejected)) / 2
+
+
+def bco_loss(ratios: LogRatios, beta: float) -> torch.Tensor:
+    """-log sigmoid(beta r_w) - log sigmoid(-beta r_l) (Jung et al. 2024, BCO), without their reward shift, as in MPO and
+    TRL's bco_pair."""
+    return -F.logsigmoid(beta * ratios.chosen) - F.logsigmoid(-beta * ratios.rejected)
 
 
 def simpo_loss(policy: AnswerLogProbs, beta: float, gamma: float) -> torch.Tensor:
@@ -86,28 +153,61 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
 class PairLoss:
     """An entry of PAIR_LOSSES.
 
-    `function(policy, margin, options)` returns one loss per pair, (n,). `policy` is the AnswerLogProbs of the trained
-    model. `margin` (n,) is log pi/ref(w) - log pi/ref(l). It is None if the loss needs no reference.
+    `function(policy, ratios, margin, options)` returns one loss per pair, (n,). `policy` is the AnswerLogProbs of the
+    trained model. `margin` (n,) is log pi/ref(w) - log pi/ref(l), or the difference of scores of another f-divergence.
+    It and `ratios` are None if the loss needs no reference. Only a loss with `of_margin` fits other f-divergences: their
+    scores have a constant, which cancels only in differences.
     """
 
-    function: Callable[[AnswerLogProbs, Optional[torch.Tensor], PreferenceOptions], torch.Tensor]
+    function: Callable[[AnswerLogProbs, Optional[LogRatios], Optional[torch.Tensor], PreferenceOptions], torch.Tensor]
     needs_reference: bool = True
+    of_margin: bool = False
+    has_label_smoothing: bool = False
+
+
+def _of_margin(function: Callable, has_label_smoothing: bool = False) -> PairLoss:
+    def loss(_policy, _ratios, margin, options):
+        more = (options.label_smoothing,) if has_label_smoothing else ()
+        return function(margin, options.beta, *more)
+
+    return PairLoss(loss, of_margin=True, has_label_smoothing=has_label_smoothing)
+
+
+def _of_ratios(function: Callable) -> PairLoss:
+    return PairLoss(lambda _policy, ratios, _margin, options: function(ratios, options.beta))
 
 
 PAIR_LOSSES = {
-    "dpo": PairLoss(lambda policy, margin, options: dpo_loss(margin, options.beta)),
-    "cdpo": PairLoss(lambda policy, margin, options: cdpo_loss(margin, options.beta, options.label_smoothing)),
-    "ipo": PairLoss(lambda policy, margin, options: ipo_loss(margin, options.beta)),
-    "hinge": PairLoss(lambda policy, margin, options: hinge_loss(margin, options.beta)),
-    "simpo": PairLoss(lambda policy, _, options: simpo_loss(policy, options.beta, options.simpo_gamma), False),
-    "orpo": PairLoss(lambda policy, _, options: orpo_loss(policy, options.beta), False),
+    "dpo": _of_margin(dpo_loss),
+    "cdpo": _of_margin(cdpo_loss, has_label_smoothing=True),
+    "robust": _of_margin(robust_loss, has_label_smoothing=True),
+    "ipo": _of_margin(ipo_loss),
+    "hinge": _of_margin(hinge_loss),
+    "apo_zero": _of_ratios(apo_zero_loss),
+    "apo_down": _of_ratios(apo_down_loss),
+    "sppo": _of_ratios(sppo_loss),
+    "nca": _of_ratios(nca_loss),
+    "bco": _of_ratios(bco_loss),
+    "simpo": PairLoss(lambda policy, _r, _m, options: simpo_loss(policy, options.beta, options.simpo_gamma), False),
+    "orpo": PairLoss(lambda policy, _r, _m, options: orpo_loss(policy, options.beta), False),
 }
 
 
-def pair_losses(policy: AnswerLogProbs, margin: Optional[torch.Tensor], options: PreferenceOptions) -> torch.Tensor:
-    """Return the loss of each pair, (n,): the loss `options.loss` plus --nll_loss_coef times -log pi(w) / |w|."""
-    losses = PAIR_LOSSES[options.loss].function(policy, margin, options)
-    if options.nll_loss_coef:  # Pang et al. 2024, Iterative reasoning preference optimization, equation 1
+def pair_losses(policy: AnswerLogProbs, ratios: Optional[LogRatios], options: PreferenceOptions) -> torch.Tensor:
+    """Return the loss of each pair, (n,): the weighted sum of the losses that `options.loss` names.
+
+    --nll_loss_coef adds -log pi(w) / |w| times it (Pang et al. 2024, Iterative reasoning preference optimization, equation
+    1). A sum of dpo, bco and this term is MPO (Wang et al. 2024, Mixed preference optimization).
+    """
+    names, margin = loss_names(options.loss), None
+    if ratios is not None:
+        chosen, rejected = (f_score(r, options.f_divergence, options.f_alpha) for r in (ratios.chosen, ratios.rejected))
+        margin = chosen - rejected
+    losses = sum(
+        weight * PAIR_LOSSES[name].function(policy, ratios, margin, options)
+        for name, weight in zip(names, options.weights or [1.0] * len(names))
+    )
+    if options.nll_loss_coef:
         losses = losses - options.nll_loss_coef * policy.mean_chosen()
     return losses
 

@@ -21,7 +21,8 @@ from trainer.datasets.turns import continuation_ids, tool_calls
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.rollout.environments import Caller, Response, Step, read_opening, read_step, reset
-from trainer.rollout.experience import Sample, gather_over_world
+from trainer.rollout.experience import Sample
+from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards import check_scores
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
 
@@ -91,17 +92,20 @@ def generate_episodes(
     rollout: int,
     first: int = 0,
 ) -> list[Sample]:
-    """`num_each` episodes of each prompt, as samples with scores, numbered from `first`. Every rank gets all of them.
+    """`num_each` episodes of each prompt, as samples with scores, numbered from `first`. Every rank gets all of them, but
+    tokens only of its own (see `placement.share`).
 
-    All engines share the work. `sampling.max_new_tokens` is the limit of everything behind the prompt. After each turn,
-    the ranks exchange what the environments answered (all-gather of objects over the world): the first rank of an engine
-    calls them. The score of an episode is the sum of its rewards.
+    All engines share the work. `sampling.max_new_tokens` is the limit of everything behind the prompt. The first rank of an
+    engine calls the environments. After each turn, it tells the other ranks of its engine what they answered, and all
+    ranks whether any episode goes on (all-to-all and all-gather over the world). The score of an episode is the sum of
+    its rewards.
 
     Raises:
         UserError: an environment failed on one rank. All ranks raise the same error.
     """
-    number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
-    num_engines = dist.get_world_size() // engine.ranks_per_engine
+    per_engine = engine.ranks_per_engine
+    number_of_engine, rank_in_engine = divmod(dist.get_rank(), per_engine)
+    num_engines = dist.get_world_size() // per_engine
     asked = [prompt for prompt in prompts for _ in range(num_each)]
     mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
     episodes = [Episode(first + number, asked[number]) for number in mine]
@@ -114,12 +118,17 @@ def generate_episodes(
                 own = answer()
             except UserError as error:
                 problem = error
-        found = gather_objects((own, problem))
-        problem = next((error for _, error in found if error is not None), None)
+        found = gather_objects((problem, any(next_ids for next_ids, *_ in own)))
+        problem = next((error for error, _ in found if error is not None), None)
         if problem is not None:
             raise problem
-        leaders = [own for own, _ in found[:: engine.ranks_per_engine]]
-        return leaders[number_of_engine], any(next_ids for own in leaders for next_ids, *_ in own)
+        if per_engine > 1:
+            leader, ranks = dist.get_rank() - rank_in_engine, range(dist.get_world_size())
+            told = [
+                own if rank_in_engine == 0 and rank in range(leader, leader + per_engine) else None for rank in ranks
+            ]
+            own = exchange_objects(told)[leader]
+        return own, any(going for _, going in found)
 
     opened, _ = exchanged(lambda: _open(environments, episodes))
     for episode, (prompt_ids,) in zip(episodes, opened):
@@ -141,7 +150,7 @@ def generate_episodes(
             episode.metrics = metrics
         if not any_going:
             break
-    return gather_over_world([episode.as_sample() for episode in episodes] if rank_in_engine == 0 else [])
+    return share([episode.as_sample() for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
 
 
 def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int]]]:

@@ -1,8 +1,8 @@
 """A rollout: samples that every rank knows, and their tokens as the micro-batches that training runs over.
 
 Values per token have two forms. One is in a micro-batch: (rows, tokens) like its input_ids, on the ranks that have
-those tokens. The other is a flat vector of all generated tokens of the rollout, sample after sample. It is the same on
-every rank, and plain code computes advantages from it. `collect` and `spread` convert between the two forms.
+those tokens. The other is a flat vector of the generated tokens of all samples that the rank trains, sample after
+sample. Plain code computes advantages from it. `collect` and `spread` convert between the two forms.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from trainer.datasets.answers import scored_position
 from trainer.datasets.global_batches import contiguous_slice
 from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
 from trainer.datasets.prompts import columns_of
-from trainer.datasets.rows import digest_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.models.policy_loss import num_targets, token_weights
+from trainer.rollout.placement import Part, Sizes, measure, share
 from trainer.rollout.rewards import Scorer
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
 
@@ -41,6 +41,15 @@ class Sample:
     columns: dict = field(default_factory=dict)  # of the prompt's row, for reward functions that take them
     # [start, end) in response_ids of each turn that the model generated; the rest is of the environment. Empty: all
     turns: list[list[int]] = field(default_factory=list)
+    # see placement.py: whether this rank has the tokens, which rank has them (None: every rank), and their numbers
+    here: bool = field(default=True, compare=False)
+    holder: Optional[int] = field(default=None, compare=False)
+    sizes: Optional[Sizes] = field(default=None, compare=False)
+    version: Optional[int] = None  # with --max_staleness: the rollouts that the drawing policy was trained on
+
+    def size(self) -> Sizes:
+        self.sizes = self.sizes or measure(self)
+        return self.sizes
 
     def generated(self) -> list[int]:
         """The positions in response_ids that the engine generated. Only these have log-probs, advantages and a loss."""
@@ -53,70 +62,101 @@ def gather_over_world(values: list) -> list:
     return [value for part in gather_objects(values) for value in part]
 
 
-def my_slice(items: list) -> list:
-    """This rank's share of work that any rank can do."""
-    return contiguous_slice(items, dist.get_rank(), dist.get_world_size())
-
-
 def generate_samples(
     engine, prompts: list[dict], num_each: int, sampling: Sampling, *, seed: int, rollout: int, first: int = 0
 ) -> list[Sample]:
     """Generate `num_each` samples of each prompt, numbered from `first`.
 
-    All engines share the work. Every rank gets all samples (all-gather of objects over the world).
-    """
-    asked = [prompt for prompt in prompts for _ in range(num_each)]
-    number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
-    num_engines = dist.get_world_size() // engine.ranks_per_engine
-    mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
-    seeds = [sample_seed(seed, rollout, first + number) for number in mine]
-    completions: list[Completion] = engine.generate([asked[n]["prompt_ids"] for n in mine], sampling, seeds)
-    return gather_over_world(
-        [
-            Sample(
-                number=first + number,
-                row=asked[number]["row"],
-                prompt_ids=list(asked[number]["prompt_ids"]),
-                response_ids=completion.token_ids,
-                log_probs=completion.log_probs,
-                finished=completion.finished,
-                label=asked[number]["label"],
-                kept_ids=completion.kept_ids,
-                columns=columns_of(asked[number]),
-            )
-            for number, completion in zip(mine, completions)
-            if rank_in_engine == 0  # the other ranks of the engine have the same samples
-        ]
-    )
-
-
-def score_by_texts(scorer: Scorer, samples: list[Sample], tokenizer, stop_ids: tuple[int, ...]) -> None:
-    """Set score and metrics of every sample, on every rank, with a function of texts.
-
-    Each rank calls it for its share (all-gather of objects over the world). A response is finished if it ends with one
-    of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    All engines share the work, and the ranks of an engine share its samples. Every rank gets all samples, but tokens only
+    of its own (see `placement.share`).
 
     Raises:
-        UserError: the function failed on one rank. All ranks raise the same error.
+        UserError: an engine failed. All ranks raise the same error.
     """
-    mine = my_slice(samples)
-    prompts = [tokenizer.decode(sample.prompt_ids) for sample in mine]
-    responses = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
-    finished = [bool(sample.response_ids) and sample.response_ids[-1] in stop_ids for sample in mine]
-    problem, results = None, []
+    number_of_engine, rank_in_engine = divmod(dist.get_rank(), engine.ranks_per_engine)
+    num_engines = dist.get_world_size() // engine.ranks_per_engine
+    mine = contiguous_slice(numbered(prompts, num_each, first), number_of_engine, num_engines)
+    samples, problem = [], None
     try:
-        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
-        scores, metrics = scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
-        results = [
-            (score, {name: values[i] for name, values in metrics.items()}, None) for i, score in enumerate(scores)
-        ]
+        samples = continue_prompts(engine, mine, sampling, seed, rollout)
     except UserError as error:
         problem = error
     for found in gather_over_world([problem]):
         if found is not None:
             raise found
-    for sample, (score, metrics, _) in zip(samples, gather_over_world(results)):
-        sample.score, sample.metrics = score, metrics
+    return share(contiguous_slice(samples, rank_in_engine, engine.ranks_per_engine))  # its other ranks have the same
+
+
+def numbered(prompts: list[dict], num_each: int, first: int = 0) -> list[tuple[int, dict]]:
+    """(number, prompt) of each sample of a rollout. Samples of one prompt have adjacent numbers."""
+    return list(enumerate((prompt for prompt in prompts for _ in range(num_each)), start=first))
+
+
+def continue_prompts(
+    engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
+) -> list[Sample]:
+    """The sample of each (number, prompt). Only the engine may communicate."""
+    seeds = [sample_seed(seed, rollout, number) for number, _ in asked]
+    completions: list[Completion] = engine.generate([prompt["prompt_ids"] for _, prompt in asked], sampling, seeds)
+    return [
+        Sample(
+            number=number,
+            row=prompt["row"],
+            prompt_ids=list(prompt["prompt_ids"]),
+            response_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            finished=completion.finished,
+            label=prompt["label"],
+            kept_ids=completion.kept_ids,
+            columns=columns_of(prompt),
+        )
+        for (number, prompt), completion in zip(asked, completions)
+    ]
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
+
+    A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    """
+
+    scorer: Scorer
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def __call__(self, samples: list[Sample]) -> None:
+        score_by_texts(self, samples)
+
+    def score_mine(self, mine: list[Sample]) -> None:
+        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
+        prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
+        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+        finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
+        for i, (sample, score) in enumerate(zip(mine, scores)):
+            sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+
+
+def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
+    """Set score and metrics of every sample, on every rank, with a function of texts.
+
+    Each rank calls it for the samples whose tokens it has (all-gather of scores over the world).
+
+    Raises:
+        UserError: the function failed on one rank. All ranks raise the same error.
+    """
+    mine, problem = [(place, sample) for place, sample in enumerate(samples) if sample.here], None
+    try:
+        scores.score_mine([sample for _, sample in mine])
+    except UserError as error:
+        problem = error
+    for found in gather_over_world([problem]):
+        if found is not None:
+            raise found
+    for place, score, metrics in gather_over_world([(place, s.score, s.metrics) for place, s in mine]):
+        samples[place].score, samples[place].metrics = score, metrics
 
 
 # --- micro-batches
@@ -159,37 +199,34 @@ def collate_samples(
 
 
 class SampleSet:
-    """The samples of a rollout, with the interface of a dataset that a loader reads.
+    """The samples of a rollout, with the interface of a dataset that a loader reads. Only samples with tokens here have
+    all values of a row. Their offsets are in the flat vector.
 
     With `mask_truncated`, samples that are not finished have no loss and do not count in its mean (DAPO, Yu et al. 2025,
     section 3.4: overlong filtering).
     """
 
     def __init__(self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False):
-        places = [sample.generated() for sample in samples]
-        lengths, offset = [len(of_sample) for of_sample in places], 0
+        self.sizes, offset = [sample.size() for sample in samples], 0
+        self.lengths = [size.generated for size in self.sizes]
         self._rows: list[dict[str, Any]] = []
-        for number, (sample, weight) in enumerate(zip(samples, token_weights(lengths, loss_agg, max_len))):
-            input_ids, has_loss = sample.prompt_ids + sample.response_ids, sample.finished or not mask_truncated
-            loss_mask = [0] * len(input_ids)
-            for place in places[number]:
-                loss_mask[len(sample.prompt_ids) + place] = 1
-            self._rows.append(
-                {
-                    "input_ids": input_ids,
-                    "loss_mask": loss_mask,
-                    "number": number,
-                    "offset": offset,
-                    "response_length": lengths[number],
-                    "loss_weight": weight * has_loss,
-                    "num_tokens": len(input_ids),
-                    "num_loss_tokens": num_targets(lengths[number], loss_agg) * has_loss,
-                    "digest": digest_of(input_ids),
-                }
-            )
-            offset += lengths[number]
-        self.num_response_tokens = offset
-        self.lengths = lengths
+        for number, (sample, weight) in enumerate(zip(samples, token_weights(self.lengths, loss_agg, max_len))):
+            size, has_loss = self.sizes[number], sample.finished or not mask_truncated
+            row = {
+                "num_tokens": size.tokens,
+                "num_loss_tokens": num_targets(size.generated, loss_agg) * has_loss,
+                "digest": size.digest,
+            }
+            if sample.here:
+                input_ids = sample.prompt_ids + sample.response_ids
+                loss_mask = [0] * len(input_ids)
+                for place in sample.generated():
+                    loss_mask[len(sample.prompt_ids) + place] = 1
+                row |= {"input_ids": input_ids, "loss_mask": loss_mask, "number": number, "offset": offset}
+                row |= {"response_length": size.generated, "loss_weight": weight * has_loss}
+                offset += size.generated
+            self._rows.append(row)
+        self.num_response_tokens = offset  # of the samples with tokens here
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -206,15 +243,17 @@ def compute(batches: list, name: str, function: Callable[[dict], torch.Tensor]) 
                 micro_batch[name] = function(micro_batch)
 
 
-def collect(strategy, batches: list, name: str, total: int) -> torch.Tensor:
-    """Collect what micro-batches hold under `name` into a flat fp64 vector on the CPU (all-reduce over dp x sp).
+def collect(strategy, batches: list, name: str, part: Part) -> torch.Tensor:
+    """Collect what micro-batches hold under `name` into a flat fp64 vector on the CPU (all-reduce over sp).
     The sum is exact, because each token is on only one of those ranks."""
-    flat = torch.zeros(total, dtype=torch.float64, device=strategy.device)
+    flat = torch.zeros(sum(part.lengths), dtype=torch.float64, device=strategy.device)
     for batch in batches:
         for micro_batch in batch.micro_batches:
             keep = micro_batch["labels"] != IGNORE
             flat[micro_batch["response_index"][keep]] = micro_batch[name][keep].double()
-    return strategy.all_reduce(flat).cpu()
+    if part.sp_group is not None and part.sp_group.size() > 1:
+        dist.all_reduce(flat, group=part.sp_group)
+    return flat.cpu()
 
 
 def spread(batches: list, name: str, flat: torch.Tensor) -> None:
@@ -222,8 +261,9 @@ def spread(batches: list, name: str, flat: torch.Tensor) -> None:
     for batch in batches:
         for micro_batch in batch.micro_batches:
             keep = micro_batch["labels"] != IGNORE
-            values = flat.to(keep.device)[micro_batch["response_index"]]
-            micro_batch[name] = torch.where(keep, values, 0.0)
+            values = torch.zeros_like(keep, dtype=flat.dtype)
+            values[keep] = flat.to(keep.device)[micro_batch["response_index"][keep]]
+            micro_batch[name] = values
 
 
 def spread_sets(batches: list, samples: list[Sample]) -> None:
@@ -252,7 +292,10 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "prompt": tokenizer.decode(sample.prompt_ids),
         "response": tokenizer.decode(sample.response_ids),
     }
-    left_out = ["columns"] + [name for name in ("kept_ids", "turns") if not getattr(sample, name)]
+    left_out = ["columns", "here", "holder", "sizes"] + [
+        name for name in ("kept_ids", "turns") if not getattr(sample, name)
+    ]
+    left_out += ["version"] * (sample.version is None)
     values = {name: value for name, value in vars(sample).items() if name not in left_out}
     return {"rollout": rollout, **texts, **values}
 

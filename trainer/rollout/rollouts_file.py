@@ -7,6 +7,7 @@ import os
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.rollout.experience import Sample, as_row, as_table
+from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards import LARGEST_SCORE
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -15,7 +16,7 @@ SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 
 
 class RolloutsLog:
-    """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`. It exists on rank 0 only.
+    """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`. Rank 0 writes what the ranks send to it.
 
     A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count.
     """
@@ -24,14 +25,22 @@ class RolloutsLog:
         self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
 
     def show(self, samples: list[Sample], metrics: MetricsLog, step: int) -> None:
-        """Send a table of the first samples to wandb and TensorBoard, if they are used."""
-        metrics.table("samples", step, as_table(samples[:SHOWN], self._tokenizer))
+        """Send a table of samples to wandb and TensorBoard, if they are used."""
+        metrics.table("samples", step, as_table(samples, self._tokenizer))
 
-    def write(self, rollout: int, samples: list[Sample]) -> None:
-        lines = [json.dumps(as_row(sample, rollout, self._tokenizer)) + "\n" for sample in samples]
-        torn = os.path.exists(self._path) and not _ends_with_newline(self._path)
-        with open(self._path, "a") as file:
-            file.write("\n" * torn + "".join(lines))
+    def write(self, rollout: int, samples: list[Sample]) -> list[Sample]:
+        """Write the samples of all ranks (point to point to rank 0). Returns the first ones, on rank 0."""
+        first: list[Sample] = []
+
+        def write(part: list[Sample]) -> None:
+            first.extend(part[: SHOWN - len(first)])
+            lines = [json.dumps(as_row(sample, rollout, self._tokenizer)) + "\n" for sample in part]
+            torn = os.path.exists(self._path) and not _ends_with_newline(self._path)
+            with open(self._path, "a") as file:
+                file.write("\n" * torn + "".join(lines))
+
+        write_by_rank_0(samples, write)
+        return first
 
 
 def _ends_with_newline(path: str) -> bool:
@@ -44,14 +53,14 @@ def _ends_with_newline(path: str) -> bool:
 
 def read_rollouts(path: str) -> list[list[Sample]]:
     """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
-    names = [field.name for field in dataclasses.fields(Sample) if field.name != "columns"]
+    names = [field.name for field in dataclasses.fields(Sample) if field.compare and field.name != "columns"]
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
         with open(path) as file:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                    row = {"kept_ids": [], "turns": [], **row}
+                    row = {"kept_ids": [], "turns": [], "version": None, **row}
                     sample = Sample(**{name: row[name] for name in names})
                     tokens = [sample.response_ids[place] for place in sample.generated()]
                     if not tokens or len(tokens) != len(sample.log_probs):

@@ -51,10 +51,10 @@ class VLLMEngine:
             # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
         else:
-            cache_bytes = _cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
+            cache_bytes = cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
-            _keep_plain_weights()
-            _communicate_by_gloo()
+            keep_plain_weights()
+            communicate_by_gloo()
         # vLLM seeds torch's generators, which training draws from, and it tries its model while it starts
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             self._llm = _start(
@@ -74,14 +74,14 @@ class VLLMEngine:
         # otherwise, at exit or when collected, it would destroy the process group, which training uses too
         self._llm.llm_engine.engine_core._finalizer.detach()
         if device.type == "cpu":
-            self._llm.apply_model(_use_plain_embeddings)
+            self._llm.apply_model(use_plain_embeddings)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Load (name, full tensor) pairs into the engine, one at a time. Returns (checksum, bytes) of the full tensors.
 
         Raises RuntimeError if the engine does not then contain, bit for bit, the tensors that came.
         """
-        [result] = self._llm.apply_model(lambda model: _load(model, tensors, self.dtype))
+        [result] = self._llm.apply_model(lambda model: load_checked(model, tensors, self.dtype))
         return result
 
     def sleep(self) -> None:
@@ -169,7 +169,7 @@ def _as_vllm_needs(device: torch.device) -> Iterator[None]:
 # --- vLLM on CPU
 
 
-def _cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_remote_code: bool) -> int:
+def cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_remote_code: bool) -> int:
     """Cache bytes for `batch_size` responses of full length, in every layer, for all heads.
 
     Raises UserError if vLLM's CPU kernels do not support the head size. vLLM would notice it only while generating.
@@ -186,7 +186,7 @@ def _cpu_cache_bytes(folder: str, dtype, batch_size: int, max_len: int, trust_re
     return max(MIN_CPU_CACHE_BYTES, blocks * CPU_BLOCK * token_bytes)
 
 
-def _keep_plain_weights() -> None:
+def keep_plain_weights() -> None:
     """Stop vLLM on CPU from packing the weights of linear layers after loading. It skips layers with this mark.
     No update would reach the packed weights."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -194,7 +194,7 @@ def _keep_plain_weights() -> None:
     LinearBase._cpu_skip_gemm_dispatch = True
 
 
-def _communicate_by_gloo() -> None:
+def communicate_by_gloo() -> None:
     """Make vLLM's tp groups on CPU communicate by gloo. Their shared memory has one name for all external launches.
     With it, a second run could not start at the same time, nor after a killed run."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -202,7 +202,7 @@ def _communicate_by_gloo() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
-def _use_plain_embeddings(model: torch.nn.Module) -> None:
+def use_plain_embeddings(model: torch.nn.Module) -> None:
     """Use the embedding itself in the output layer on CPU. vLLM uses a packed copy, which an update does not change."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
@@ -213,7 +213,7 @@ def _use_plain_embeddings(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def _load(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[str, int]:
+def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[str, int]:
     """Load the full tensors by vLLM's own loader, which fuses, cuts and copies. Returns their (checksum, bytes)."""
     parts = weight_parts(model)
     full, came, stands, num_bytes = Checksum(), Checksum(), Checksum(), 0

@@ -24,7 +24,7 @@ def hpz_group(meshes) -> dist.ProcessGroup | None:
     return meshes.params["fsdp"].get_group() if meshes.params["dp_replicate"].size() > 1 else None
 
 
-def _partition(parameter: torch.nn.Parameter) -> tuple[int, list[int]] | None:
+def partition_of(parameter: torch.nn.Parameter) -> tuple[int, list[int]] | None:
     """(dimension, size of each rank's part) of a parameter that AutoTP cut; None for a replicated one."""
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
@@ -35,12 +35,12 @@ def _partition(parameter: torch.nn.Parameter) -> tuple[int, list[int]] | None:
 
 
 def is_sharded(parameter: torch.nn.Parameter) -> bool:
-    return _partition(parameter) is not None
+    return partition_of(parameter) is not None
 
 
 def gather(parameter: torch.nn.Parameter, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The full tensor from each tp rank's `part`: a weight, gradient or state of `parameter` (all-gather over tp)."""
-    partition = _partition(parameter)
+    partition = partition_of(parameter)
     if partition is None:
         return part
     dim, sizes = partition
@@ -57,13 +57,13 @@ def gather(parameter: torch.nn.Parameter, part: torch.Tensor, group: dist.Proces
 
 def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
     """This tp rank's part of a full tensor of `parameter`."""
-    partition = _partition(parameter)
+    partition = partition_of(parameter)
     return full if partition is None else full.split(partition[1], dim=partition[0])[tp_rank]
 
 
 def place(shard: "TensorShard", parameter: torch.nn.Parameter | None, tp_rank: int) -> "TensorShard":
     """Turn a shard of this tp rank's part of a parameter into a shard of the whole. Tp rank 0 writes replicas."""
-    partition = None if parameter is None else _partition(parameter)
+    partition = None if parameter is None else partition_of(parameter)
     if partition is None or shard.key.startswith("step/"):
         return dataclasses.replace(shard, is_written=shard.is_written and tp_rank == 0)
     dim, sizes = partition

@@ -5,6 +5,7 @@ weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_no
 """
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -27,8 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.expert_parallel import are_experts
 from trainer.distributed.tensor_parallel import pattern_of
 from trainer.errors import UserError
+from trainer.strategies.autotp_experts import cut_experts, validate_experts
 
 FLAG = "--tensor_parallel_size"
 # style of a plan -> AutoTP's partition type
@@ -44,6 +47,7 @@ PARTITION_TYPES = {
 }
 # AutoTP does these without an entry: its vocab_parallel_lm_head is for the head and its tied embedding
 IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_block", "replicated_in_block", "block_input")
+IMPLIED += ("experts",)  # see `autotp_experts`
 
 
 def validate_vocabulary(config, tp: int) -> None:
@@ -63,8 +67,6 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     for pattern, style in plan.items():
         if style in IMPLIED:
             continue
-        if style == "experts":
-            raise UserError(FLAG, f"with --backend deepspeed and the experts {pattern}", "--backend fsdp2, or 1")
         if style not in PARTITION_TYPES:
             known = ", ".join([*PARTITION_TYPES, *IMPLIED])
             raise UserError(FLAG, f"the plan gives {pattern} the style {style}", known)
@@ -79,10 +81,11 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     }
 
 
-def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options) -> tuple:
+def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, compiles: bool = False, **options) -> tuple:
     """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
+    validate_experts(model, tp_mesh.size(), compiles)
     with _our_layers(plan):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)
@@ -113,12 +116,13 @@ def _validate_head(model, plan: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _our_layers(plan: dict[str, str]) -> Iterator[None]:
-    """Let AutoTP make, in this context, the layers that it has but does not choose, and layers for Conv1D.
+    """Let AutoTP make, in this context, the layers that it has but does not choose, layers for Conv1D, and cut experts.
 
     It also would divide numbers such as `num_heads` in every module around a layer that it cuts. The plans are for
     layers that need no such change, and in blocks with gathered outputs it would be wrong.
     """
     names = ("_create_column_parallel_layer", "_create_row_parallel_layer", "update_mp_params")
+    names += ("register_replicated_grad_hooks",)
     originals = {name: getattr(AutoTP, name) for name in names}
 
     def column(self, module, spec, name):
@@ -137,7 +141,15 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
             layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         return layer
 
-    for name, ours in zip(names, (column, row, lambda self, child, name=None: None)):
+    def after_children(self, child, name=None):
+        if are_experts(child):
+            cut_experts(self, child)
+
+    def add_hooks(self, model):
+        if any(parameter.requires_grad for parameter in model.parameters()):  # a frozen model takes no hooks
+            originals["register_replicated_grad_hooks"](self, model)
+
+    for name, ours in zip(names, (column, row, after_children, add_hooks)):
         setattr(AutoTP, name, ours)
     try:
         yield
@@ -217,16 +229,19 @@ class RowConv1D(_Conv1DPart):
 
 
 def _return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
-    """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it."""
+    """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it.
+
+    The head keeps the function as `sharded_logits`, for chunks of logits (`models/policy_values.py`).
+    """
     for module in model.modules():
         if isinstance(module, VocabParallelLinear):
-            module.register_forward_hook(
-                lambda head, _, logits: DTensor.from_local(
-                    logits,
-                    tp_mesh,
-                    [Shard(logits.ndim - 1)],
-                    run_check=False,
-                    shape=(*logits.shape[:-1], head.vocab_size),
-                    stride=(logits.shape[1] * head.vocab_size, head.vocab_size, 1),
-                )
-            )
+            module.sharded_logits = functools.partial(_as_sharded, module.vocab_size, tp_mesh)
+            module.register_forward_hook(lambda head, _, logits: head.sharded_logits(logits))
+
+
+def _as_sharded(vocab_size: int, tp_mesh, logits: torch.Tensor) -> DTensor:
+    """This rank's part of logits (rows, tokens, vocab) as a DTensor."""
+    shape = torch.Size((*logits.shape[:-1], vocab_size))
+    stride = (logits.shape[1] * vocab_size, vocab_size, 1)
+    shard = [Shard(logits.ndim - 1)]
+    return DTensor.from_local(logits, tp_mesh, shard, run_check=False, shape=shape, stride=stride)

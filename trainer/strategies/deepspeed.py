@@ -231,7 +231,7 @@ class DeepspeedStrategy:
         plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
-        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh), plan
+        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh, compiles=self.options.compile), plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         from trainer.strategies.zero_loading import prepare_frozen
@@ -330,22 +330,21 @@ class DeepspeedStrategy:
 
         check_replicas(((name, *held(p)) for name, p in model_folder.unwrapped(model).named_parameters()), groups)
 
-    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full_params(self, model, merged_as: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over dp x sp, then over tp).
 
-        With an adapter: the trained tensors. With `merged`: the plain model that the adapter makes of its base.
+        With an adapter: the trained tensors. With `merged_as`: the plain model that the adapter makes, in this dtype.
         """
+        module = model_folder.unwrapped(model)
+        if merged_as is not None:
+            from trainer.strategies.zero_weights import merged_weights
+
+            return merged_weights(module, merged_as, self.zero_stage, self._tp_group)
         from trainer.strategies.zero_masters import full
 
-        module = model_folder.unwrapped(model)
-        names = model_folder.all_tensors(module) if merged else model_folder.stored_tensors(module)
+        names = model_folder.stored_tensors(module)
         parts = {**names, **dict(module.named_parameters())}  # only parameters know their masters
-        pairs = ((name, autotp.gather(parts[name], full(parts[name]), self._tp_group)) for name in names)
-        if not merged:
-            return pairs
-        from trainer.checkpoints.adapter_tensors import merge_adapter
-
-        return merge_adapter(pairs, module)
+        return ((name, autotp.gather(parts[name], full(parts[name]), self._tp_group)) for name in names)
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""

@@ -285,18 +285,19 @@ class FSDP2Strategy:
         tensors = model_folder.all_tensors(model).items()
         check_replicas(((n, to_local_if_dtensor(t), replicated_axes(t, groups)) for n, t in tensors), groups)
 
-    def iter_full_params(self, model, merged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full_params(self, model, merged_as: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 tensor), one at a time, on every rank (all-gather over the mesh of each parameter).
 
-        With an adapter: the trained tensors. With `merged`: the plain model that the adapter makes of its base.
+        With an adapter: the trained tensors. With `merged_as`: the plain model that the adapter makes, in this dtype.
         """
-        tensors = model_folder.all_tensors(model) if merged else model_folder.stored_tensors(model)
-        pairs = ((name, whole(tensor)) for name, tensor in tensors.items())
-        if not merged:
-            return pairs
-        from trainer.checkpoints.adapter_tensors import merge_adapter
+        if merged_as is None:
+            return ((name, whole(tensor)) for name, tensor in model_folder.stored_tensors(model).items())
+        from trainer.checkpoints.adapter_tensors import merge_adapter, merging_dtype
+        from trainer.distributed.bucketed_gather import gathered, piece_of
 
-        return merge_adapter(pairs, model)
+        tensors = model_folder.all_tensors(model).items()
+        pieces = (piece_of(name, tensor, merging_dtype(name, merged_as)) for name, tensor in tensors)
+        return merge_adapter(gathered(pieces), model, merged_as)
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""

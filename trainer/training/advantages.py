@@ -2,9 +2,11 @@
 
 Shapes: there are n samples (responses) of at most T tokens, in rows padded on the right. `mask` (n, T) is 1 on response
 tokens. The token at t is an action, and its state is everything before it. Samples of one prompt are adjacent, in
-groups of n_samples_per_prompt. All is computed in fp64 from the whole rollout, so no layout can change an advantage.
+groups of n_samples_per_prompt. All is computed in fp64. Scores are compared over the whole rollout on every rank. A rank
+has the rows of tokens that it trains. Sums over all rows are sums of sums per row, so no layout can change an advantage.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -20,14 +22,16 @@ GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost eq
 # --- rows of tokens
 
 
-def to_rows(flat: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Zero-padded rows (n, T) of a vector of all response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
-    return torch.nn.utils.rnn.pad_sequence(flat.split(lengths), batch_first=True)
+def to_rows(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Zero-padded rows (n, T) of a vector of response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
+    rows = flat.new_zeros(mask.shape)
+    rows[mask] = flat
+    return rows
 
 
-def rows_mask(lengths: list[int]) -> torch.Tensor:
-    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`."""
-    return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+def rows_mask(lengths: list[int], width: Optional[int] = None) -> torch.Tensor:
+    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`. T is the longest, or `width`."""
+    return torch.arange(width or max(lengths))[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
 
 # --- distance to the reference
@@ -45,6 +49,18 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
         return log_ratio**2 / 2
     log_ratio = bounded(log_ratio)
     return torch.expm1(log_ratio) - log_ratio
+
+
+def within_kl(
+    rollout_log_probs: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor, estimator: str, most: float
+) -> torch.Tensor:
+    """(n,) True for responses whose mean KL(rollout || training) per token is at most `most`, by k1, k2 or k3.
+
+    k1 counts by its size: a large mean of either sign rejects (Liu et al. 2025, When speed kills
+    stability). All log-probs are rows (n, T).
+    """
+    kl = kl_estimate(rollout_log_probs, log_probs, estimator) * mask
+    return (kl.sum(1) / mask.sum(1)).abs() <= most
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:
@@ -87,14 +103,14 @@ class RunningMoments:
 
 
 def compare_in_groups(
-    scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True
+    scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True, batch_std: bool = False
 ) -> torch.Tensor:
     """Compare each score (n,) with the scores of the other samples of the same prompt.
 
     reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
     mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
-    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). Other estimators
-    leave the scores unchanged.
+    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1); with `batch_std`,
+    by that of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the scores unchanged.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
@@ -103,7 +119,7 @@ def compare_in_groups(
     if estimator == "rloo":
         centered = centered * group_size / (group_size - 1)
     elif estimator == "group_norm" and divide_by_std:
-        centered = centered / (groups.std(1, keepdim=True) + GROUP_EPSILON)
+        centered = centered / ((scores.std() if batch_std else groups.std(1, keepdim=True)) + GROUP_EPSILON)
     return centered.flatten()
 
 
@@ -156,13 +172,23 @@ def gae(
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens."""
-    count = mask.sum()
-    centered = (values - (values * mask).sum() / count) * mask
+def total_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """The sum of values per row, (n,), if these are all rows of the rollout."""
+    return values.sum()
+
+
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True, total: Callable = total_of_rows
+) -> torch.Tensor:
+    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens.
+
+    `total` sums values per row over all rows of the rollout, of which other ranks may have some.
+    """
+    count = total(mask.sum(1).double())
+    centered = (values - total((values * mask).sum(1)) / count) * mask
     if not divide_by_std:
         return centered
-    return centered / ((centered**2).sum() / count + 1e-8).sqrt()
+    return centered / (total((centered**2).sum(1)) / count + 1e-8).sqrt()
 
 
 @dataclass(frozen=True)
@@ -174,6 +200,7 @@ class AdvantageOptions:
     gamma: float = 1.0
     lambd: float = 1.0
     divide_by_std: bool = True
+    batch_std: bool = False
 
 
 def estimate_advantages(
@@ -182,18 +209,46 @@ def estimate_advantages(
     mask: torch.Tensor,
     penalty: Optional[torch.Tensor] = None,
     values: Optional[torch.Tensor] = None,
+    places: Sequence[int] | slice = slice(None),
+    total: Callable = total_of_rows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), both (n, T), from scores (n,).
+    """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
-    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout.
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
+    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy.
     """
-    shaped = compare_in_groups(scores, options.estimator, options.group_size, options.divide_by_std)
+    if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
+        return -penalty * mask, -penalty * mask
+    kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
+    shaped = compare_in_groups(scores, *kind)[places]
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
     else:
         advantages = returns = discounted_returns(rewards, mask, options.gamma)
     if options.estimator in WHITENED:
-        advantages = whiten(advantages, mask, options.divide_by_std)
+        advantages = whiten(advantages, mask, options.divide_by_std, total)
     return advantages, returns
+
+
+# --- samples of another policy
+
+
+def importance_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, level: str, cap: float, masked: bool
+) -> torch.Tensor:
+    """Weights (n, T) of the tokens, from log pi_train - log pi_rollout (n, T).
+
+    A weight is the ratio of a token, of a whole response (`sequence`, the product), or the geometric mean of a response's
+    ratios. It is at most `cap` C. With `masked`, a weight outside [1 / C, C] is 0 instead.
+
+    token: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training; with `masked`, IcePop (Ling
+    Team 2025, Every step evolves). sequence: Liu et al. 2025, When speed kills stability. geometric: the ratio of GSPO
+    (Zheng et al. 2025, equation 7). Ratios [2, 1/8] of a response: sequence 1/4, geometric 1/2.
+    """
+    if level != "token":
+        sums = (log_ratio * mask).sum(1, keepdim=True)
+        log_ratio = (sums / mask.sum(1, keepdim=True) if level == "geometric" else sums).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    return torch.where((ratio >= 1 / cap) & (ratio <= cap), ratio, 0.0) if masked else ratio.clamp(max=cap)

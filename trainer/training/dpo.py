@@ -6,7 +6,14 @@ import torch
 
 from trainer.datasets.packing import IGNORE
 from trainer.models.lora import fixed_model
-from trainer.models.preference_loss import PAIR_LOSSES, AnswerLogProbs, PreferenceOptions, pair_losses
+from trainer.models.preference_loss import (
+    PAIR_LOSSES,
+    AnswerLogProbs,
+    LogRatios,
+    PreferenceOptions,
+    loss_names,
+    pair_losses,
+)
 from trainer.models.sequence_sums import counts_here, sum_by_sequence
 from trainer.models.token_losses import label_log_probs
 
@@ -40,7 +47,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
     (`precomputed`). It is also None if the reference is the base of a model with an adapter.
     """
 
-    needs_reference = PAIR_LOSSES[options.loss].needs_reference
+    needs_reference = any(PAIR_LOSSES[name].needs_reference for name in loss_names(options.loss))
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)
@@ -51,12 +58,12 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
                 ref_chosen, ref_rejected = reference_log_probs(model, reference, micro_batch, sp_group)
             chosen_ratio, rejected_ratio = policy.chosen - ref_chosen, policy.rejected - ref_rejected
             chosen_rewards, rejected_rewards = options.beta * chosen_ratio, options.beta * rejected_ratio
-            margin = chosen_ratio - rejected_ratio
+            ratios = LogRatios(chosen_ratio, rejected_ratio)
         else:  # these losses compare mean log-probs of tokens
             chosen_rewards = options.beta * policy.mean_chosen()
             rejected_rewards = options.beta * policy.mean_rejected()
-            margin = None
-        values = pair_losses(policy, margin, options)
+            ratios = None
+        values = pair_losses(policy, ratios, options)
         weight = counts_here(sp_group)
         metrics = {
             "chosen_rewards": chosen_rewards,

@@ -1,7 +1,7 @@
 """PPO, GRPO and related methods. Only this file sets the order: sync, generate, score, log-probs, advantages, update.
 
-Every rank runs the same program. The samples, scores and advantages of a rollout are the same on every rank. Only
-forward and backward passes run over the mesh, on micro-batches from the strategy.
+Every rank runs the same program, and knows the scores and sizes of all samples of a rollout. The tokens of a sample are
+only where it was generated, and then where it is trained (`rollout/placement.py`).
 """
 
 import contextlib
@@ -17,7 +17,9 @@ import torch
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
+from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
+from trainer.rollout.placement import Part
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.sync import sync_weights
@@ -35,6 +37,13 @@ from trainer.training.loop import (
 from trainer.training.parity_dump import dump
 from trainer.training.ppo_state import PPOOptions, RLState, Roles
 from trainer.training.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.training.rollout_facts import (
+    log_prob_facts,
+    means_over_tokens,
+    rollout_log_probs_of,
+    sample_facts,
+    scores_of,
+)
 
 MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
@@ -60,7 +69,15 @@ def sync(strategy, roles: Roles, progress: Progress) -> dict:
 
 @contextlib.contextmanager
 def offloaded(strategy, roles: Roles):
-    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside."""
+    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside.
+
+    A thread that generates ahead waits meanwhile. The flags do not go with it.
+    """
+    if roles.ahead is not None:
+        roles.synced_step = None
+        with roles.ahead.paused():
+            yield
+        return
     kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
     kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
     try:
@@ -102,7 +119,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
         drawn += len(prompts)
         if options.filtering_range is None:
             return new
-        keep = adv.groups_in_range(_scores(new), size, *options.filtering_range)
+        keep = adv.groups_in_range(scores_of(new), size, *options.filtering_range)
         samples += [sample for i, sample in enumerate(new) if keep[i // size]]
     samples = samples[: wanted * size]
     facts["prompts_drawn"] = drawn
@@ -113,39 +130,11 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
     return samples
 
 
-def _scores(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
-
-
-def _rollout_log_probs(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([p for sample in samples for p in sample.log_probs], dtype=torch.float64)
-
-
-def sample_facts(samples: list[Sample]) -> dict[str, float]:
-    """Metrics that need only the samples."""
-    scores, lengths = _scores(samples), [len(sample.generated()) for sample in samples]
-    facts = {
-        "reward": scores.mean().item(),
-        "reward_std": scores.std(correction=0).item(),
-        "response_length": sum(lengths) / len(samples),
-        "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
-    }
-    if any(sample.turns for sample in samples):
-        facts["turns"] = sum(len(sample.turns) for sample in samples) / len(samples)
-        facts["env_tokens"] = (
-            sum(len(sample.response_ids) for sample in samples) / len(samples) - facts["response_length"]
-        )
-    for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
-        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
-        facts[f"reward_{name}"] = sum(values) / len(values)
-    return facts
-
-
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
     """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
-    scores = _scores(samples)
+    scores = scores_of(samples)
     if options.overlong_buffer_len:
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
         limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
         scores = scores + adv.overlong_penalty(lengths, limit, options.overlong_buffer_len, factor)
     if options.normalize_reward:
@@ -154,16 +143,17 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
     return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
 
 
-def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, total: int) -> dict[str, torch.Tensor]:
-    """Add log-probs of policy and reference, and values of the critic, to the micro-batches (all-reduces over dp x sp).
+def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, part: Part) -> dict[str, torch.Tensor]:
+    """Add log-probs of policy and reference, and values of the critic, to the micro-batches (all-reduces over sp).
 
-    Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors by
+    Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors of `part` by
     name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
     The old log-probs are then from the update's own forward pass, and the loss notes them.
     """
     log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
     models: dict[str, tuple] = {}
-    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or options.tis_cap is not None:
+    corrects = options.tis_cap is not None or options.rollout_kl_max is not None
+    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects:
         models["old_log_probs"] = (contextlib.nullcontext(actor), log_probs)
     if roles.has_reference:
         models["ref_log_probs"] = (fixed_model(actor, roles.reference), log_probs)
@@ -173,47 +163,42 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, to
     for name, (context, function) in models.items():
         with context as model:
             compute(batches, name, functools.partial(function, model))
-        flat[name] = collect(strategy, batches, name, total)
+        flat[name] = collect(strategy, batches, name, part)
     return flat
 
 
-def log_prob_facts(samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
-    """The KL to the reference, and the difference between log-probs of the rollout engine and of training.
+def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict, state: RLState, options) -> dict:
+    """Add advantages, returns and importance weights to the micro-batches. Returns their metrics.
 
-    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator.
+    Scores are compared over all samples, on every rank. Tokens are only those of `part` (all-reduces over dp x sp of a few
+    numbers per sample).
     """
-    old_log_probs, rollout_log_probs = flat["old_log_probs"], _rollout_log_probs(samples)
-    difference, facts = old_log_probs - rollout_log_probs, {}
-    if "ref_log_probs" in flat:
-        kl = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
-        facts = {"kl": kl.mean().item(), "kl_coef": state.kl_coef, "kl_per_response": kl.sum().item() / len(samples)}
-    return facts | {
-        "rollout_logprob_diff": difference.abs().mean().item(),
-        "rollout_logprob_diff_max": difference.abs().max().item(),
-        "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(),
-    }
-
-
-def add_advantages(batches: list, samples: list[Sample], flat: dict, state: RLState, options: PPOOptions) -> dict:
-    """Add advantages, returns and importance weights to the micro-batches. Returns their metrics."""
-    lengths = [len(sample.generated()) for sample in samples]
-    mask, facts, penalty = adv.rows_mask(lengths), {}, None
+    mask, penalty, values = adv.rows_mask(part.lengths, part.width), None, None
     if options.kl_in_rewards:
         kl = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
-        penalty = state.kl_coef * adv.to_rows(kl, lengths)
-    values = adv.to_rows(flat["old_values"], lengths) if "old_values" in flat else None
+        penalty = state.kl_coef * adv.to_rows(kl, mask)
+    if "old_values" in flat:
+        values = adv.to_rows(flat["old_values"], mask)
     scores = shaped_scores(samples, state, options)
     if options.kl_in_score:
-        scores, penalty = scores - penalty.sum(1), None
-    advantages, returns = adv.estimate_advantages(options.advantages, scores, mask, penalty, values)
+        scores, penalty = scores - part.share(penalty.sum(1)), None
+    advantages, returns = adv.estimate_advantages(
+        options.advantages, scores, mask, penalty, values, part.places, total=lambda sums: part.share(sums).sum()
+    )
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])
+    told = {"advantage_abs": advantages[mask].abs()}
     if options.tis_cap is not None:
-        # Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training
-        weights = (flat["old_log_probs"] - _rollout_log_probs(samples)).exp().clamp(max=options.tis_cap)
-        spread(batches, "tis_weights", weights)
-        facts["tis_weight"] = weights.mean().item()
-    return {**facts, "advantage_abs": advantages[mask].abs().mean().item()}
+        log_ratio = adv.to_rows(flat["old_log_probs"] - rollout_log_probs_of(part), mask)
+        weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)
+        told["tis_weight"] = weights[mask]
+        spread(batches, "tis_weights", told["tis_weight"])
+    if options.rollout_kl_max is not None:
+        rows = [adv.to_rows(values, mask) for values in (rollout_log_probs_of(part), flat["old_log_probs"])]
+        kept = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
+        told["kept_by_rollout_kl"] = (kept[:, None] & mask)[mask].double()
+        spread(batches, "tis_weights", told.get("tis_weight", 1.0) * told["kept_by_rollout_kl"])
+    return means_over_tokens(part, **told)
 
 
 # --- updates
@@ -254,7 +239,7 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
         samples = draw(roles, prompts, 1, greedy, seed=0, rollout=0)
         roles.score(samples)
     found = sample_facts(samples)
-    found["pass_at_1"] = (_scores(samples) >= 1).double().mean().item()
+    found["pass_at_1"] = (scores_of(samples) >= 1).double().mean().item()
     return {f"eval_{name}": value for name, value in found.items()} | facts
 
 
@@ -265,14 +250,14 @@ def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, pr
 class PPORun:
     """The parts of one run. Logs exist on rank 0 only.
 
-    `make_batches(samples, episode)` returns this rank's global batches and the number of response tokens.
+    `make_batches(samples, episode)` returns this rank's global batches, and the samples with tokens where they are trained.
     """
 
     strategy: object
     roles: Roles
     state: RLState
     options: PPOOptions
-    make_batches: Callable[[list[Sample], int], tuple[list, int]]
+    make_batches: Callable[[list[Sample], int], tuple[list, list[Sample]]]
     checkpoints: Checkpoints
     sp_group: object = None
     frozen_rollouts: Optional[list[list[Sample]]] = None
@@ -297,14 +282,15 @@ def train_ppo(
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop:
+    with StopRequest() as stop, roles.ahead or contextlib.nullcontext():
         while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.state_dict()["episode"]
             facts = {"rollout": state.rollout}
             samples = _rollout(run, progress, facts)
             if run.rollouts_log:
-                run.rollouts_log.write(state.rollout, samples)
-                run.rollouts_log.show(samples, metrics, progress.step)
+                first = run.rollouts_log.write(state.rollout, samples)
+                if metrics:
+                    run.rollouts_log.show(first, metrics, progress.step)
             if samples:
                 _updates(run, loop, log, progress, samples, episode, facts)
             state.rollout += 1
@@ -341,6 +327,13 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
     with _saved_if_a_reward_fails(run, progress):
         try:
+            if roles.ahead is not None:
+                samples, found = roles.ahead.next(strategy, roles.actor[0], run.state, progress.step)
+                facts |= found
+                if roles.ahead.score_mine is None:
+                    with timed(facts, "reward"):
+                        roles.score(samples)
+                return samples
             with offloaded(strategy, roles):
                 facts |= sync(strategy, roles, progress)
                 samples = make_samples(roles, run.state, run.options, run.frozen_rollouts, facts)
@@ -359,11 +352,13 @@ def _updates(
     strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
     policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
     value_loss = make_value_loss(options.policy, run.sp_group)
-    batches, num_response_tokens = run.make_batches(samples, episode)
-    spread_sets(batches, samples)
+    batches, samples = run.make_batches(samples, episode)
+    part = Part(strategy, samples, run.sp_group)
+    spread_sets(batches, part.samples)
     with timed(facts, "logprobs"):
-        flat = add_log_probs(strategy, roles, batches, options, num_response_tokens)
-    facts |= sample_facts(samples) | add_advantages(batches, samples, flat, state, options)
+        flat = add_log_probs(strategy, roles, batches, options, part)
+    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
+    facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
         critic_row = update_critic(strategy, roles.critic, batch, value_loss)
         inspect, frozen = None, progress.step < options.freezing_actor_steps
@@ -372,8 +367,8 @@ def _updates(
         row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
         if number == 0:
             if "old_log_probs" not in flat:
-                flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", num_response_tokens)
-            facts |= log_prob_facts(samples, flat, state, options)
+                flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", part)
+            facts |= log_prob_facts(part, flat, state, options)
         row = {**row, "mfu": None, **critic_row, **facts}
         log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
         if not math.isfinite(row["loss"]) and not row.get("skipped"):

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Optional
 
 from trainer.models.policy_loss import PolicyOptions
+from trainer.rollout.asynchronous import RolloutsAhead
 from trainer.rollout.experience import Sample
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.sampling import Sampling
@@ -27,6 +28,10 @@ class PPOOptions:
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None
+    tis_level: str = "token"
+    tis_mask: bool = False
+    rollout_kl_max: Optional[float] = None  # responses above it have no loss
+    rollout_kl_estimator: str = "k3"
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0
@@ -50,6 +55,7 @@ class Roles:
     average: Optional[WeightAverage] = None  # of the actor's weights
     offload_actor_optimizer: bool = False  # while responses are generated
     offload_critic: bool = False  # while responses are generated
+    ahead: Optional[RolloutsAhead] = None  # with --max_staleness; it uses the engine
     synced_step: Optional[int] = None  # the engine holds the weights of this step
     sync_facts: dict = field(default_factory=dict)  # metrics of that sync
 

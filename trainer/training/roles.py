@@ -9,22 +9,15 @@ from trainer.datasets.packing import IGNORE
 from trainer.metrics import MetricSum
 from trainer.models import policy_loss as losses
 from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
+from trainer.models.policy_values import policy_values
 from trainer.models.reward import token_scores
 from trainer.models.sequence_sums import counts_here, sum_by_sequence
-from trainer.models.token_losses import causal_lm_logits, token_entropies, token_log_probs
-from trainer.models.truncation import within_sets
 from trainer.training.advantages import kl_estimate
 
 
 def policy_log_probs(model, micro_batch: dict, temperature: float) -> torch.Tensor:
     """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from."""
-    return token_log_probs(policy_logits(model, micro_batch), micro_batch["labels"], temperature=temperature)
-
-
-def policy_logits(model, micro_batch: dict) -> torch.Tensor:
-    """Logits (rows, tokens, vocab). If sampling was truncated, only of the tokens that could be drawn at each place."""
-    logits = causal_lm_logits(model, micro_batch)
-    return within_sets(logits, micro_batch["kept_sets"]) if "kept_sets" in micro_batch else logits
+    return policy_values(model, micro_batch, temperature)[0]
 
 
 def critic_values(model, micro_batch: dict) -> torch.Tensor:
@@ -69,8 +62,8 @@ def make_policy_loss(
     def policy_loss(model, micro_batch: dict):
         labels = micro_batch["labels"]
         keep = labels != IGNORE
-        logits = policy_logits(model, micro_batch)
-        log_probs = token_log_probs(logits, labels, temperature=options.temperature).double()
+        log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(options.entropy_coef))
+        log_probs = log_probs.double()
         if "old_log_probs" in micro_batch:
             old_log_probs = micro_batch["old_log_probs"]
         else:
@@ -87,8 +80,6 @@ def make_policy_loss(
             values = values * micro_batch["tis_weights"]
         weights = micro_batch["loss_weights"] * keep
         policy_sum = total = (values * weights).sum()
-        with torch.set_grad_enabled(bool(options.entropy_coef) and torch.is_grad_enabled()):
-            entropies = token_entropies(logits, labels, temperature=options.temperature)
         if options.entropy_coef:
             total = total - options.entropy_coef * (entropies * weights).sum()
         of_tokens = {

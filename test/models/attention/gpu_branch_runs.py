@@ -15,10 +15,11 @@ from flash_attn import flash_attn_interface
 
 from trainer.cli import train_sft
 from trainer.cli.entry import run_command
-from trainer.models.attention import choice, flash, kernels, ring_package, varlen  # noqa: F401  # choice: imported first
+from trainer.models.attention import choice, flash, flash_limits, kernels, ring_package, varlen  # noqa: F401  # choice: first
 
 BF16 = ("--param_dtype", "bf16", "--packing_samples")
 FLASH_2 = ("--attn_implementation", "flash_attention_2")
+FLASH_3 = ("--attn_implementation", "flash_attention_3")
 ZERO_0 = ("--backend", "deepspeed", "--zero_stage", "0")
 ZERO_2 = ("--backend", "deepspeed", "--zero_stage", "2")
 RING = ("--ring_attn_size", "2")
@@ -28,6 +29,9 @@ RUNS = {
     "flash_2_padded": ("--param_dtype", "bf16", *FLASH_2),
     "flash_2_zero_0": (*BF16, *FLASH_2, *ZERO_0),
     "flash_2_zero_2": (*BF16, *FLASH_2, *ZERO_2),
+    "flash_3": (*BF16, *FLASH_3),
+    "flash_3_padded": ("--param_dtype", "bf16", *FLASH_3),
+    "flash_3_selective": (*BF16, *FLASH_3, "--selective_checkpointing"),
     "varlen": BF16,
     "varlen_recomputed": (*BF16, "--gradient_checkpointing"),
     "varlen_selective": (*BF16, "--selective_checkpointing"),
@@ -43,10 +47,10 @@ RUNS = {
 def claim_a_gpu() -> None:
     """Answer the questions about the GPU, as on one of compute capability 8.0 or newer."""
     flash._is_new_enough = lambda device: True
-    flash.validate_flash_attention = ring_package.validate_machine = lambda *_: None
+    flash_limits.validate_flash_attention = ring_package.validate_machine = lambda *_: None
     for entry in integration.FLASH_ATTENTION_COMPATIBILITY_MATRIX.values():
         entry.update(general_availability_check=lambda: True, supported_devices=((lambda: True, "cpu"),))
-    integration.is_flash_attn_2_available = lambda: True
+    integration.is_flash_attn_2_available = integration.is_flash_attn_3_available = lambda: True
 
 
 def main(argv: list[str]) -> None:

@@ -26,7 +26,7 @@ def forget_kernels() -> None:
 def kernel_calls(request, monkeypatch):
     """With and without flash-attn 2. On CPU, the calls that arrived at a flash kernel."""
     calls = None
-    flash.flash_attn_2_fault.cache_clear()
+    flash.flash_fault.cache_clear()
     if DEVICE == "cpu":
         forget_kernels()
         monkeypatch.syspath_prepend(str(ROOT / "test/flash_attn_shim"))
@@ -41,7 +41,7 @@ def kernel_calls(request, monkeypatch):
         pytest.skip("flash-attn 2 is not installed")
     monkeypatch.setattr(kernels, "has_flash_attn", lambda: request.param == "flash-attn")
     yield calls
-    flash.flash_attn_2_fault.cache_clear()
+    flash.flash_fault.cache_clear()
     if DEVICE == "cpu":
         library._destroy()
         forget_kernels()  # or other tests of this process would find flash-attn installed

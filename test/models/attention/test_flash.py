@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GptOssConfig, LlamaConfig
 
 from trainer.errors import UserError
-from trainer.models.attention import flash
+from trainer.models.attention import flash, flash_limits
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.attention.kernels import block_backward, block_forward
 
@@ -30,13 +30,13 @@ class StopAtKernel(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """What a process finds out once, anew in each test. Fake tensors need the capability of a GPU that is not there."""
-    flash.flash_attn_2_fault.cache_clear()
+    flash.flash_fault.cache_clear()
     flash._is_new_enough.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     yield
-    flash.flash_attn_2_fault.cache_clear()
+    flash.flash_fault.cache_clear()
     flash._is_new_enough.cache_clear()
 
 
@@ -84,12 +84,16 @@ def test_an_old_gpu_has_no_flash_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert kernels_of_a_block(64) == EFFICIENT
     with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
-        flash.validate_capability((7, 5))
+        flash_limits.validate_capability("flash_attention_2", (7, 5))
+    with pytest.raises(UserError, match=r"flash_attention_3 on a GPU of compute capability 10\.0; it ends at 9\.0"):
+        flash_limits.validate_capability("flash_attention_3", (10, 0))
 
 
 def test_flash_attn_4_is_not_flash_attn_2(only_flash_attn_4):
     with pytest.raises(UserError, match=r"\[flash\]'; flash-attn 2 is not installed, only flash-attn-4"):
         resolve_attention("flash_attention_2", packed=False)
+    with pytest.raises(UserError, match=r"hopper; flash-attn 3 is not installed, only flash-attn-4"):
+        resolve_attention("flash_attention_3", packed=False)
 
 
 def test_a_broken_flash_attn_is_told(tmp_path, monkeypatch):
@@ -106,6 +110,19 @@ def test_a_broken_flash_attn_is_told(tmp_path, monkeypatch):
 def test_fp32_and_wide_heads_are_refused():
     with pytest.raises(UserError, match="flash_attention_2 with --param_dtype fp32"):
         resolve_attention("flash_attention_2", packed=False, param_dtype="fp32")
-    flash.validate_head_dims(Gemma2Config(head_dim=256))
+    flash_limits.validate_head_dims(Gemma2Config(head_dim=256))
     with pytest.raises(UserError, match="head_dim 512 of llama; it ends at 256"):
-        flash.validate_head_dims(LlamaConfig(hidden_size=1024, num_attention_heads=2))
+        flash_limits.validate_head_dims(LlamaConfig(hidden_size=1024, num_attention_heads=2))
+
+
+def test_models_that_transformers_would_give_another_kernel():
+    """For gpt-oss, transformers would load a kernel from the hub in place of the one that was asked for."""
+    for config, name in ((GptOssConfig(), "flash_attention_2"), (BloomConfig(), "flash_attention_3")):
+        with pytest.raises(UserError, match=f"{name}, which {config.model_type} does not have in transformers"):
+            flash_limits.validate_flash_model(config, AutoModelForCausalLM, name)
+    flash_limits.validate_flash_model(LlamaConfig(), AutoModelForCausalLM, "flash_attention_3")
+
+
+def test_the_ring_does_not_use_flash_attn_3():
+    with pytest.raises(UserError, match="flash_attention_3 with --ring_attn_size"):
+        resolve_attention("flash_attention_3", packed=True, ring=True)

@@ -8,7 +8,8 @@ from launch import ROOT, read_steps, torchrun
 
 from trainer.datasets.demo import make_demo
 
-PACKED = ["flash_2", "flash_2_zero_0", "flash_2_zero_2", "varlen", "varlen_zero_0", "varlen_zero_2", "varlen_selective"]
+PACKED = ["flash_2", "flash_2_zero_0", "flash_2_zero_2", "flash_3", "flash_3_selective"]
+PACKED += ["varlen", "varlen_zero_0", "varlen_zero_2", "varlen_selective"]
 RINGS = ["ring", "ring_torch", "ring_zero_0", "ring_package"]
 
 
@@ -27,7 +28,7 @@ def num_calls(folder, name: str) -> dict[str, int]:
     return json.loads((folder / name / "kernels.json").read_text())
 
 
-@pytest.mark.parametrize("name", [*PACKED, *RINGS, "flash_2_padded", "varlen_recomputed"])
+@pytest.mark.parametrize("name", [*PACKED, *RINGS, "flash_2_padded", "flash_3_padded", "varlen_recomputed"])
 def test_losses_are_those_of_sdpa_and_kernels_get_half_precision(folder, name):
     if not (folder / name).exists():
         pytest.skip("ring-flash-attn is not installed")

@@ -5,6 +5,8 @@ from typing import Optional
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 
+PACKED = "sdpa, flash_attention_2, flash_attention_3"
+
 
 def resolve_attention(
     attn_implementation: str, packed: bool, ring: bool = False, *, param_dtype: str = "bf16", device: str = "auto"
@@ -13,17 +15,18 @@ def resolve_attention(
 
     With `ring`, `setup_split_attention` replaces it once the process groups exist.
     """
-    if ring and attn_implementation == "eager":
-        raise UserError("--attn_implementation", "eager with --ring_attn_size", "sdpa, flash_attention_2")
-    if attn_implementation == "flash_attention_2":
-        from trainer.models.attention.flash import validate_flash_attention
+    if ring and attn_implementation in ("eager", "flash_attention_3"):
+        found = f"{attn_implementation} with --ring_attn_size"
+        raise UserError("--attn_implementation", found, "sdpa, flash_attention_2")
+    if attn_implementation.startswith("flash"):
+        from trainer.models.attention.flash_limits import validate_flash_attention
 
-        validate_flash_attention(param_dtype, device)
+        validate_flash_attention(attn_implementation, param_dtype, device)
         return attn_implementation
     if not packed:
         return attn_implementation
     if attn_implementation == "eager":
-        raise UserError("--attn_implementation", "eager with --packing_samples", "sdpa, flash_attention_2")
+        raise UserError("--attn_implementation", "eager with --packing_samples", PACKED)
     from trainer.models.attention.varlen import register_varlen_attention
 
     return register_varlen_attention()
@@ -39,7 +42,7 @@ def validate_packed_model(folder: str, trust_remote_code: bool = False, attentio
     validate_attention_layers(config, "--packing_samples", "leave it out")
     if attention == NAME:
         validate_registered_attention(config, "--packing_samples", "leave it out")
-    elif attention == "flash_attention_2" and _has_chunks(config):
+    elif attention.startswith("flash") and _has_chunks(config):
         raise UserError("--attn_implementation", f"{attention} for chunked_attention layers", "auto, sdpa")
 
 
@@ -47,16 +50,18 @@ def _has_chunks(config) -> bool:
     return "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-def validate_model(folder: str, trust_remote_code: bool, attention: str, packed: bool) -> None:
-    """Raise UserError if the attention function does not fit the model of `folder`."""
+def validate_model(folder: str, trust_remote_code: bool, attention: str, packed: bool, auto_class) -> None:
+    """Raise UserError if the attention function does not fit the model of `folder`, loaded by `auto_class`."""
     if packed:
         validate_packed_model(folder, trust_remote_code, attention)
-    if attention == "flash_attention_2":
+    if attention.startswith("flash"):
         from transformers import AutoConfig
 
-        from trainer.models.attention.flash import validate_head_dims
+        from trainer.models.attention.flash_limits import validate_flash_model, validate_head_dims
 
-        validate_head_dims(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        validate_head_dims(config, attention)
+        validate_flash_model(config, auto_class, attention)
 
 
 def setup_attention(args, strategy, folder: str, attention: str) -> tuple:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
-from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_attn_2_fault
+from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault
 from trainer.models.attention.varlen import MODELS_WITH_SINKS
 
 FLAG, NAME, ALLOWED = "--ring_attn_kernel", "ring_flash_attn", "native"
@@ -40,7 +40,7 @@ def validate_machine(param_dtype: str, device: torch.device) -> None:
         raise UserError(FLAG, f"{NAME} with --param_dtype fp32", f"{ALLOWED}, or --param_dtype bf16, fp16")
     if importlib.util.find_spec(NAME) is None:
         raise UserError(FLAG, f"{NAME} is not installed: pip install -e '.[ring]'", ALLOWED)
-    if fault := flash_attn_2_fault():
+    if fault := flash_fault(2):
         raise UserError(FLAG, f"{NAME} needs flash-attn: pip install -e '.[ring]'; {fault}", ALLOWED)
     if device.type == "cpu":
         raise UserError(FLAG, f"{NAME} without a CUDA device", ALLOWED)

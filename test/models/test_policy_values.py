@@ -1,0 +1,78 @@
+"""Log-probs and entropies of a policy by chunks of logits: the same numbers, and never (tokens, vocabulary) at once."""
+
+import sys
+
+import pytest
+import torch
+from launch import ROOT, run_process
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from trainer.models import token_losses
+from trainer.models.policy_loss import PolicyOptions
+from trainer.training.roles import make_policy_loss
+
+VOCAB, TOKENS = 997, 64
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.most = max([self.most, *sizes])
+        return result
+
+
+def make_model():
+    torch.manual_seed(0)
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCAB, **small))
+
+
+def make_batch() -> dict:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=generator)
+    labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+    labels[:, :5] = -100
+    values = {name: torch.randn(2, TOKENS, generator=generator).double() for name in ("advantages", "ref_log_probs")}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **values}
+    batch["position_ids"] = torch.arange(TOKENS)[None].expand(2, -1)
+    batch["old_log_probs"] = -torch.rand(2, TOKENS, generator=generator).double() - 6.5
+    return batch | {
+        "loss_weights": torch.ones(2, TOKENS).double(),
+        "sequence_ids": torch.arange(2)[:, None].expand(2, TOKENS),
+    }
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monkeypatch, entropy_coef):
+    results, model = [], make_model()
+    loss_fn = make_policy_loss(PolicyOptions(entropy_coef=entropy_coef, kl_estimator="k3"), lambda: 0.1, None, None)
+    for chunk_bytes in (2**27, 4 * VOCAB * 8):
+        monkeypatch.setattr(token_losses, "CHUNK_BYTES", chunk_bytes)
+        model.zero_grad()
+        with LargestTensor() as largest:
+            total, _, metrics = loss_fn(model, make_batch())
+            total.backward()
+        values = {name: metric.total for name, metric in metrics.items()}
+        results.append((total.detach(), values, {n: p.grad.clone() for n, p in model.named_parameters()}, largest.most))
+    (total, values, grads, most), (found_total, found_values, found_grads, found_most) = results
+    assert most >= 2 * (TOKENS - 5) * VOCAB, "the plain route has all logits"
+    assert found_most <= max(8 * VOCAB, model.lm_head.weight.numel()), "a chunk of 8 rows, or a weight"
+    assert found_total.item() == pytest.approx(total.item(), rel=1e-6)
+    for name in values:
+        assert float(found_values[name]) == pytest.approx(float(values[name]), rel=1e-5, abs=1e-6), name
+    for name, grad in grads.items():
+        assert (found_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_layouts_give_the_same_numbers_by_chunks(tmp_path):
+    code, output = run_process([sys.executable, str(ROOT / "test/models/policy_value_checks.py"), str(tmp_path)])
+    assert code == 0 and output.count("ok ") == 5, output[-4000:]

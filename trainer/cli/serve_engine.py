@@ -1,0 +1,84 @@
+"""`serve_engine`: a vLLM server that generates for `train_ppo --rollout_engine vllm_server` and takes its weights.
+
+python -m trainer.cli.serve_engine --pretrain MODEL --port 8001 --max_len 2048
+"""
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from trainer.arguments import arg, parse_arguments
+from trainer.cli.entry import run_command
+from trainer.errors import UserError
+
+WORKER = "trainer.rollout.vllm_worker.WeightReceiver"
+
+
+@dataclass
+class EngineArguments:
+    """Rollout server"""
+
+    pretrain: Optional[str] = arg(None, "model folder; its weights are replaced by those of the trainer")
+    host: str = arg("127.0.0.1", "address to listen on; vLLM's development endpoints have no key, so trust its network")
+    port: int = arg(8001, "port to listen on", type="PositiveInt")
+    max_len: int = arg(2048, "tokens of a prompt and its response together", type="PositiveInt")
+    batch_size: int = arg(64, "responses at a time (on CUDA, vllm decides)", type="PositiveInt")
+    tensor_parallel_size: int = arg(1, "GPUs of this server", type="PositiveInt")
+    param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype, that of the trainer")
+    gpu_memory_utilization: float = arg(
+        0.9, "CUDA: share of the GPU memory for weights and cache", type="PositiveFloat"
+    )
+    trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
+
+
+def run(argv: list[str]) -> None:
+    args = parse_arguments(EngineArguments, "serve_engine", argv)
+    if args.pretrain is None:
+        raise UserError("--pretrain", "missing", "a model folder")
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("serve_engine", "vllm is not installed", "pip install -e '.[vllm]'")
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, by which weights come
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
+
+    sys.argv = ["serve_engine", *server_flags(args)]
+    vllm_main()
+
+
+def server_flags(args: EngineArguments) -> list[str]:
+    """The flags of `vllm serve`."""
+    import torch
+
+    from trainer.rollout import vllm as ours
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.param_dtype]
+    flags = [
+        "--model",
+        args.pretrain,
+        "--host",
+        args.host,
+        "--port",
+        str(args.port),
+        "--dtype",
+        str(dtype).removeprefix("torch."),
+    ]
+    flags += ["--max-model-len", str(args.max_len), "--tensor-parallel-size", str(args.tensor_parallel_size)]
+    flags += ["--worker-extension-cls", WORKER, "--enable-scale-out", "--generation-config", "vllm", "--seed", "0"]
+    flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    flags += ["--no-enable-prefix-caching"]  # a cache would be of older weights
+    if args.trust_remote_code:
+        flags += ["--trust-remote-code"]
+    if torch.cuda.is_available():
+        return [*flags, "--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+    cache = ours.cpu_cache_bytes(args.pretrain, dtype, args.batch_size, args.max_len, args.trust_remote_code)
+    return [*flags, "--enforce-eager", "--kv-cache-memory-bytes", str(cache), "--max-num-seqs", str(args.batch_size)]
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

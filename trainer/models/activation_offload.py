@@ -1,0 +1,94 @@
+"""Keep in host memory what the decoder keeps for the backward pass: with `recompute_layers`, the layers' inputs.
+
+On a GPU, a stream of its own copies them. One layer's input goes out while the next layer runs. In the backward pass, it
+comes back while the layer after it runs.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class _Kept:
+    """One tensor in host memory. `layout` is that of a DTensor; `back` and `ready` are its copy on the device."""
+
+    host: torch.Tensor
+    device: torch.device
+    layout: Optional[dict]
+    before: Optional["_Kept"]  # the tensor that was kept before this one: the backward pass asks for it next
+    back: Optional[torch.Tensor] = None
+    ready: Any = None
+
+
+class HostCopies:
+    """The tensors of one forward pass. `keep` and `give` are the two hooks of `saved_tensors_hooks`."""
+
+    def __init__(self):
+        self._last: Optional[_Kept] = None
+        self._beside = None  # the stream of the copies
+        self._leaving = None  # (tensor, event): memory that its copy still reads
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        """Start the copy of a tensor to the host. For a DTensor (tp), the copy is this rank's part."""
+        layout = None
+        if isinstance(tensor, DTensor):
+            layout = {"shape": tensor.shape, "stride": tensor.stride()}
+            layout |= {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            tensor = tensor.to_local()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copied = self._copy(host, tensor)
+        self._release()
+        self._leaving = tensor, copied
+        self._last = _Kept(host, tensor.device, layout, self._last)
+        return self._last
+
+    def give(self, kept: _Kept) -> torch.Tensor:
+        """Return the tensor on its device, and start the copy of the one that is needed next."""
+        self._release()
+        self._last = None  # from now on, only the backward pass holds what it has not asked for
+        for wanted in (kept, kept.before):
+            if wanted is not None and wanted.back is None:
+                wanted.back = torch.empty_like(wanted.host, device=wanted.device)
+                wanted.ready = self._copy(wanted.back, wanted.host)
+        _streams(kept.device).current_stream().wait_event(kept.ready)
+        tensor, kept.back = kept.back, None
+        return DTensor.from_local(tensor, run_check=False, **kept.layout) if kept.layout else tensor
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor):
+        """Copy beside the current stream, after all that it has begun. Return the event of the end."""
+        streams = _streams(target.device if source.device.type == "cpu" else source.device)
+        self._beside = self._beside or streams.Stream()
+        self._beside.wait_stream(streams.current_stream())
+        with streams.stream(self._beside):
+            target.copy_(source, non_blocking=True)
+            return self._beside.record_event()
+
+    def _release(self) -> None:
+        """Let the memory of the tensor before be used again: what the current stream does next waits for its copy."""
+        if self._leaving:
+            tensor, copied = self._leaving
+            _streams(tensor.device).current_stream().wait_event(copied)
+            self._leaving = None
+
+
+def _streams(device: torch.device):
+    """torch.cuda, or torch.cpu, whose streams do everything at once."""
+    return torch.get_device_module(device)
+
+
+def offload_layer_inputs(model: torch.nn.Module) -> None:
+    """Keep in host memory what the decoder keeps. The head is not included: its weight would be copied as well."""
+    decoder = model.base_model
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def offloaded(*args, **kwargs):
+        copies = HostCopies()
+        with torch.autograd.graph.saved_tensors_hooks(copies.keep, copies.give):
+            return forward(*args, **kwargs)
+
+    decoder.forward = offloaded

@@ -1,0 +1,191 @@
+"""Rollouts ahead of training: on each rank, a thread generates while the optimizer steps (--max_staleness K).
+
+The version of weights is the number of rollouts that they were trained on. Lock step draws rollout r from version r.
+Here its samples are from version r - K or a later one. The thread is one rollout ahead, and more only while training has
+to wait. So samples are no older than the engine's speed makes necessary.
+
+The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
+functions of texts.
+"""
+
+import contextlib
+import copy
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+from trainer.distributed.collectives import gather_objects
+from trainer.errors import UserError
+from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
+from trainer.rollout.placement import share
+from trainer.rollout.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far the thread may be ahead, and how much it generates at a time."""
+
+    max_staleness: int
+    total_steps: int  # no rollout is generated that the run does not need
+    steps_of: Callable[[int], int]  # the optimizer steps of a rollout with so many samples
+    batch_size: int  # responses of a rank, between two looks at the newest weights
+
+
+@dataclass
+class Part:
+    """What one rank's thread has made of a rollout."""
+
+    samples: list[Sample] = field(default_factory=list)
+    checksums: dict[int, str] = field(default_factory=dict)  # of the engine's weights, by version
+    facts: dict[str, float] = field(default_factory=lambda: {"time_generate": 0.0, "time_reward": 0.0})
+    problem: Optional[BaseException] = None
+
+
+class RolloutsAhead:
+    """The thread of this rank, and what the main thread needs of it. As a context manager, it stops the thread."""
+
+    def __init__(self, engine, score_mine, pace: Pace, sampling: Sampling, *, seed: int, group_size: int):
+        """`score_mine(samples)` sets scores without communication. None: the main thread scores whole rollouts."""
+        self.engine, self.score_mine, self.pace = engine, score_mine, pace
+        self._sampling, self._seed, self._group_size = sampling, seed, group_size
+        self._asked, self._done = queue.SimpleQueue(), queue.SimpleQueue()
+        self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
+        self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is asked for and not yet trained
+        self._next = 0  # the rollout to ask for next
+        self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
+        self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        self._held: Optional[int] = None  # the version in the engine
+        self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
+
+    def __enter__(self) -> "RolloutsAhead":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error) -> None:
+        """Wait until the thread has ended the batch that it generates."""
+        self._stopped = True
+        self._asked.put(None)
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Inside, the engine is the caller's, for an evaluation. The thread waits before its next batch."""
+        with self._engine_lock:
+            self._held = None
+            yield
+
+    # --- the main thread
+
+    def next(self, strategy, model, state, step: int) -> tuple[list[Sample], dict]:
+        """The samples of rollout `state.rollout`, with tokens on the rank that drew them, and their metrics (collective).
+
+        The weights of `model` become version `state.rollout`. The thread is asked for the rollouts that may follow.
+
+        Raises:
+            UserError: a reward failed on one rank. All ranks raise the same error.
+        """
+        rollout, pace = state.rollout, self.pace
+        if self._prompts is None:
+            self._prompts, self._next = copy.copy(state.prompts), rollout
+        facts = self._send(strategy, model, rollout)
+        while self._next <= rollout or (
+            self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
+        ):
+            self._ask()
+        started, waits = time.perf_counter(), self._done.empty()
+        mine: Part = self._done.get()
+        if mine.problem is not None and not isinstance(mine.problem, UserError):
+            raise mine.problem
+        facts["time_wait"] = time.perf_counter() - started
+        told = gather_objects((mine.problem, mine.checksums, waits))
+        for problem, *_ in told:
+            if problem is not None:
+                raise problem
+        waiting = any(waits for *_, waits in told)
+        self._lead = min(self._lead + 1, pace.max_staleness) if waiting else max(self._lead - 1, 1)
+        samples = share(mine.samples)
+        self._check(samples, state)
+        self._ahead.popleft()
+        return samples, {**facts, **mine.facts, "weights_checksum": newest_checksum([sums for _, sums, _ in told])}
+
+    def _send(self, strategy, model, version: int) -> dict:
+        """Copy the weights to host memory, where the thread finds them (all-gathers over the mesh)."""
+        started, tensors = time.perf_counter(), {}
+        for name, tensor in strategy.iter_full_params(model, merged_as=self.engine.dtype):
+            tensors[name] = tensor.detach().to("cpu", copy=True)
+        self._newest = version, tensors
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return {"sync_bytes": num_bytes, "time_sync": time.perf_counter() - started}
+
+    def _ask(self) -> None:
+        prompts = self._prompts.take(self._prompts.batch_size)
+        asked = numbered(prompts, self._group_size)
+        self._asked.put((self._next, contiguous_slice(asked, dist.get_rank(), dist.get_world_size())))
+        self._ahead.append(self.pace.steps_of(len(asked)))
+        self._next += 1
+
+    def _check(self, samples: list[Sample], state) -> None:
+        """Move the position in the prompts, and compare the samples with it and with the bound."""
+        expected = [prompt["row"] for prompt in state.prompts.take(state.prompts.batch_size)]
+        assert [sample.row for sample in samples[:: self._group_size]] == expected
+        assert all(0 <= state.rollout - sample.version <= self.pace.max_staleness for sample in samples)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        cuda = self.engine.device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(self.engine.device)) if cuda else contextlib.nullcontext():
+            while (asked := self._asked.get()) is not None and not self._stopped:
+                part = Part()
+                try:
+                    self._generate(part, *asked)
+                except BaseException as error:  # the main thread raises it
+                    part.problem = error
+                self._done.put(part)
+
+    def _generate(self, part: Part, rollout: int, asked: list[tuple[int, dict]]) -> None:
+        started = time.perf_counter()
+        for start in range(0, len(asked), self.pace.batch_size):
+            if self._stopped:
+                return
+            with self._engine_lock:
+                self._load_newest()
+                part.checksums[self._held] = self._checksum
+                batch = asked[start : start + self.pace.batch_size]
+                samples = continue_prompts(self.engine, batch, self._sampling, self._seed, rollout)
+                for sample in samples:
+                    sample.version = self._held
+            part.samples += samples
+        generated = time.perf_counter()
+        if self.score_mine is not None and part.samples:
+            self.score_mine(part.samples)
+        part.facts = {"time_generate": generated - started, "time_reward": time.perf_counter() - generated}
+
+    def _load_newest(self) -> None:
+        version, tensors = self._newest
+        if version != self._held:
+            self._checksum, _ = self.engine.update_weights(tensors.items())
+            self._held = version
+
+
+def newest_checksum(of_ranks: list[dict[int, str]]) -> str:
+    """The checksum of the newest version. Raises RuntimeError if two engines held different weights under one version."""
+    pairs = {pair for checksums in of_ranks for pair in checksums.items()}
+    _, checksum = max(pairs)
+    if len(dict(pairs)) < len(pairs):
+        raise RuntimeError(f"rollout engines hold different weights under one version: {sorted(pairs)}")
+    return checksum
+
+
+def staleness_facts(samples: list[Sample], rollout: int) -> dict[str, float]:
+    """The mean and the largest staleness of a rollout's samples. Nothing for rollouts of lock step."""
+    found = [rollout - sample.version for sample in samples if sample.version is not None]
+    return {"staleness": sum(found) / len(found), "staleness_max": max(found)} if found else {}

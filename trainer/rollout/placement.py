@@ -1,0 +1,163 @@
+"""Which rank has the tokens of a sample, and how they get to the rank that trains them.
+
+Every rank has a list of all samples of a rollout. A sample has its tokens only on the rank that generated it, and later
+on the ranks that train it. On all other ranks it has its score, its sizes and its digest. So what a rank holds and sends
+does not grow with the number of ranks, except for these few numbers per sample.
+"""
+
+import itertools
+import pickle
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from trainer.datasets.rows import digest_of
+from trainer.distributed.collectives import gather_objects, make_patient_group
+from trainer.models.sequence_sums import counts_here
+
+# the values per token of a `Sample`, and what only its reward needs: they stay where they are
+IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns")
+MESSAGE_SAMPLES = 64  # samples that rank 0 gets at a time, to write them
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What every rank knows about the tokens of a sample."""
+
+    tokens: int  # of prompt and response
+    response: int  # tokens behind the prompt
+    generated: int  # of these, by the engine
+    turns: int
+    digest: str  # of all tokens
+
+
+def measure(sample) -> Sizes:
+    ids = sample.prompt_ids + sample.response_ids
+    response = len(sample.response_ids)
+    return Sizes(len(ids), response, len(sample.generated()), len(sample.turns), digest_of(ids))
+
+
+def without_tokens(sample):
+    """The sample as ranks know it that do not have its tokens."""
+    empty = {name: [] for name in (*IDS, *LOCAL)}
+    return replace(sample, **empty, label=None, columns={}, here=False, sizes=sample.size())
+
+
+def share(mine: list) -> list:
+    """All samples, by number. Each rank gives those whose tokens it has (all-gather over the world, without tokens).
+
+    Samples of one prompt have adjacent numbers, so groups come together whichever rank generated their samples.
+    """
+    rank, own = dist.get_rank(), {sample.number: sample for sample in mine}
+    told = gather_objects([replace(without_tokens(sample), holder=rank) for sample in mine])
+    for sample in mine:
+        sample.holder = rank
+    found = [own.get(sample.number, sample) for part in told for sample in part]
+    return sorted(found, key=lambda sample: sample.number)
+
+
+def exchange_objects(for_ranks: list) -> list:
+    """Send `for_ranks[r]` to rank r. Returns what each rank sent here (all-to-all over the world). None costs nothing."""
+    if len(for_ranks) == 1:
+        return for_ranks
+    group = make_patient_group(dist.group.WORLD)
+    parts = [b"" if value is None else pickle.dumps(value) for value in for_ranks]
+    sizes = torch.tensor([len(part) for part in parts])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+    dist.all_to_all_single(received, sent, coming.tolist(), sizes.tolist(), group=group)
+    return [pickle.loads(part.numpy().tobytes()) if len(part) else None for part in received.split(coming.tolist())]
+
+
+def _packed(sample):
+    """The sample for sending: 4 bytes for an id, and 4 for a log-prob that is an fp32 number."""
+    log_probs = array("f", sample.log_probs)
+    if log_probs.tolist() != sample.log_probs:
+        log_probs = array("d", sample.log_probs)
+    ids = {name: array("i", getattr(sample, name)) for name in IDS}
+    kept_ids = [array("i", ids) for ids in sample.kept_ids]
+    return replace(sample, **ids, log_probs=log_probs, kept_ids=kept_ids, columns={})
+
+
+def _unpacked(sample):
+    lists = {name: getattr(sample, name).tolist() for name in (*IDS, "log_probs")}
+    return replace(sample, **lists, kept_ids=[ids.tolist() for ids in sample.kept_ids])
+
+
+def move(samples: list, places: list[list[int]]) -> list:
+    """The same samples, with tokens where they are needed: rank r gets those at `places[r]` (all-to-all over the world).
+
+    A sample without a holder is on every rank, and is not sent.
+    """
+    rank = dist.get_rank()
+    wanted = set(places[rank])
+    for_ranks = [
+        [(n, _packed(samples[n])) for n in of_rank if samples[n].holder == rank] or None if other != rank else None
+        for other, of_rank in enumerate(places)
+    ]
+    came = {n: _unpacked(sample) for part in exchange_objects(for_ranks) for n, sample in part or ()}
+    return [(came.get(n) or sample) if n in wanted else without_tokens(sample) for n, sample in enumerate(samples)]
+
+
+def trained_by(meshes, loader) -> list[list[int]]:
+    """The places of the samples that each rank trains in one epoch of `loader`, in order."""
+    size, num = loader.batch_size, len(loader.dataset)
+    places: list[list[int]] = [[] for _ in range(loader.dp_size)]
+    for start in range(0, num, size):
+        for own, micro_batches in zip(places, loader.plan(list(range(start, min(start + size, num))))):
+            own += itertools.chain.from_iterable(micro_batches)
+    dp_ranks = meshes.root.mesh.flatten(0, 1).flatten(1)  # (dp, sp x tp): the global ranks of each slice of a batch
+    of_rank = {rank: sorted(own) for own, ranks in zip(places, dp_ranks.tolist()) for rank in ranks}
+    return [of_rank[rank] for rank in range(len(of_rank))]
+
+
+def write_by_rank_0(samples: list, write: Callable[[list], None]) -> None:
+    """Call `write` on rank 0 with all samples in order, some at a time. Ranks that have them send them (point to point)."""
+    rank, group = dist.get_rank(), None
+    for holder, run in itertools.groupby(samples, key=lambda sample: sample.holder):
+        run = list(run)
+        for start in range(0, len(run), MESSAGE_SAMPLES):
+            part = run[start : start + MESSAGE_SAMPLES]
+            if holder not in (None, 0):
+                group = group or make_patient_group(dist.group.WORLD)
+                if rank == holder:
+                    data = torch.frombuffer(bytearray(pickle.dumps([_packed(s) for s in part])), dtype=torch.uint8)
+                    dist.send(torch.tensor([len(data)]), 0, group=group)
+                    dist.send(data, 0, group=group)
+                elif rank == 0:
+                    size = torch.zeros(1, dtype=torch.int64)
+                    dist.recv(size, holder, group=group)
+                    data = torch.empty(int(size), dtype=torch.uint8)
+                    dist.recv(data, holder, group=group)
+                    part = [_unpacked(sample) for sample in pickle.loads(data.numpy().tobytes())]
+            if rank == 0:
+                write(part)
+
+
+class Part:
+    """The samples of a rollout that this rank trains. Flat vectors have their generated tokens, sample after sample.
+
+    `places` are those of the samples in the rollout, `lengths` their generated tokens. `width` is the longest response
+    of the whole rollout: rows of tokens have it on every rank, so that sums over a row are the same on every layout.
+    """
+
+    def __init__(self, strategy, samples: list, sp_group):
+        self._strategy, self.sp_group, self.num_samples = strategy, sp_group, len(samples)
+        self.places = [place for place, sample in enumerate(samples) if sample.here]
+        self.samples = [samples[place] for place in self.places]
+        self.lengths = [sample.size().generated for sample in self.samples]
+        lengths = [sample.size().generated for sample in samples]
+        self.width, self.num_tokens = max(lengths), sum(lengths)
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        """(own samples, ...) fp64 to (all samples, ...), on every rank (all-reduce over dp x sp). It is exact, because
+        each sample comes from one rank."""
+        shared = torch.zeros(self.num_samples, *values.shape[1:], dtype=torch.float64)
+        if counts_here(self.sp_group):  # other sp ranks have the same sums
+            shared[self.places] = values.double().cpu()
+        return self._strategy.all_reduce(shared.to(self._strategy.device)).cpu()

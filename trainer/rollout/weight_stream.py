@@ -1,0 +1,46 @@
+"""Full tensors from a trainer's rank to the workers of a rollout server, by broadcasts of gloo.
+
+The sender and the workers make a process group of their own, beside all others of their processes. It lasts for one
+update. The names of tensors go over its store, so nothing has to be known before the first tensor.
+"""
+
+import datetime
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+LIMIT = datetime.timedelta(minutes=5)  # for the workers to come, and for a tensor
+
+
+class WeightStream:
+    """One end of a stream: rank 0 sends, and the others receive."""
+
+    def __init__(self, host: str, port: int, rank: int, size: int):
+        """Port 0 takes a free one on rank 0; see `port`. The group is made at the first tensor."""
+        self._rank, self._size = rank, size
+        self._store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=LIMIT, wait_for_workers=False)
+        self.port = self._store.port
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcast the tensors in the order of the iterable (from rank 0 to all ranks of the stream)."""
+        group, number = dist.ProcessGroupGloo(self._store, self._rank, self._size, LIMIT), 0
+        for number, (name, tensor) in enumerate(tensors, start=1):
+            tensor = tensor.detach().cpu().contiguous()
+            facts = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            self._store.set(f"tensor {number}", json.dumps(facts))
+            group.broadcast([tensor.view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        self._store.set(f"tensor {number + 1}", "null")
+        group.barrier().wait()  # the store must live until all have read from it
+
+    def received(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor on the CPU) of each tensor that comes, until the last one."""
+        group, number = dist.ProcessGroupGloo(self._store, self._rank, self._size, LIMIT), 1
+        while (facts := json.loads(self._store.get(f"tensor {number}"))) is not None:
+            name, dtype, shape = facts
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast([tensor.view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+            yield name, tensor
+            number += 1
+        group.barrier().wait()
