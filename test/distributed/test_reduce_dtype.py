@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reduce")
     make_demo(str(folder / "demo"))
     common = ["--pretrain", str(folder / "demo/model"), "--dataset", str(folder / "demo/sft.jsonl"), "--no_save"]
-    common += "--param_dtype fp32 --max_steps 2 --train_batch_size 8 --micro_train_batch_size 2".split()
+    common += ["--param_dtype", "fp32", "--max_steps", "2", "--train_batch_size", "8", "--micro_train_batch_size", "2"]
     lines = [
         [*common, *flags, "--reduce_dtype", dtype, "--output_dir", str(folder / f"{name}-{dtype}")]
         for name, flags in RUNS.items()
