@@ -18,7 +18,7 @@ from trainer.compare.forked_ranks import run_ranks
 from trainer.datasets.global_batches import GlobalBatchLoader
 from trainer.distributed.mesh import build_meshes, resolve_mesh_sizes, start_process_group
 from trainer.rollout import placement
-from trainer.rollout.experience import SampleSet, generate_samples, score_by_texts
+from trainer.rollout.experience import SampleSet, TextScores, generate_samples, score_by_texts
 from trainer.rollout.rollouts_file import RolloutsLog, read_rollouts
 from trainer.rollout.sampling import Completion, Sampling
 from trainer.training import advantages as adv
@@ -89,7 +89,7 @@ def one_rank(folder: Path, tp: int) -> None:
 
     dist.all_to_all_single, dist.send = counted_exchange, counted_send
     samples = whole_rollout(world)
-    score_by_texts(reward, samples, Words(), ())
+    score_by_texts(TextScores(reward, Words(), ()), samples)
     generated = sum(sample.size().tokens for sample in samples if sample.here)
     RolloutsLog(str(folder), Words()).write(0, samples)
     options = {"batch_size": len(samples) // 2, "micro_batch_size": 1, "max_tokens": 900}
@@ -121,7 +121,7 @@ def launches(tmp_path_factory):
         assert ending.kind == "done", (folder / "log").read_text()[-3000:]
         start_process_group(torch.device("cpu"), "gloo")
         whole = whole_rollout(ranks)
-        score_by_texts(reward, whole, Words(), ())
+        score_by_texts(TextScores(reward, Words(), ()), whole)
         dist.destroy_process_group()
         of_ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
         found[ranks, tp] = of_ranks, whole, folder
@@ -178,6 +178,7 @@ def test_the_ranks_of_an_engine_share_its_samples(monkeypatch):
     """Two ranks of one engine get the same completions. Each keeps a half; no other rank gets them."""
     kept = []
     monkeypatch.setattr("trainer.rollout.experience.share", lambda mine: kept.append([s.number for s in mine]))
+    monkeypatch.setattr("trainer.rollout.experience.gather_objects", lambda problems: [problems] * 4)
     prompts = [{"prompt_ids": [1], "row": 0, "label": None}]
     for rank in range(4):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
