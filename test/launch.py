@@ -1,10 +1,12 @@
 """How tests start real processes: with a time-out, without leftovers, with the output at hand when something fails."""
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -66,11 +68,35 @@ def torchrun(num_ranks: int, *arguments: str, timeout: float = 300, cwd: Path = 
     return run_process([*LAUNCHER, str(num_ranks), *arguments], timeout=timeout, cwd=cwd, **env)
 
 
+_server: list[subprocess.Popen] = []  # of this process
+
+
+def forked(num_ranks: int, *arguments: str, timeout: float = 300) -> tuple[int, str]:
+    """As `torchrun`, with ranks forked from a process that has imported the libraries already; see rank_server.py.
+
+    Of the environment the ranks get HF_DATASETS_CACHE, as it is now.
+    """
+    if not _server:
+        command = [sys.executable, str(ROOT / "test/rank_server.py")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        _server.append(subprocess.Popen(command, env=_environment(), cwd=ROOT, **pipes))
+        atexit.register(_server[0].kill)
+    log = Path(tempfile.mkdtemp()) / "log"
+    asked = {"arguments": arguments, "num_ranks": num_ranks, "log": str(log), "timeout": timeout}
+    asked["cache"] = os.environ.get("HF_DATASETS_CACHE")
+    _server[0].stdin.write(json.dumps(asked) + "\n")
+    _server[0].stdin.flush()
+    ending = json.loads(_server[0].stdout.readline())
+    if ending["kind"] == "done":
+        return 0, log.read_text()
+    return 1, f"{log.read_text()}\n{ending['kind']}: {ending['text']}"
+
+
 def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float) -> str:
     """Run several train_sft command lines in one set of ranks; returns the output."""
     runs = folder / f"runs-{uuid.uuid4()}.json"
     runs.write_text(json.dumps(command_lines))
-    code, output = torchrun(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
+    code, output = forked(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
     assert code == 0, output[-6000:]
     return output
 

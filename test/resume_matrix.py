@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launch import ROOT, read_steps, run_process, train_many
+from launch import ROOT, forked, read_steps, train_many
 
 from trainer.datasets.demo import make_demo
 
@@ -63,8 +63,8 @@ def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str
     are bitwise those of the source's own run."""
     make_demo(str(folder / "demo"))
     base = base_flags(folder)
-    reference = [sys.executable, str(ROOT / "test/reference.py"), *base, "--output_dir", str(folder / "reference")]
-    code, output = run_process(reference, timeout=120)
+    reference = [*base, "--output_dir", str(folder / "reference")]
+    code, output = forked(1, str(ROOT / "test/reference.py"), *reference, timeout=120)
     assert code == 0, output[-4000:]
     sources = sorted({source for source, _ in pairs})
     lines = []

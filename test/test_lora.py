@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT, read_steps, run_process, train_many
+from launch import ROOT, forked, read_steps, run_process, train_many
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -72,7 +72,7 @@ def pair_line(command: str, name: str, folder, data, *more: str, run: str = "") 
 
 
 def run_reference(script: str, line: list[str]) -> None:
-    code, output = run_process([sys.executable, str(ROOT / "test" / script), *line])
+    code, output = forked(1, str(ROOT / "test" / script), *line)
     assert code == 0, output[-4000:]
 
 

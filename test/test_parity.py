@@ -6,11 +6,8 @@ the grid runs here, each backend with packed and padded batches on one and two r
 all of it.
 """
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from launch import ROOT, read_rows, read_steps, run_process, train_many
+from launch import ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 
 BACKENDS = {
@@ -65,15 +62,12 @@ def runs(tmp_path_factory, shared_data):
     """The folder with the finished runs of every grid; the plain loop is `reference` and `reference-shuffled`."""
     folder = tmp_path_factory.mktemp("parity")
     for reference in ("reference", "reference-shuffled"):
-        code, output = run_process(
-            [sys.executable, str(ROOT / "test/reference.py"), *command_line(reference, folder, shared_data)]
-        )
+        code, output = forked(1, str(ROOT / "test/reference.py"), *command_line(reference, folder, shared_data))
         assert code == 0, output[-4000:]
     repeated = ["fsdp2-2r-mb4-padded-again", "deepspeed-z3-2r-mb4-padded-again"]
     names = GRID + BF16_GRID + SHUFFLED_GRID + repeated
     single, double = ([command_line(name, folder, shared_data) for name in names if f"-{n}r" in name] for n in (1, 2))
-    with ThreadPoolExecutor(2) as launches:  # one-rank launches side by side, one on each core
-        list(launches.map(lambda part: train_many(1, single[part::2], folder, timeout=1200), (0, 1)))
+    train_many(1, single, folder, timeout=1200)
     train_many(2, double, folder, timeout=1200)
     return folder
 

@@ -5,10 +5,9 @@ or padded in turn. The tolerances are those of test_parity.py; the sentinel comp
 """
 
 import json
-import sys
 
 import pytest
-from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
+from launch import ROOT, forked, read_rows, read_steps, train_many
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 
 from trainer.compare.matrix import full_matrix
@@ -40,7 +39,7 @@ def runs(tmp_path_factory, shared_data):
     for num_ranks, steps in STEPS.items():
         max_steps = ["--max_steps", str(steps), "--lr_scheduler", "constant_with_warmup"]
         reference = command_line(f"reference{steps}", folder, shared_data) + max_steps
-        code, output = run_process([sys.executable, str(ROOT / "test/reference.py"), *reference])
+        code, output = forked(1, str(ROOT / "test/reference.py"), *reference)
         assert code == 0, output[-4000:]
         lines = [
             [*command_line(name, folder, shared_data), *max_steps, *c.args, "--check_replicas_every", "5", *micro(name)]
@@ -95,7 +94,7 @@ def test_layouts_that_cannot_work_are_one_line_each(tmp_path, shared_data):
         for n, (flags, _) in enumerate(REFUSED.values())
     ]
     (tmp_path / "lines.json").write_text(json.dumps(lines))
-    code, output = torchrun(3, "-m", "trainer.compare.many_runs", str(tmp_path / "lines.json"))
+    code, output = forked(3, "-m", "trainer.compare.many_runs", str(tmp_path / "lines.json"))
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert code != 0 and "step 1/" not in output
     for name, (_, expected) in REFUSED.items():

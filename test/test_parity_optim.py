@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, read_steps, run_process, torchrun, train_many
+from launch import ROOT, forked, read_steps, run_process, train_many
 from reference import round_moments, svd_orthogonalized
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 from tiny_models import make_model
@@ -62,7 +62,7 @@ def runs(tmp_path_factory, shared_data):
     folder = tmp_path_factory.mktemp("optim")
     for optim in ("muon", "adafactor", "adamw_8bit"):
         line = flags(f"reference-{optim}", folder, shared_data)
-        code, output = run_process([sys.executable, str(ROOT / "test/reference.py"), *line])
+        code, output = forked(1, str(ROOT / "test/reference.py"), *line)
         assert code == 0, output[-4000:]
     for ranks, names in RUNS.items():
         lines = [[*flags(name, folder, shared_data), "--save_steps", str(SAVED_AT)] for name in names]
@@ -144,7 +144,7 @@ def test_adafactor_refuses_the_betas_that_it_has_not():
 
 
 def test_8_bit_moments_of_cut_weights_are_those_of_whole_ones():
-    code, output = torchrun(4, str(ROOT / "test/optimizers/adamw_8bit_checks.py"), timeout=180)
+    code, output = forked(4, str(ROOT / "test/optimizers/adamw_8bit_checks.py"), timeout=180)
     assert code == 0 and output.count("8 bits agree") == 4, output[-3000:]
 
 

@@ -8,11 +8,10 @@ else is compared has the tolerances of test_parity.py. Each run also evaluates, 
 import json
 import math
 import random
-import sys
 
 import pytest
 import torch
-from launch import ROOT, read_rows, read_steps, run_process, train_many
+from launch import ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
 from test_parity_preference import BACKENDS, LAYOUTS
@@ -113,7 +112,7 @@ def run_grid(names: list[str], folder, data) -> None:
     write_rollouts(folder / "frozen-cut.jsonl", data, top_p=0.9, top_k=50, min_p=0.01)
     for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
         line = command_line(f"{algorithm}-reference", folder, data)[1:]
-        code, output = run_process([sys.executable, str(ROOT / "test/ppo_reference.py"), *line])
+        code, output = forked(1, str(ROOT / "test/ppo_reference.py"), *line)
         assert code == 0, output[-4000:]
     for ranks in (2, 4):
         lines = [command_line(name, folder, data) for name in names if num_ranks(name) == ranks]

@@ -9,11 +9,10 @@ each command meets each backend, each form and each layout of two ranks, and the
 
 import json
 import os
-import sys
 
 import pytest
 import torch
-from launch import ROOT, read_rows, read_steps, run_process, train_many
+from launch import ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
@@ -131,8 +130,8 @@ def runs(tmp_path_factory, shared_data):
         references = dict.fromkeys((reference_of(name), variant) for name, variant in wanted)
         lines = [command_line(reference, folder, shared_data, variant) for reference, variant in references]
         (folder / "references.json").write_text(json.dumps(lines))
-        script = [sys.executable, str(ROOT / "test/preference_reference.py"), "--many"]
-        code, output = run_process([*script, str(folder / "references.json")], timeout=1500)
+        script = [str(ROOT / "test/preference_reference.py"), "--many"]
+        code, output = forked(1, *script, str(folder / "references.json"), timeout=1500)
         assert code == 0, output[-4000:]
         for num_ranks in STEPS:
             lines = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from tiny_models import make_model
 from transformers import LlamaForCausalLM
 
@@ -13,7 +13,7 @@ from trainer.errors import UserError
 def test_a_sharded_model_has_the_buffers_of_an_ordinary_one(tmp_path):
     """fully_shard renames the model's class. transformers then took it for remote code and left parents' buffers empty."""
     script = str(ROOT / "test/checkpoints/buffer_checks.py")
-    code, output = torchrun(2, script, str(tmp_path), timeout=180)
+    code, output = forked(2, script, str(tmp_path), timeout=180)
     assert code == 0 and output.count("ok ") == 4, output[-4000:]
 
 

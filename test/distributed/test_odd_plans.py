@@ -3,7 +3,7 @@
 import odd_plan_models
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from trainer.distributed.expert_parallel import are_experts
@@ -52,7 +52,7 @@ def test_every_model_is_exact_on_both_backends(tmp_path):
     for name in odd_plan_models.MODELS:
         odd_plan_models.save_model(name, str(tmp_path))
     script = str(ROOT / "test/distributed/odd_plan_checks.py")
-    code, output = torchrun(2, script, str(tmp_path), timeout=400, PYTHONPATH=f"{ROOT}:{ROOT / 'test'}")
+    code, output = forked(2, script, str(tmp_path), timeout=400)
     assert code == 0, output[-6000:]
     runs = [(name, layout) for name in odd_plan_models.MODELS for layout in odd_plan_models.LAYOUTS]
     for name, layout in [*runs, *((name, layout) for name, layout, _ in odd_plan_models.EXTRA)]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from tiny_models import CONFIGS, EVEN_CONFIGS, save_models
 from transformers import AutoModelForCausalLM, Olmo2Config
 
@@ -153,7 +153,7 @@ def test_every_architecture_is_exact_and_the_sentinel_works(tmp_path):
     save_models(str(tmp_path))
     make_demo(str(tmp_path / "demo"))
     script = str(ROOT / "test/distributed/tensor_parallel_checks.py")
-    code, output = torchrun(4, script, str(tmp_path), ",".join(EXACT_RUNS + DEEPSPEED_RUNS), timeout=900)
+    code, output = forked(4, script, str(tmp_path), ",".join(EXACT_RUNS + DEEPSPEED_RUNS), timeout=900)
     assert code == 0, output[-6000:]
     for run in EXACT_RUNS + DEEPSPEED_RUNS:  # anywhere in a line: a progress bar may come before it
         assert f"ok {run.replace(':', ' ')} losses" in output, run

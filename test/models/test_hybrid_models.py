@@ -5,7 +5,7 @@ The plain side is transformers' own model on one sample at a time: no packing, n
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from unusual_models import SAMPLES, alone, assert_same_gradients, make_model
 
 from trainer.datasets.packing import collate_packed
@@ -47,6 +47,6 @@ def test_without_the_restart_a_state_runs_into_the_next_document():
 
 def test_rows_split_over_two_ranks_get_the_gradients_that_samples_get_alone():
     """Ring and Ulysses, packed and padded rows."""
-    code, output = torchrun(2, str(ROOT / "test/models/attention/unusual_checks.py"), *NAMES, timeout=300)
+    code, output = forked(2, str(ROOT / "test/models/attention/unusual_checks.py"), *NAMES, timeout=300)
     assert code == 0, output[-6000:]
     assert output.count("ok ") == len(NAMES), output

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
-from launch import ROOT, read_steps, run_process, train_many
+from launch import ROOT, forked, read_steps, run_process, train_many
 from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demo import make_demo
@@ -72,7 +72,7 @@ def runs(tmp_path_factory):
             if path.name.startswith(("tokenizer", "chat_template")):
                 shutil.copy(path, folder / model)
         line = command_line(model, f"{model}-reference", folder)
-        code, output = run_process([sys.executable, str(ROOT / "test/reference.py"), *line])
+        code, output = forked(1, str(ROOT / "test/reference.py"), *line)
         assert code == 0, output[-4000:]
     lines = [[*command_line(model, name, folder), *flags] for name, (model, flags) in RUNS.items()]
     output = train_many(2, lines, folder, timeout=400)

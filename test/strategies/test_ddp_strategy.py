@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, read_steps, run_process, torchrun
+from launch import ROOT, forked, read_steps, run_process
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -35,14 +35,14 @@ def runs(tmp_path_factory, shared_data):
     folder = tmp_path_factory.mktemp("ddp")
     for name, flags in (("reference", []), ("reference-lora", FORMS["lora"])):
         line = [*command_line(name, folder, shared_data), *flags, "--no_save"]
-        code, output = run_process([sys.executable, str(ROOT / "test/reference.py"), *line])
+        code, output = forked(1, str(ROOT / "test/reference.py"), *line)
         assert code == 0, output[-4000:]
     lines = [[*command_line(form, folder, shared_data), *flags] for form, flags in FORMS.items()]
     saving, checkpoint = ["--save_steps", str(SAVED_AT)], str(folder / f"padded/checkpoints/step_{SAVED_AT}")
     lines[0] += saving
     lines.append([*command_line("resumed", folder, shared_data), "--load_checkpoint", checkpoint])
     (folder / "runs.json").write_text(json.dumps(lines))
-    code, output = torchrun(2, str(ROOT / "test/strategies/ddp_runs.py"), str(folder / "runs.json"), timeout=400)
+    code, output = forked(2, str(ROOT / "test/strategies/ddp_runs.py"), str(folder / "runs.json"), timeout=400)
     assert code == 0, output[-6000:]
     line = [*command_line("by-fsdp2", folder, shared_data), "--load_checkpoint", checkpoint]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", "--backend", "fsdp2", *line])

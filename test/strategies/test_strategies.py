@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, run_process, torchrun
+from launch import ROOT, forked, run_process
 from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demo import make_demo
@@ -17,7 +17,7 @@ def test_strategy_stands_alone(backend, num_stages, tmp_path):
     demo_model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo/model", dtype=torch.float16)
     demo_model.save_pretrained(tmp_path / "demo/fp16")
     script = str(ROOT / "test/strategies/strategy_checks.py")
-    code, output = torchrun(2, script, backend, str(tmp_path / "demo"), timeout=400)
+    code, output = forked(2, script, backend, str(tmp_path / "demo"), timeout=400)
     assert code == 0, output[-6000:]
     assert output.count("ok check_") == 8 * num_stages
 

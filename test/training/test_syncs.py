@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 
 from trainer.datasets.demo import make_demo
 
@@ -12,7 +12,7 @@ from trainer.datasets.demo import make_demo
 def waits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "demo"
     make_demo(str(folder))
-    code, output = torchrun(1, str(ROOT / "test/training/sync_counts.py"), str(folder), timeout=400)
+    code, output = forked(1, str(ROOT / "test/training/sync_counts.py"), str(folder), timeout=400)
     assert code == 0, output[-6000:]
     return json.loads((folder / "syncs.json").read_text())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from transformers import (
     BloomConfig,
     Gemma2Config,
@@ -28,7 +28,7 @@ from trainer.models.attention.ulysses import validate_ulysses
 
 @pytest.mark.parametrize(("num_ranks", "num_checks"), [(2, 10), (3, 9), (4, 10)])
 def test_split_attention_is_plain_attention(num_ranks, num_checks):
-    code, output = torchrun(num_ranks, str(ROOT / "test/models/attention/ring_checks.py"), timeout=580)
+    code, output = forked(num_ranks, str(ROOT / "test/models/attention/ring_checks.py"), timeout=580)
     assert code == 0, output[-6000:]
     assert output.count("ok ") == num_checks, output
     print(output)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked
 from unusual_models import MODELS, SAMPLES, alone, assert_same_gradients, make_config, make_model
 
 from trainer.datasets.packing import collate_packed
@@ -31,6 +31,6 @@ def test_packed_documents_get_the_logits_and_gradients_they_get_alone(name, tmp_
 
 
 def test_split_rows_get_the_gradients_that_samples_get_alone():
-    code, output = torchrun(2, str(ROOT / "test/models/attention/unusual_checks.py"), *SPLIT, timeout=300)
+    code, output = forked(2, str(ROOT / "test/models/attention/unusual_checks.py"), *SPLIT, timeout=300)
     assert code == 0, output[-6000:]
     assert output.count("ok ") == len(SPLIT), output

@@ -1,0 +1,53 @@
+"""Starts ranks for tests by forking: `python test/rank_server.py` reads requests, a JSON object on a line each.
+
+A launch by torchrun imports torch, transformers and DeepSpeed on every rank, 8 s of a core each. This process imports
+them once. What a test checks of torchrun itself (signals, exit codes, leftovers) it starts by `launch.torchrun`.
+"""
+
+import functools
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from trainer.cli import entry
+from trainer.compare.forked_ranks import import_libraries, run_ranks
+
+
+class Left(BaseException):
+    """A rank ended itself with an exit code, which would take the pipe to this process with it."""
+
+
+def leave(code: int) -> None:
+    raise Left(code)
+
+
+def run(arguments: list[str], cache: str | None) -> None:
+    """What `python ARGUMENTS` does: a script or `-m module`, and its arguments. `cache` is for data sets."""
+    entry._leave = leave
+    os.environ.pop("HF_DATASETS_CACHE", None)
+    os.environ.update({"HF_DATASETS_CACHE": cache} if cache else {})
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except (Left, SystemExit) as ended:
+        if ended.args[0] if ended.args else 0:
+            raise RuntimeError(f"exit code {ended.args[0]}") from None
+
+
+if __name__ == "__main__":
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what is printed while importing is no answer
+    import_libraries()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        rank = functools.partial(run, asked["arguments"], asked["cache"])
+        ending = run_ranks(rank, asked["num_ranks"], Path(asked["log"]), asked["timeout"])
+        os.write(answers, (json.dumps({"kind": ending.kind, "text": ending.text}) + "\n").encode())
