@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from doc_blocks import Command
-from launch import LAUNCHER, ROOT, run_process
+from launch import ROOT, forked, run_process
 
 DRIVER = str(ROOT / "test" / "docs" / "run_lines.py")
 NUM_ROWS = 64
@@ -302,10 +302,15 @@ class Runner:
         file = self.root / f"launch_{number}.json"
         file.write_text(json.dumps([self._entry(index, command) for index, command in enumerate(commands)]))
         ranks = key[1]
-        line = [*LAUNCHER, str(ranks), DRIVER] if ranks else [sys.executable, DRIVER]
         timeout = LAUNCH_SECONDS + ENTRY_SECONDS * len(commands)
         try:
-            code, output = run_process([*line, str(file)], timeout=timeout, cwd=self.root, **self._cache())
+            if ranks:
+                code, output = forked(
+                    ranks, DRIVER, str(file), timeout=timeout, cache=self._cache()["HF_DATASETS_CACHE"]
+                )
+            else:
+                line = [sys.executable, DRIVER, str(file)]
+                code, output = run_process(line, timeout=timeout, cwd=self.root, **self._cache())
             ending = f"the launch ended with exit code {code}"
         except AssertionError as error:
             output, ending = str(error), f"the launch took longer than {timeout} s"

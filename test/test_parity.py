@@ -22,9 +22,9 @@ STEPS = 20
 GRID = [
     "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded-onednn", "deepspeed-z2-1r-mb1-padded-mkl", "deepspeed-z3-1r-mb4-packed",
     "fsdp2-1r-mb1-packed-mkl", "fsdp2-1r-mb4-padded-onednn",
-    "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb1-packed", "deepspeed-z3-2r-mb4-packed",
-    "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed", "fsdp2-2r-mb4-packed",
-    "fsdp2-2r-mb4-padded-compiled-onednn", "deepspeed-z2-2r-mb4-packed-compiled", "fsdp2-2r-mb1-padded-once",
+    "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb4-packed-compiled",
+    "deepspeed-z3-2r-mb4-packed", "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed",
+    "fsdp2-2r-mb4-padded-compiled-onednn", "fsdp2-2r-mb1-padded-once",
     "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
 BF16_GRID = [f"{backend}-2r-bf16" for backend in BACKENDS]

@@ -4,7 +4,7 @@ The tolerances are those of test_parity.py. Each command runs on conversations (
 prompts (gsm8k), packed and padded. A plain pytest run takes 9 of the 60 configurations of --loss dpo and of rewards, in which
 each command meets each backend, each form and each layout of two ranks, and the ten of VARIANTS; all of them:
 
-    PREFERENCE_PARITY=full python -m pytest test/test_parity_preference.py
+    PARITY=full python -m pytest test/test_parity_preference.py
 """
 
 import json
@@ -59,7 +59,7 @@ SAMPLE = [
     "train_dpo-z1-dp2-padded", "train_dpo-z3-dp2-packed", "train_dpo-fsdp2-tp2-packed", "train_dpo-fsdp2-sp2-padded",
     "train_dpo-z1-dp2-tp2-packed",
 ]  # fmt: skip
-GRID = FULL_GRID if os.environ.get("PREFERENCE_PARITY") == "full" else SAMPLE
+GRID = FULL_GRID if os.environ.get("PARITY") == "full" else SAMPLE
 # every other loss, each on another layout, and the reference's log-probs computed on one layout and read again on another
 KTO = ["--loss", "kto", "--desirable_weight", "1.2", "--undesirable_weight", "0.7"]
 EXPERTS = ["--pretrain", "{folder}/experts", "--aux_loss_coef", "0.5"]
