@@ -14,7 +14,7 @@ import torch
 from launch import ROOT, run_process
 from planted_faults import CLEAN, FAULTS, MARKERS
 
-from trainer.compare.locate import constant_ratio
+from trainer.compare.traced_pair import constant_ratio
 from trainer.errors import UserError
 from trainer.training.module_trace import PARTS, _signs, trace_first_step
 

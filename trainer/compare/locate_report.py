@@ -6,8 +6,9 @@ from pathlib import Path
 
 from trainer.compare.comparison_report import write_json
 from trainer.compare.launch import configuration_job, run_jobs
-from trainer.compare.locate import PhaseResult, TracedRun, as_dict, locate
+from trainer.compare.locate import as_dict, locate
 from trainer.compare.matrix import Configuration, load_matrix
+from trainer.compare.traced_pair import PhaseResult, TracedRun
 from trainer.errors import UserError
 
 ONE_STEP = ("--max_steps", "1", "--lr_warmup_ratio", "0")  # a warm-up would make the only learning rate 0
@@ -36,7 +37,7 @@ def run_pair(
     folders = []
     for configuration in configurations:
         folder = output_dir / configuration.name
-        extra = (*ONE_STEP, "--overwrite", "--no_save", "--parity_trace", str(folder / "parity"))
+        extra = (*ONE_STEP, "--save_steps", "1", "--overwrite", "--no_save", "--parity_trace", str(folder / "parity"))
         job = configuration_job(
             dataclasses.replace(configuration, args=(*configuration.args, *extra)), train_args, output_dir
         )
