@@ -8,6 +8,7 @@ from trainer.cli.run_rows import RunRows, is_number
 from trainer.errors import UserError
 
 LOSS_LIMITS = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+NORM_LIMIT = 1e-4  # in fp32; rounding of bf16 and fp16 moves the norm too much to judge it
 GRADIENT_LIMIT = 1e-4
 NOISE = 1e-6  # a gradient below this share of the norm of all gradients is rounding
 FLOOR = 1e-9  # the lowest colour
@@ -21,29 +22,37 @@ def loss_limit(reference: RunRows, run: RunRows) -> float:
     )
 
 
-def loss_differences(reference: RunRows, run: RunRows) -> dict[int, float]:
-    """{step: relative difference of the loss}, of the steps at which both have a finite loss that is not 0."""
-    losses = dict(zip(*reference.series("loss"), strict=True))
-    pairs = zip(*run.series("loss"), strict=True)
-    return {step: abs(loss / losses[step] - 1) for step, loss in pairs if losses.get(step)}
+def relative_differences(reference: RunRows, run: RunRows, key: str) -> dict[int, float]:
+    """{step: relative difference of a metric}, of the steps at which both have a finite value that is not 0."""
+    values = dict(zip(*reference.series(key), strict=True))
+    pairs = zip(*run.series(key), strict=True)
+    return {step: abs(value / values[step] - 1) for step, value in pairs if values.get(step)}
 
 
 def parting_rows(runs: list[RunRows], differences: dict[str, dict[str, float]]) -> list[list[str]]:
-    """A table: for each run after the first, the first step with other data, with another loss, and the first tensor."""
-    reference = runs[0]
-    rows = [["", "other data from", "other loss from", "largest difference", "first gradient of step 1 that differs"]]
+    """A table: for each run after the first, the first step with other data, loss or gradient norm, and the first tensor.
+
+    The loss of RL with one update per rollout is made of rewards and lengths alone, since its ratios are 1. Two runs
+    with other weights can have it in common to the last bit. So the gradient norm is told too.
+    """
+    reference, rows = runs[0], [["", "other data from", "other loss from", "largest difference of the loss"]]
+    rows[0] += ["other grad norm from", "first gradient of step 1 that differs"]
     for run in runs[1:]:
         both = [step for step in sorted(run.steps) if step in reference.steps]
         pairs = [(step, reference.steps[step], run.steps[step]) for step in both]
         data = next((step for step, a, b in pairs if a.get("batch_hash") != b.get("batch_hash")), None)
-        limit, found = loss_limit(reference, run), loss_differences(reference, run)
-        loss = next((step for step, a, b in pairs if not _is_close(a.get("loss"), b.get("loss"), limit)), None)
-        loss_text = "no step" if loss is None else f"step {loss} (over {limit:g})"
+        limit, found = loss_limit(reference, run), relative_differences(reference, run, "loss")
         worst = max(found, key=found.get, default=None)
-        worst_text = "no step in common" if worst is None else f"{found[worst]:.2g} at step {worst}"
-        data_text = "no step" if data is None else f"step {data}"
-        rows.append([run.name, data_text, loss_text, worst_text, _first(differences.get(run.name))])
+        row = [run.name, "no step" if data is None else f"step {data}", _from(pairs, "loss", limit)]
+        row.append("no step in common" if worst is None else f"{found[worst]:.2g} at step {worst}")
+        row.append(_from(pairs, "grad_norm", NORM_LIMIT) if limit == LOSS_LIMITS["fp32"] else "not judged")
+        rows.append([*row, _first(differences.get(run.name))])
     return rows
+
+
+def _from(pairs: list[tuple[int, dict, dict]], key: str, limit: float) -> str:
+    step = next((step for step, a, b in pairs if not _is_close(a.get(key), b.get(key), limit)), None)
+    return "no step" if step is None else f"step {step} (over {limit:g})"
 
 
 def _is_close(reference, value, limit: float) -> bool:

@@ -10,7 +10,16 @@ import io
 import os
 
 from trainer.cli.entry import run_command
-from trainer.cli.parting import FLOOR, gradient_differences, heat_map, loss_differences, loss_limit, parting_rows
+from trainer.cli.parting import (
+    FLOOR,
+    LOSS_LIMITS,
+    NORM_LIMIT,
+    gradient_differences,
+    heat_map,
+    loss_limit,
+    parting_rows,
+    relative_differences,
+)
 from trainer.cli.run_rows import RunRows, describe, is_number, last_samples, read_rows
 from trainer.errors import UserError
 
@@ -50,7 +59,9 @@ def page(runs: list[RunRows]) -> str:
         parts += [heading, _table(parting_rows(runs, differences)), _legend(names)]
     shown = FIRST + FIRST_OF_RL * any(run.series("reward")[1] for run in runs)
     charts = [chart(runs, key) for key in _keys(runs, shown) if key in shown]
-    charts[1:1] = [difference_chart(runs)] if several else []  # below or beside the losses
+    charts[1:1] = [
+        difference_chart(runs, key) for key in ("loss", "grad_norm") if several
+    ]  # below or beside the losses
     parts += ["<div class=charts>", *charts, "</div>"]
     further = [key for key in _keys(runs, shown) if key not in shown]
     if further:
@@ -90,18 +101,20 @@ def chart(runs: list[RunRows], key: str) -> str:
     return _draw(title, curves)
 
 
-def difference_chart(runs: list[RunRows]) -> str:
-    """The relative difference of each loss from the first run's, at the steps that both have. Dashed: what is allowed."""
+def difference_chart(runs: list[RunRows], key: str) -> str:
+    """The relative difference of a metric from the first run's, at the steps that both have. Dashed: what is allowed."""
     curves = [([], [])]
     for run in runs[1:]:
-        found = loss_differences(runs[0], run)
+        found = relative_differences(runs[0], run, key)
         curves.append((list(found), [max(value, FLOOR) for value in found.values()] if any(found.values()) else []))
-    limit = max(loss_limit(runs[0], run) for run in runs[1:])
-    return _draw(f"relative difference of the loss from {runs[0].name}", curves, limit)
+    limits = {loss_limit(runs[0], run) for run in runs[1:]}
+    if key == "grad_norm":  # judged in fp32 only
+        limits = {NORM_LIMIT} if LOSS_LIMITS["fp32"] in limits else set()
+    return _draw(f"relative difference of {key} from {runs[0].name}", curves, limits)
 
 
-def _draw(title: str, curves: list[tuple[list[int], list[float]]], limit: float | None = None) -> str:
-    """A curve for each run, in the run's colour. `limit` is a dashed line on a logarithmic axis."""
+def _draw(title: str, curves: list[tuple[list[int], list[float]]], limits: set[float] | None = None) -> str:
+    """A curve for each run, in the run's colour. `limits` are dashed lines on a logarithmic axis."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -114,10 +127,11 @@ def _draw(title: str, curves: list[tuple[list[int], list[float]]], limit: float 
                 colour, marker = COLOURS[number % len(COLOURS)], "." if len(steps) < 40 else None
                 axes.plot(steps, values, color=colour, linewidth=1.3, marker=marker)
         axes.locator_params(axis="x", integer=True)
-        if limit is not None and axes.lines:
+        if limits is not None and axes.lines:
             axes.set_yscale("log")
-            axes.axhline(limit, color="black", linestyle="--", linewidth=0.8)
-        elif limit is not None:
+            for limit in limits:
+                axes.axhline(limit, color="black", linestyle="--", linewidth=0.8)
+        elif limits is not None:
             axes.text(0.5, 0.5, "equal at every step", ha="center", transform=axes.transAxes)
         axes.grid(alpha=0.3)
         text = io.StringIO()

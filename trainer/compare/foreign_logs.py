@@ -99,8 +99,8 @@ def _first(values: dict, keys: tuple[str, ...]) -> float | None:
 def _trainer_state_rows(path: Path) -> dict[int, dict] | None:
     try:
         history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-        return rows_of((row.get("step"), row) for row in history)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return rows_of((row.get("step"), row) for row in history if isinstance(row, dict))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -12,11 +12,20 @@ from safetensors import safe_open
 from trainer.checkpoints.checkpoint_store import list_checkpoints
 from trainer.checkpoints.shards import ShardReader
 from trainer.compare.dumps import GRADIENTS, WEIGHTS, global_norm
-from trainer.compare.traced_pair import ROUNDOFF, Finding, Pair, PhaseResult, TracedRun, constant_ratio, describe_shard
-from trainer.errors import UserError
+from trainer.compare.traced_pair import (
+    ROUNDOFF,
+    Finding,
+    Pair,
+    PhaseResult,
+    TracedRun,
+    check_shapes,
+    constant_ratio,
+    describe_shard,
+)
 
 GRADIENT, GRADIENT_FLOOR = 16.0, 4.0
-ADAM_STEP = 2e-3  # of a full step of Adam, or of a moment: what its arithmetic may do
+ADAM_STEP = 2e-3  # of a full step of Adam
+MOMENT = 1e-4  # of a moment: clean pairs differ by 2e-7, and moments rounded to bf16 by 1e-3
 ADAM_EPS = 1e-8  # of create_optimizer
 
 
@@ -34,8 +43,7 @@ def gradients(pair: Pair) -> PhaseResult:
             y = b.get_tensor(name).double() if name in there else None
             x = torch.zeros_like(y) if x is None else x
             y = torch.zeros_like(x) if y is None else y
-            if x.shape != y.shape:
-                raise UserError(str(files[1]), f"{name} has shape {tuple(y.shape)}", f"{tuple(x.shape)}")
+            check_shapes(pair.b, name, x, y)
             size, norm = (y - x).norm().item(), x.norm().item()
             bound = allowed * norm + floor
             worst = max(worst, size / bound if bound and math.isfinite(size) else math.inf if size else 0.0)
@@ -98,9 +106,10 @@ def optimizer_state(pair: Pair) -> PhaseResult | None:
                 rel, allowed, x, y = math.inf, 0.0, None, None
             else:
                 x, y = (reader.read_full(key).double() for reader in readers)
+                check_shapes(pair.b, key, x, y)
                 expected = [_moment(run, file, kind, name) for run, file in zip(runs, (a, b), strict=True)]
                 is_adam = all(value is not None for value in expected)
-                allowed = ADAM_STEP if is_adam else pair.allowed(pair.num_places, GRADIENT)
+                allowed = MOMENT if is_adam else pair.allowed(pair.num_places, GRADIENT)
                 rest = (y - x) - (expected[1] - expected[0]) if is_adam else y - x
                 unit = max(x.norm().item(), 1e-30)
                 rel = rest.norm().item() / unit if rest.isfinite().all() else math.inf
@@ -142,9 +151,15 @@ def weights(pair: Pair) -> PhaseResult:
     allowed = ADAM_STEP if is_adam and lr else max(1e-4, 4 * pair.roundoff)
     finding, worst, before, others = None, 0.0, "", []
     opened = [safe_open(run.dump / name, framework="pt") for run in runs for name in (WEIGHTS, GRADIENTS)]
-    names = sorted(set(opened[0].keys()) & set(opened[2].keys()))
+    there = [set(opened[number].keys()) for number in (0, 2)]
+    names = sorted(there[0] | there[1])
     for name in in_backward_order(names, pair.modules)[::-1]:
+        if name not in there[0] & there[1]:  # a weight that one run lacks
+            worst, finding = math.inf, finding or Finding("weights", name, math.inf, allowed, before)
+            others += [name] if finding.where != name else []
+            continue
         weights = [opened[number].get_tensor(name).double() for number in (0, 2)]
+        check_shapes(pair.b, name, *weights)
         rest, unit = weights[1] - weights[0], weights[0].norm().item()
         if is_adam and lr:
             steps = [_adam_step(run, opened[number], name) for run, number in zip(runs, (1, 3))]

@@ -68,12 +68,12 @@ class TracedRun:
         try:
             self.trace = safe_open(at / TRACE, framework="pt")
             self.facts = json.loads(self.trace.metadata()["facts"])
+            self.tokens = dict(zip(FACTS, self.trace.get_tensor("tokens").T))
         except (SafetensorError, OSError, KeyError, TypeError) as error:
             raise UserError(str(at / TRACE), f"is not a trace: {error}") from None
         self.entries = set(self.trace.keys())
-        self.tokens = dict(zip(FACTS, self.trace.get_tensor("tokens").T))
         self.keys = list(zip(self.tokens["document"].tolist(), self.tokens["position"].tolist()))
-        self.row = _first_row(self.folder / "metrics.jsonl")
+        self.row, self.versions = _first_rows(self.folder / "metrics.jsonl")
 
     def read(self, entry: str) -> torch.Tensor:
         return self.trace.get_tensor(entry)[:-1]
@@ -83,10 +83,14 @@ class TracedRun:
         return self.trace.get_tensor(entry)[-1, 0].item()
 
 
-def _first_row(metrics: Path) -> dict | None:
-    """The row of step 1 of a metrics.jsonl, also if it is not finite. None if there is no such file or row."""
-    lines = metrics.read_text().splitlines() if metrics.is_file() else ()
-    return next((row for row in map(json.loads, lines) if "grad_norm" in row), None)
+def _first_rows(metrics: Path) -> tuple[dict | None, dict]:
+    """(row of step 1, also if it is not finite, versions of packages) of a metrics.jsonl. (None, {}) without the file."""
+    try:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+        versions = next((row["versions"] or {} for row in rows if "versions" in row), {})
+        return next((row for row in rows if "grad_norm" in row), None), dict(versions)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(str(metrics), f"cannot be read: {error}", "the file as it was written") from None
 
 
 class Pair:
@@ -106,12 +110,19 @@ class Pair:
         return run.tokens[name][self.at_a if run is self.a else self.at_b]
 
     def values(self, entry: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a.read(entry)[self.at_a], self.b.read(entry)[self.at_b]
+        x, y = self.a.read(entry), self.b.read(entry)
+        check_shapes(self.b, entry, x[:0], y[:0])
+        return x[self.at_a], y[self.at_b]
 
     def allowed(self, num_before: int, factor: float = MODULE) -> float:
         """The relative difference that rounding explains, after this many modules; see the top of this file."""
         least = OUTPUTS if num_before <= len(self.modules) else GRADIENTS_OF_ALL
         return max(least, factor * self.roundoff * math.sqrt(1 + num_before))
+
+
+def check_shapes(run: TracedRun, name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    if x.shape != y.shape:
+        raise UserError(str(run.folder), f"{name} has shape {tuple(y.shape)}", f"{tuple(x.shape)}")
 
 
 def compare(x: torch.Tensor, y: torch.Tensor, allowed: float) -> Difference:
