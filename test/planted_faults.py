@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.compare.locate import Finding, TracedRun, locate
+from trainer.compare.locate import locate
 from trainer.compare.locate_report import ONE_STEP
+from trainer.compare.traced_pair import Finding, TracedRun
 
 FSDP2, PACKED, BF16 = ("--backend", "fsdp2"), ("--packing_samples",), ("--param_dtype", "bf16")
 TP, SP = ("--tensor_parallel_size", "2"), ("--ring_attn_size", "2")
@@ -425,6 +426,32 @@ def no_masters() -> None:
     wrap_method(strategies()[0], "optimizer_step", around)
 
 
+def other_betas() -> None:
+    def around(original, self, model, **options):
+        return original(model, **options | {"betas": (0.9, 0.5)})
+
+    for strategy in strategies():
+        wrap_method(strategy, "create_optimizer", around)
+
+
+def moments_of_one_tp_rank_lost() -> None:
+    """As a resume with a wrong slice does: rank 1 over tp has no first moment of one weight."""
+
+    def change(model, optimizer) -> None:
+        weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
+        step = optimizer.step
+
+        def step_and_lose(*args, **kwargs):
+            result = step(*args, **kwargs)
+            if weight.device_mesh.get_local_rank("tp") == 1:
+                optimizer.state[weight]["exp_avg"].to_local().zero_()
+            return result
+
+        optimizer.step = step_and_lose
+
+    change_prepared(change)
+
+
 def other_eps() -> None:
     def around(original, self, model, **options):
         return original(model, **options | {"eps": 1e-3})
@@ -481,6 +508,9 @@ FAULTS = (
     Fault("norm of one rank's part", "fsdp2-2r", norm_of_one_rank, "gradient norm", "gradient norm"),
     Fault("replicas counted tp times in the norm", "fsdp2-tp2", replicas_counted_twice, "gradient norm", "gradient norm"),
     Fault("no fp32 masters, bf16", "fsdp2-2r-bf16", no_masters, "weights", ".*", "masters"),
+    Fault("another beta 2", "z3-2r", other_betas, "optimizer state", "exp_avg_sq", "betas"),
+    Fault("moments of one tp rank are lost", "fsdp2-tp2", moments_of_one_tp_rank_lost, "optimizer state",
+          r"exp_avg/model\.layers\.1\.mlp\.up_proj", "state does not"),
     Fault("another eps", "z2-ring2", other_eps, "weights", ".*", "eps"),
 )  # fmt: skip
 
@@ -512,7 +542,7 @@ class Bench:
             ]
             line += [] if "--micro_train_batch_size" in flags else ["--micro_train_batch_size", "2"]
             line += [] if "--param_dtype" in flags else ["--param_dtype", "fp32"]
-            line += [*flags, *ONE_STEP, "--no_save", "--output_dir", str(folder)]
+            line += [*flags, *ONE_STEP, "--save_steps", "1", "--no_save", "--output_dir", str(folder)]
             line += ["--parity_dump", str(folder / "parity"), "--parity_trace", str(folder / "parity")]
 
             def train() -> None:

@@ -207,6 +207,67 @@ def rename_checkpoint(run: Path) -> None:
     (run / "checkpoints/step_2").rename(run / "checkpoints/step_4")
 
 
+def remove_last_steps(run: Path) -> None:
+    edit_rows(run, lambda rows: [rows.remove(row) for row in rows[:] if row.get("step") in (5, 6)])
+
+
+def add_step(run: Path) -> None:
+    edit_rows(run, lambda rows: rows.append({**step_row(rows, 6), "step": 7}))
+
+
+def reorder_lines(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    start, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([start, *lines[::-1]]))
+
+
+def fake_resume(run: Path) -> None:
+    """Steps 4 to 6 count as repeated, and so as gone."""
+    edit_rows(run, lambda rows: rows.append({"event": "resume", "step": 3}))
+
+
+def copy_certificate(run: Path) -> None:
+    shutil.copy(run.parent / "other/certificate.json", run)
+
+
+def swap_model(run: Path) -> None:
+    shutil.copy(run.parent / "other/model/model.safetensors", run / "model")
+
+
+def add_code(run: Path) -> None:
+    (run / "model/modeling_mine.py").write_text("print('runs with --trust_remote_code')")
+
+
+def add_checkpoint(run: Path) -> None:
+    shutil.copytree(run / "checkpoints/step_4", run / "checkpoints/step_5")
+
+
+def empty_list_of_files(run: Path) -> None:
+    certificate.write(str(run), {**certificate.read(str(run)), "files": {}})
+
+
+def drop_hash(run: Path) -> None:
+    edit_rows(run, lambda rows: step_row(rows, 3).pop("batch_hash"))
+
+
+def binary_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00" * 100)
+
+
+def binary_config(run: Path) -> None:
+    (run / "config.yaml").write_bytes(b"\xff\xfe\x00")
+
+
+def no_versions(run: Path) -> None:
+    edit_rows(run, lambda rows: rows[0].pop("versions"))
+
+
+def short_losses(run: Path) -> None:
+    content = certificate.read(str(run))
+    content["steps"]["losses"].pop()
+    certificate.write(str(run), content)
+
+
 def reseal(run: Path, **changes) -> None:
     """What somebody who knows the format does: all hashes of the certificate are computed again."""
     starts, rows = certificate.final_rows(str(run))
@@ -245,6 +306,20 @@ TAMPERINGS = {
     change_checkpoint: ("checkpoints", "step_4: pieces-"),
     swap_checkpoint: ("checkpoints", "step_4 is another checkpoint"),
     rename_checkpoint: ("checkpoints", "step_4 is another checkpoint"),
+    remove_last_steps: ("steps", "metrics.jsonl has no step 5, 6"),
+    add_step: ("steps", "steps up to 7"),
+    reorder_lines: ("files", "does not have the bytes"),
+    fake_resume: ("steps", "no step 4, 5, 6"),
+    copy_certificate: ("facts", "arguments: seed is 42, the certificate has 7"),
+    swap_model: ("saved model", "model.safetensors does not have the bytes"),
+    add_code: ("saved model", "modeling_mine.py is not in the certificate"),
+    add_checkpoint: ("checkpoints", "step_5 is not in the certificate"),
+    empty_list_of_files: ("files", "metrics.jsonl is not in the certificate"),
+    drop_hash: ("steps", "line 4: is no row of a run"),
+    binary_metrics: ("steps", "is not text"),
+    binary_config: ("facts", "config.yaml holds no flags and values"),
+    no_versions: ("facts", "KeyError: 'versions'"),
+    short_losses: ("steps", "has another form than a run writes"),
     forge_seed: ("order", "step 1: the data, seed and sizes give another batch"),
     forge_learning_rate: ("schedule", "step 2: lr is 0.001, the flags give 0.002"),
 }
@@ -265,6 +340,22 @@ def test_a_certificate_that_is_cut_off_is_one_line(runs, tmp_path):
     truncate_certificate(run)
     with pytest.raises(UserError, match="is cut off or edited"):
         verify(str(run))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "has no format that this version reads"),
+        ('{"format": 1}', "has no part command"),
+        ('{"format": 1, "command": "os"}', "has no part command"),
+    ],
+)
+def test_what_is_no_certificate_is_one_line(content, message, tmp_path):
+    (tmp_path / "certificate.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        verify(str(tmp_path))
 
 
 def test_changed_data_and_a_changed_model_are_found(runs, tmp_path):

@@ -7,19 +7,25 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launch import ROOT, run_process
 from planted_faults import CLEAN, FAULTS, MARKERS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from trainer.compare.locate import constant_ratio
+import compare_backends
+from trainer.compare.locate import locate as run_locate
+from trainer.compare.traced_pair import TracedRun, constant_ratio
 from trainer.errors import UserError
 from trainer.training.module_trace import PARTS, _signs, trace_first_step
 
 CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
-          "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps")  # fmt: skip
+          "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps",
+          "moments of one tp rank")  # fmt: skip
 PAIRS = ("clean fsdp2-tp2-seq$", "clean z2-ring2-packed$", "clean fsdp2-ring2-packed-bf16")
 
 
@@ -53,9 +59,6 @@ def test_two_runs_are_compared_by_the_command(bench, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["agree"] and [row["phase"] for row in found["phases"]][:2] == ["data", "forward"]
 
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(folder / "fsdp2-1r", tmp_path / "broken")
     trace = tmp_path / "broken/parity/trace.safetensors"
     with safe_open(trace, framework="pt") as file:
@@ -65,6 +68,56 @@ def test_two_runs_are_compared_by_the_command(bench, tmp_path):
     save_file(tensors, trace, facts)
     code, output = locate(str(folder / "fsdp2-1r"), str(tmp_path / "broken"))
     assert code == 1 and "The runs part in forward, at model.layers.1.mlp.act_fn." in output, output
+
+
+def test_the_part_of_a_tensor_and_its_rank_are_named(bench):
+    runs = (TracedRun(name, bench[0] / name) for name in ("fsdp2-1r", "moments-of-one-tp-rank-are-lost"))
+    results = run_locate(*runs)
+    found = next(result.finding for result in results if result.finding)
+    assert found.phase == "optimizer state" and found.where == "exp_avg/model.layers.1.mlp.up_proj.weight"
+    assert found.features == "dim 0: 128 to 255 of 256, the part of tp rank 1 of moments-of-one-tp-rank-are-lost"
+    clean = {result.phase: result.worst for result in results}
+    assert clean["gradients"] < 1 and clean["weights"] < 1
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop_weight(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+def other_torch(path: Path) -> None:
+    path.write_text(path.read_text().replace('"torch": "', '"torch": "1.'))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "code", "message"),
+    [
+        ("parity/trace.safetensors", cut, 2, "is not a trace"),
+        ("parity/grads_step1.safetensors", cut, 2, "is cut off or edited"),
+        ("parity/weights_final.safetensors", cut, 2, "is cut off or edited"),
+        ("checkpoints/step_1/pieces.index", cut, 2, "is cut off or edited"),
+        ("metrics.jsonl", cut, 2, "metrics.jsonl: cannot be read"),
+        ("parity/weights_final.safetensors", drop_weight, 1, "The runs part in weights, at model.norm.weight."),
+        (
+            "parity/grads_step1.safetensors",
+            Path.unlink,
+            0,
+            "for want of files: gradients, gradient norm, optimizer state",
+        ),
+        ("metrics.jsonl", other_torch, 0, "other torch: "),
+    ],
+)
+def test_broken_files_and_missing_parts_are_told(file, change, code, message, bench, tmp_path, capsys):
+    shutil.copytree(bench[0] / "fsdp2-tp2-seq", tmp_path / "run")
+    change(tmp_path / "run" / file)
+    assert compare_backends.main(["--locate", str(bench[0] / "fsdp2-1r"), str(tmp_path / "run")]) == code
+    told = capsys.readouterr()
+    assert message in told.out + told.err and (code < 2 or told.err.count("\n") == 1)
 
 
 def test_two_configurations_are_launched(bench, tmp_path):
@@ -94,9 +147,6 @@ def test_two_configurations_are_launched(bench, tmp_path):
     ],
 )
 def test_wrong_use_is_one_line(arguments, message, capsys):
-    sys.path.insert(0, str(ROOT))
-    import compare_backends
-
     assert compare_backends.main(["--locate", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1

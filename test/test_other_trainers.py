@@ -21,7 +21,7 @@ import compare_backends
 from trainer.compare.adapters import HFTrainerAdapter, audit, audit_text
 from trainer.compare.logs import read_run
 from trainer.compare.plain_reference import make_job
-from trainer.compare.their_config import read_their_config
+from trainer.compare.their_config import read_their_config, training_arguments
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 
@@ -168,6 +168,35 @@ def test_nemo_counts_its_steps_anew_in_each_epoch(tmp_path):
 def test_a_folder_without_a_log_is_one_line(tmp_path):
     with pytest.raises(UserError, match="holds no log that can be read"):
         read_run("theirs", tmp_path)
+
+
+BROKEN_LOGS = {
+    "trainer_state.json": ("{", '{"log_history": null}', '{"log_history": 5}', '{"log_history": ' + "[" * 100_000),
+    "checkpoint-x/trainer_state.json": ('{"log_history": [{"step": 1, "loss": 1.0}]}',),
+    "trainer_log.jsonl": ('{"current_steps": "a", "loss": 1}\n', '{"current_steps": 1, "loss": null}\n', "[" * 100_000),
+    "run.wandb": (":W&B\0\0\0" + "\0\0\0\0\5\0\1" + "\7" * 5, "x", ""),
+    "metrics.jsonl": (
+        '{"step": 1, "loss": 1' + "0" * 5000 + "}\n",
+        "[" * 100_000,
+        '{"step": 1, "loss": NaN, "grad_norm": 1}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BROKEN_LOGS.items() for text in texts],
+                         ids=lambda value: None)  # fmt: skip
+def test_a_broken_log_is_one_line(name, text, tmp_path, capsys):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    assert compare_backends.main(["--logs", f"a={tmp_path}", f"b={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+
+
+def test_odd_rows_of_a_log_are_left_out(tmp_path):
+    rows = [1, None, {"step": "a", "loss": 1.0}, {"step": float("inf"), "loss": 1.0}, {"step": 2, "loss": 1.5}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    assert list(read_run("theirs", tmp_path).steps) == [2]
 
 
 # --- replays
@@ -381,5 +410,38 @@ def test_refusals(trl_run, folder, tmp_path, capsys):
     (tmp_path / "args.yaml").write_text("max_steps: 6\n")
     whole[5] = str(folder / "sft.jsonl")
     assert "row 1 has no input_ids" in error(*whole)
-    whole = ["--audit", "nowhere:Adapter", "--data", data, *whole[6:]]
-    assert "--audit: nowhere:Adapter" in error(*whole)
+    audit = ["--audit", "nowhere:Adapter", "--data", data, *whole[6:]]
+    assert "--audit: nowhere:Adapter" in error(*audit)
+    assert "--audit: math:pi" in error("--audit", "math:pi", *audit[2:])
+    assert "has no load and step" in error("--audit", "json:JSONDecoder", *audit[2:])
+    whole[5] = data
+    assert "--device: toaster" in error(*whole, "--device", "toaster")
+    assert "--model: " in error(*whole[:7], str(tmp_path / "nowhere"), *whole[8:])
+    wrong = {
+        "learning_rate: fast": "learning_rate 'fast'",
+        "max_steps: [1]": "max_steps [1]",
+        "adam_beta1: 2": "adam_beta1 2",
+    }
+    wrong |= {"gradient_accumulation_steps: -1": "gradient_accumulation_steps -1", "seed: x": "seed 'x'"}
+    for text, message in wrong.items():
+        (tmp_path / "args.yaml").write_text(text)
+        assert message in error(*whole)
+    (tmp_path / "args.yaml").write_text("max_steps: 6\nper_device_train_batch_size: 100\ndataloader_drop_last: true")
+    assert "gives no batch of 100 rows" in error(*whole)
+    rows = {
+        '{"input_ids": ["a"]}': "no list of token numbers",
+        '{"input_ids": [99999, 1]}': "token 99999, but the model has",
+    }
+    rows |= {'{"input_ids": [5, 6], "labels": [5]}': "do not have the 2 places"}
+    (tmp_path / "args.yaml").write_text("max_steps: 6")
+    whole[5] = str(tmp_path / "rows.jsonl")
+    for text, message in rows.items():
+        (tmp_path / "rows.jsonl").write_text((text + "\n") * 60)
+        assert message in error(*whole)
+
+
+def test_yaml_numbers_that_are_texts_are_numbers(tmp_path):
+    """YAML reads 2e-5 as a text, and configurations are full of it."""
+    (tmp_path / "args.yaml").write_text("learning_rate: 2e-5\nmax_steps: 6\n")
+    values = read_their_config(str(tmp_path / "args.yaml"))
+    assert values["learning_rate"] == "2e-5" and training_arguments(values, str(tmp_path)).learning_rate == 2e-5

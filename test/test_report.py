@@ -10,10 +10,11 @@ import pytest
 from launch import run_process, train_many
 from safetensors.torch import load_file, save_file
 
+from trainer.cli import report, watch
 from trainer.cli.parting import gradient_differences, parting_rows
 from trainer.cli.report import page
-from trainer.cli.run_rows import read_rows
-from trainer.cli.watch import checkpoints, progress, sparkline
+from trainer.cli.run_rows import RunRows, read_rows
+from trainer.cli.watch import checkpoints, memory, printable, progress, sparkline
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 
@@ -52,11 +53,11 @@ def test_the_page_says_where_runs_part(runs, tmp_path):
     assert list(wrong) == ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
     assert list(wrong.values()) == pytest.approx([0.01, 0.01], rel=1e-4)
     table = parting_rows(found, differences)[1:]
-    assert table[0] == ["same", "no step", "no step", "none"]
+    assert table[0] == ["same", "no step", "no step", "0 at step 1", "not judged", "none"]
     losses = [read_rows(str(runs / name)).series("loss")[1] for name in ("first", "other")]
     step = 1 + next(i for i, (a, b) in enumerate(zip(*losses, strict=True)) if abs(b / a - 1) > 0.01)
-    assert step >= 3 and table[1] == ["other", "no step", f"step {step} (over 0.01)", "none"]
-    assert table[2] == ["planted", "no step", "no step", "model.layers.1.self_attn.o_proj.weight: 0.01 away"]
+    assert step >= 3 and table[1][:3] == ["other", "no step", f"step {step} (over 0.01)"] and table[1][-1] == "none"
+    assert table[2][-1] == "model.layers.1.self_attn.o_proj.weight: 0.01 away"
     parsed = read(page(found))
     assert "Where they part from first" in parsed.texts and "model.layers.1.self_attn.o_proj.weight" in parsed.texts
 
@@ -70,7 +71,7 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "link"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -99,10 +100,42 @@ def test_a_report_is_one_file_with_all_runs(runs):
     assert {"first", "same", "other", "loss", "grad_norm", "lr", "--"} - set(parsed.texts) == {"--"}
     assert "learning_rate" in parsed.texts and "0.01" in parsed.texts  # the flags that differ
     assert "max_steps" not in parsed.texts
-    inside = ("#", "data:image/png;base64,")  # the colour bar of the heat map is a picture in the file
+    inside = ("#", "data:,")
     assert all(address.startswith(inside) for address in parsed.addresses)  # nothing is loaded
     losses = read_rows(str(runs / "first")).series("loss")[1]
     assert f"{losses[0]:.5g}, {losses[-1]:.5g}" in parsed.texts
+
+
+def test_equal_losses_do_not_hide_other_gradient_norms():
+    """As GRPO with one update per rollout has them: its loss is made of rewards and lengths."""
+    runs = [RunRows(name, ".", {"config": {"param_dtype": "fp32"}}) for name in "ab"]
+    for run, norms in zip(runs, ((1.0, 2.0, 3.0), (1.0 + 1e-6, 2.0, 3.01)), strict=True):
+        run.steps = {step: {"loss": 0.5 / step, "grad_norm": norm} for step, norm in enumerate(norms, start=1)}
+    told = parting_rows(runs, {})[1]
+    assert told[2:5] == ["no step", "0 at step 1", "step 3 (over 0.0001)"]
+
+
+SEEN = """<script>onload = () => {
+  const boxes = [...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height).filter(h => h > 0);
+  parent.postMessage(JSON.stringify({width: innerWidth, needed: document.documentElement.scrollWidth,
+    charts: boxes.length, least: Math.min(...boxes), loaded: performance.getEntriesByType('resource').length}), '*'); }</script>"""
+FRAME = "<title></title><script>onmessage = e => document.title = e.data</script><iframe src=report.html width={} height=900>"
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_report(runs, width, tmp_path):
+    """On a phone and on a screen: nothing is loaded, nothing is wider than the window, and labels can be read."""
+    text = page([read_rows(str(runs / name)) for name in NAMES])
+    (tmp_path / "report.html").write_text(text.replace("</body>", SEEN + "</body>"))
+    (tmp_path / "frame.html").write_text(FRAME.format(width))  # a window is at least 500 pixels wide
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=1400,1000", "--dump-dom"]
+    code, output = run_process([*command, "--virtual-time-budget=9000", f"file://{tmp_path}/frame.html"], timeout=120)
+    output = html.unescape(output)
+    seen = json.loads(output.split("<title>")[1].split("</title>")[0])
+    assert code == 0 and seen["loaded"] == 0 and seen["charts"] > 50, seen
+    assert seen["needed"] <= seen["width"] == width and seen["least"] >= 9, seen
 
 
 def test_equal_runs_are_told(runs):
@@ -141,6 +174,56 @@ def test_what_is_no_run_is_one_line(content, expected, tmp_path):
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=expected):
         read_rows(str(tmp_path))
+
+
+S = '{"event": "start", "config": {"param_dtype": "fp32"}, "total_steps": 5}\n'
+BROKEN = {
+    "a config that is no table": ('{"event": "start", "config": "x"}\n', "line 1 is no row"),
+    "a step that is a text": (S + '{"step": "1", "loss": 1}\n', "line 2 is no row"),
+    "a total that is a text": ('{"event": "start", "total_steps": "x"}\n', "line 1 is no row"),
+    "brackets without end": ("[" * 100_000 + "\n", "line 1 is no row"),
+    "no step": (S, "has no step yet"),
+    "a broken dump": (S + '{"step": 1, "loss": 1.0}\n', "grads_step1.safetensors cannot be read"),
+}
+ODD = {
+    "nan": S + '{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity}\n',
+    "too large": S + '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n",
+    "half": S + '{"step": 1, "loss": 1.0}\n{"step": 2',
+    "ranks": S + '{"step": 1, "peak_memory_bytes": 5, "peak_memory_per_rank": ["a"]}\n',
+    "scripts": S + '{"step": 1, "loss": "<script>"}\n',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_is_one_line(name, tmp_path):
+    content, message = BROKEN[name]
+    (tmp_path / "metrics.jsonl").write_text(content)
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity/grads_step1.safetensors").write_bytes(b"broken" * 9)
+    with pytest.raises(UserError, match=message) as told:
+        report.run([str(tmp_path), str(tmp_path)])
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_are_shown_or_left_out(name, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(ODD[name])
+    (tmp_path / "rollouts.jsonl").write_text(
+        '{"cut\n{"prompt": "a\\u001b[2J", "response": "</pre><script>", "score": 1}\n'
+    )
+    report.run([str(tmp_path)])
+    watch.run([str(tmp_path), "--once"])
+    assert "\x1b[2J" not in capsys.readouterr().out and "<script>" not in (tmp_path / "report.html").read_text()
+    if name == "nan":
+        assert "from step 1 on, 2 steps" in (tmp_path / "report.html").read_text()
+
+
+def test_the_memory_of_every_rank_is_shown(tmp_path):
+    run = RunRows("a", str(tmp_path), steps={1: {"peak_memory_bytes": 2**30, "peak_memory_per_rank": [2**30, 2**31]}})
+    assert memory(run) == "peak memory in GiB: rank 0 1.00, rank 1 2.00"
+    run.steps[2] = {"peak_memory_bytes": 2**30, "peak_memory_per_rank": list(range(2**30, 2**30 + 9))}
+    assert memory(run).count("rank ") == 8 and memory(run).endswith("the largest 8 of 9 ranks")
+    assert printable("a\x1b[2J\nb") == "a·[2J b"
 
 
 def test_a_curve_in_one_line():

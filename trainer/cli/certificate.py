@@ -21,6 +21,11 @@ FORMAT = 1
 # the chain of rows covers these; times and memory differ between machines
 CHAINED = ("step", "epoch", "batch_hash", "tokens", "loss", "grad_norm", "lr")
 DATA_FLAGS = ("dataset", "eval_dataset")
+COMMANDS = ("train_sft", "train_dpo", "train_rm", "train_ppo")
+PARTS = {
+    "command": str, "arguments": dict, "mesh": dict, "versions": dict, "models": dict, "data": dict, "steps": dict,
+    "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
+}  # fmt: skip
 RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
 
 
@@ -36,8 +41,9 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
-    except OSError as error:
-        raise UserError(path, error.strerror) from None
+    except (OSError, UnicodeDecodeError) as error:
+        found = error.strerror if isinstance(error, OSError) else "is not text"
+        raise UserError(path, found, "the file as it was written") from None
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -45,8 +51,9 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
                 starts.append({**(starts[-1] if starts else {}), "step": 0, **row})
                 rows = {step: kept for step, kept in rows.items() if step <= starts[-1]["step"]}
             elif "loss" in row:
+                _ = row["batch_hash"], row["grad_norm"], range(row["step"])
                 rows[row["step"]] = row
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             raise UserError(f"{path} line {number}", "is no row of a run", "the file as it was written") from None
     if not starts or "config" not in starts[-1]:
         raise UserError(path, "has no start row with a config", "the file as it was written")
@@ -78,9 +85,14 @@ def hash_path(path: str) -> dict[str, dict]:
     """{name: {"size", "blake2b"}} of a file (its name is "") or of the files directly in a folder."""
     if not os.path.isdir(path):
         return {"": store.hash_file(path)}
-    names = sorted(entry.name for entry in os.scandir(path) if entry.is_file() and not entry.name.startswith("."))
+    names = list_files(path)
     with ThreadPoolExecutor() as pool:  # hashing frees Python's lock
         return dict(zip(names, pool.map(lambda name: store.hash_file(os.path.join(path, name)), names), strict=True))
+
+
+def list_files(folder: str) -> list[str]:
+    """The files directly in a folder that a certificate covers."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
 
 
 def data_paths(arguments: dict) -> dict[str, str]:
@@ -150,8 +162,11 @@ def read(folder: str) -> dict:
     except OSError as error:
         found = f"{folder} has no {FILE} ({error.strerror})"
         raise UserError("RUN", found, "a finished run that saved its model") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(path, "is not JSON: it is cut off or edited", "the file as it was written") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(path, "has no format that this version reads", f"format {FORMAT}")
+    for name, kind in PARTS.items():
+        if not isinstance(content.get(name), kind) or (name == "command" and content[name] not in COMMANDS):
+            raise UserError(path, f"has no part {name} as a run writes it", "the file as it was written")
     return content

@@ -27,7 +27,8 @@ def check_seal(content: dict) -> list[str]:
 
 def check_files(folder: str, content: dict) -> list[str]:
     """Size and hash of metrics.jsonl, config.yaml and rollouts.jsonl."""
-    return _different_files(folder, content["files"])
+    extra = [name for name in certificate.hash_run_files(folder) if name not in content["files"]]
+    return _different_files(folder, content["files"]) + [f"{name} is not in the certificate" for name in extra]
 
 
 def check_rows(folder: str, content: dict) -> list[str]:
@@ -67,8 +68,14 @@ def check_facts(folder: str, content: dict) -> list[str]:
         differences.append(f"metrics.jsonl: total_steps is {facts['total_steps']}, not {content['total_steps']}")
     path = os.path.join(folder, "config.yaml")
     if os.path.exists(path) and not content["resumed_after_steps"]:  # a resume may have other flags
-        with open(path, encoding="utf-8") as file:
-            differences += _different_values("config.yaml", yaml.safe_load(file) or {}, content["arguments"])
+        try:
+            with open(path, encoding="utf-8") as file:
+                flags = yaml.safe_load(file)
+        except (yaml.YAMLError, UnicodeDecodeError):
+            flags = None
+        if not isinstance(flags, dict):
+            return [*differences, "config.yaml holds no flags and values"]
+        differences += _different_values("config.yaml", flags, content["arguments"])
     return differences
 
 
@@ -147,6 +154,8 @@ def check_saved(folder: str, content: dict) -> list[str] | None:
         if os.path.isdir(path):
             looked = True
             differences += _different_files(path, files)
+            extra = [file for file in certificate.list_files(path) if file not in files]
+            differences += [f"{os.path.join(path, file)} is not in the certificate" for file in extra]
         elif not os.path.isabs(name):
             looked = True
             differences.append(f"{name} is not there")

@@ -10,47 +10,80 @@ import io
 import os
 
 from trainer.cli.entry import run_command
-from trainer.cli.parting import gradient_differences, heat_map, parting_rows
-from trainer.cli.run_rows import RunRows, describe, last_samples, read_rows
+from trainer.cli.parting import (
+    FLOOR,
+    LOSS_LIMITS,
+    NORM_LIMIT,
+    gradient_differences,
+    heat_map,
+    loss_limit,
+    parting_rows,
+    relative_differences,
+)
+from trainer.cli.run_rows import RunRows, describe, is_number, last_samples, read_rows
 from trainer.errors import UserError
 
 FIRST = ("loss", "eval_loss", "reward", "eval_reward", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes")
 FIRST_OF_RL = ("kl", "approx_kl", "response_length", "truncated_fraction", "entropy", "clip_fraction", "value_loss")
 NOT_SHOWN = ("epoch", "tokens", "tokens_seen", "rollout")
 SHOWN_SAMPLES = 12
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+UNITS = {"peak_memory_bytes": ("peak_memory, GiB", 2**30)}  # how a metric is shown: title, divisor
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem; color: #1b1f24; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-.charts svg { width: 100%; height: auto; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; } pre { white-space: pre-wrap; margin: 0; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 0.75rem; color: #1b1f24; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0.75rem; }
+figure { border: 1px solid #d0d7de; border-radius: 6px; margin: 0; padding: 0.4rem; min-width: 0; }
+figcaption { font-weight: 600; font-size: 0.95rem; } figure svg { width: 100%; height: auto; }
+.legend { position: sticky; top: 0; background: #fff; padding: 0.4rem 0; margin: 0.5rem 0; z-index: 2; }
+.legend span { display: inline-block; margin-right: 1rem; } .legend i { display: inline-block; width: 1.1rem; height: 0.25rem;
+vertical-align: middle; margin-right: 0.35rem; }
+.scroll { overflow-x: auto; margin-bottom: 0.75rem; } .tall { overflow-y: auto; max-height: 34rem; } summary { margin: 1rem 0; cursor: pointer; }
+table { border-collapse: collapse; font-size: 0.85rem; } pre { white-space: pre-wrap; margin: 0;
+font-family: ui-monospace, monospace; } td pre { min-width: 7ch; max-width: 60ch; overflow-wrap: break-word; }
+td[colspan] pre { max-width: calc(100vw - 9rem); }
+tr > th:first-child { position: sticky; left: 0; background: #fff; }
 th, td { border: 1px solid #d0d7de; padding: 0.25rem 0.5rem; text-align: left; vertical-align: top; }
+.heat td { text-align: right; padding: 0.1rem 0.4rem; } .heat th { font-weight: 400; }
+.heat th pre { overflow-wrap: anywhere; max-width: min(26rem, 42vw); } .heat tr:first-child th { position: sticky; top: 0; background: #fff; }
 """
 
 
 def page(runs: list[RunRows]) -> str:
     """The HTML text of the report."""
-    names = [run.name for run in runs]
-    parts = [f"<h1>{html.escape(' / '.join(names))}</h1>", _facts_table(runs), "<div class=charts>"]
+    names, several = [run.name for run in runs], len(runs) > 1
+    parts = [f"<h1>{html.escape(' / '.join(names))}</h1>", _facts_table(runs)]
+    differences = gradient_differences(runs) if several else {}
+    if several:
+        heading = f"<h2>Where they part from {html.escape(names[0])}</h2>"
+        parts += [heading, _table(parting_rows(runs, differences)), _legend(names)]
     shown = FIRST + FIRST_OF_RL * any(run.series("reward")[1] for run in runs)
-    parts += [chart(runs, key) for key in _keys(runs, shown) if key in shown]
-    if len(runs) > 1:
-        parts.insert(3, difference_chart(runs))
+    charts = [chart(runs, key) for key in _keys(runs, shown) if key in shown]
+    charts[1:1] = [
+        difference_chart(runs, key) for key in ("loss", "grad_norm") if several
+    ]  # below or beside the losses
+    parts += ["<div class=charts>", *charts, "</div>"]
     further = [key for key in _keys(runs, shown) if key not in shown]
-    parts.append("</div>")
     if further:
         parts += ["<details><summary>All other metrics</summary><div class=charts>"]
         parts += [*(chart(runs, key) for key in further), "</div></details>"]
-    if len(runs) > 1:
-        differences = gradient_differences(runs)
-        parts += [f"<h2>Where they part from {html.escape(names[0])}</h2>", _table(parting_rows(runs, differences))]
-        parts += [heat_map(differences, names[0])] if differences else []
+    if differences:
+        parts += [f"<h2>Gradients of step 1, relative difference from {html.escape(names[0])}</h2>"]
+        parts += [heat_map(differences)]
+    if several:
         parts += ["<h2>Flags that differ</h2>", _flags_table(runs)]
     parts += [_samples(run) for run in runs]
-    head = (
-        f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{html.escape(names[0])}</title>"
-    )
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+    head += f"<title>{html.escape(names[0])}</title><link rel=icon href='data:,'>"  # else a browser asks for an icon
     return f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+
+
+def _legend(names: list[str]) -> str:
+    spans = (
+        f"<span><i style='background:{COLOURS[number % len(COLOURS)]}'></i>{html.escape(name)}</span>"
+        for number, name in enumerate(names)
+    )
+    return f"<p class=legend>{''.join(spans)}</p>"
 
 
 def _keys(runs: list[RunRows], shown: tuple[str, ...]) -> list[str]:
@@ -63,48 +96,55 @@ def _keys(runs: list[RunRows], shown: tuple[str, ...]) -> list[str]:
 
 def chart(runs: list[RunRows], key: str) -> str:
     """The curves of one metric as SVG."""
-    return _draw(key, [(run.name, *run.series(key)) for run in runs])
+    title, unit = UNITS.get(key, (key, 1))
+    curves = [(steps, [value / unit for value in values]) for steps, values in (run.series(key) for run in runs)]
+    return _draw(title, curves)
 
 
-def difference_chart(runs: list[RunRows]) -> str:
-    """The relative difference of each loss from the first run's, at the steps that both have."""
-    curves, reference = [], dict(zip(*runs[0].series("loss"), strict=True))
+def difference_chart(runs: list[RunRows], key: str) -> str:
+    """The relative difference of a metric from the first run's, at the steps that both have. Dashed: what is allowed."""
+    curves = [([], [])]
     for run in runs[1:]:
-        pairs = [(step, loss) for step, loss in zip(*run.series("loss"), strict=True) if reference.get(step)]
-        steps = [step for step, _ in pairs]
-        curves.append((run.name, steps, [abs(loss / reference[step] - 1) for step, loss in pairs]))
-    return _draw(f"relative difference of the loss from {runs[0].name}", curves, is_log=True)
+        found = relative_differences(runs[0], run, key)
+        curves.append((list(found), [max(value, FLOOR) for value in found.values()] if any(found.values()) else []))
+    limits = {loss_limit(runs[0], run) for run in runs[1:]}
+    if key == "grad_norm":  # judged in fp32 only
+        limits = {NORM_LIMIT} if LOSS_LIMITS["fp32"] in limits else set()
+    return _draw(f"relative difference of {key} from {runs[0].name}", curves, limits)
 
 
-def _draw(title: str, curves: list[tuple[str, list[int], list[float]]], is_log: bool = False) -> str:
+def _draw(title: str, curves: list[tuple[list[int], list[float]]], limits: set[float] | None = None) -> str:
+    """A curve for each run, in the run's colour. `limits` are dashed lines on a logarithmic axis."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # text stays text; the same bytes each time
-        figure = Figure(figsize=(6, 3.2), layout="constrained")
+    # text stays text, and the same report has the same bytes
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(4.8, 2.7), layout="constrained")
         axes = figure.add_subplot()
-        for name, steps, values in curves:
-            if any(values) or not is_log:  # a logarithmic axis cannot show 0
-                axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) < 40 else None)
-        axes.set_title(title, fontsize=10)
+        for number, (steps, values) in enumerate(curves):
+            if values:
+                colour, marker = COLOURS[number % len(COLOURS)], "." if len(steps) < 40 else None
+                axes.plot(steps, values, color=colour, linewidth=1.3, marker=marker)
         axes.locator_params(axis="x", integer=True)
-        if is_log and axes.lines:
+        if limits is not None and axes.lines:
             axes.set_yscale("log")
-        elif is_log:
+            for limit in limits:
+                axes.axhline(limit, color="black", linestyle="--", linewidth=0.8)
+        elif limits is not None:
             axes.text(0.5, 0.5, "equal at every step", ha="center", transform=axes.transAxes)
         axes.grid(alpha=0.3)
-        if len(curves) > 1 and axes.lines:
-            axes.legend(fontsize=8)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-    return f"<figure style='margin:0'>{text.getvalue()[text.getvalue().index('<svg') :]}</figure>"
+    drawn = text.getvalue()[text.getvalue().index("<svg") :]
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}</figure>"
 
 
 def _facts_table(runs: list[RunRows]) -> str:
     facts = [describe(run) | _ends(run) for run in runs]
     rows = [["", *(run.name for run in runs)]]
     rows += [[name, *(fact.get(name, "") for fact in facts)] for name in dict.fromkeys(key for f in facts for key in f)]
-    return _table(rows)
+    return _table(rows, joined=True)
 
 
 def _ends(run: RunRows) -> dict[str, str]:
@@ -114,12 +154,18 @@ def _ends(run: RunRows) -> dict[str, str]:
         values = run.series(key)[1]
         if values:
             facts[f"{key}, first and last"] = f"{values[0]:.5g}, {values[-1]:.5g}"
+    broken = [step for step, row in sorted(run.steps.items()) if "loss" in row and not is_number(row["loss"])]
+    if broken:
+        facts["loss that is no number"] = f"from step {broken[0]} on, {len(broken)} steps"
+    resumes = [str(event.get("step", "?")) for event in run.events if event["event"] == "resume"]
+    if resumes:
+        facts["resumed after step"] = ", ".join(resumes)
     seconds = sum(run.series("step_time")[1])
     return facts | ({"hours of steps": f"{seconds / 3600:.3g}"} if seconds else {})
 
 
 def _flags_table(runs: list[RunRows]) -> str:
-    configs = [run.start.get("config", {}) for run in runs]
+    configs = [(run.start.get("config") or {}) for run in runs]
     names = dict.fromkeys(key for config in configs for key in config)
     rows = [[name, *(str(config.get(name)) for config in configs)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
@@ -132,16 +178,20 @@ def _samples(run: RunRows) -> str:
         return ""
     rows = [["rollout", "score", "prompt", "response"]]
     rows += [[str(sample.get(name, "")) for name in rows[0]] for sample in samples]
-    return f"<h2>Last samples of {html.escape(run.name)}</h2>{_table(rows)}"
+    return f"<h2>Last samples of {html.escape(run.name)}</h2>{_table(rows, tall=True)}"
 
 
-def _table(rows: list[list[str]]) -> str:
-    head, *body = [[f"<pre>{html.escape(cell)}</pre>" for cell in row] for row in rows]
-    lines = [
-        "".join(f"<th>{cell}</th>" for cell in head),
-        *("".join(f"<td>{cell}</td>" for cell in row) for row in body),
-    ]
-    return "<div class=scroll><table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+def _table(rows: list[list[str]], joined: bool = False, tall: bool = False) -> str:
+    """An HTML table. `joined`: a value that all columns share is written once. `tall`: it may scroll in its own box."""
+    lines = []
+    for number, (first, *rest) in enumerate(rows):
+        kind, span = ("th" if number == 0 else "td"), ""
+        if joined and number and len(rest) > 1 and len(set(rest)) == 1:
+            rest, span = rest[:1], f" colspan={len(rest)}"
+        cells = [f"<th><pre>{html.escape(first)}</pre></th>"]
+        cells += [f"<{kind}{span}><pre>{html.escape(cell)}</pre></{kind}>" for cell in rest]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<div class='scroll{' tall' * tall}'><table>{''.join(lines)}</table></div>"
 
 
 def run(argv: list[str]) -> None:

@@ -34,7 +34,8 @@ class RunRows:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    """Whether a value can be drawn: finite, and not as large as a broken file may hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def read_rows(folder: str) -> RunRows:
@@ -47,13 +48,16 @@ def read_rows(folder: str) -> RunRows:
     if not os.path.isfile(path):
         raise UserError("RUN", f"{folder} holds no {METRICS_FILE}", "the --output_dir of a run")
     run = RunRows(os.path.basename(os.path.abspath(folder)), folder)
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines(keepends=True)
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError("RUN", f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            run.steps.setdefault(row["step"], {}).update(row) if "event" not in row else _add_event(run, row)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            _add_event(run, row) if "event" in row else run.steps.setdefault(_step(row), {}).update(row)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if line.endswith("\n"):
                 raise UserError(
                     "RUN", f"{path} line {number} is no row of a run", "the file as it was written"
@@ -61,10 +65,23 @@ def read_rows(folder: str) -> RunRows:
     return run
 
 
+def _step(row: dict) -> int:
+    if type(row["step"]) is not int:
+        raise TypeError
+    return row["step"]
+
+
 def _add_event(run: RunRows, row: dict) -> None:
+    """Steps of an earlier start that a later start or resume does again are dropped."""
+    if any(not isinstance(row.get(name) or {}, dict) for name in ("config", "mesh", "versions")):
+        raise TypeError
+    _step({"step": row.get("total_steps") or 0})
     run.events.append(row)
     if row["event"] == "start":
         run.start = row
+    if row["event"] in ("start", "resume"):
+        last = _step({"step": 0, **row})
+        run.steps = {step: kept for step, kept in run.steps.items() if step <= last}
 
 
 def last_samples(folder: str, count: int) -> list[dict]:
@@ -79,16 +96,16 @@ def last_samples(folder: str, count: int) -> list[dict]:
     for line in lines[-count - 1 :]:
         try:
             rows.append(json.loads(line))
-        except ValueError:  # the last one may be half written
+        except (ValueError, RecursionError):  # the last one may be half written
             continue
-    return rows[-count:]
+    return [row for row in rows[-count:] if isinstance(row, dict)]
 
 
 def describe(run: RunRows) -> dict[str, str]:
     """Facts of a run for its heading: command, model, layout, versions."""
-    config, mesh = run.start.get("config", {}), run.start.get("mesh") or {}
+    config, mesh = run.start.get("config") or {}, run.start.get("mesh") or {}
     facts = {"model": config.get("pretrain"), "data": config.get("dataset"), "backend": config.get("backend")}
     facts["mesh"] = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size and size != 1) or "1 rank"
     facts["dtype"], facts["seed"] = config.get("param_dtype"), config.get("seed")
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in run.start.get("versions", {}).items())
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in (run.start.get("versions") or {}).items())
     return {name: str(value) for name, value in facts.items() if value is not None}

@@ -9,12 +9,13 @@ import os
 import time
 
 from trainer.cli.entry import run_command
-from trainer.cli.run_rows import RunRows, describe, last_samples, read_rows
+from trainer.cli.run_rows import RunRows, describe, is_number, last_samples, read_rows
 from trainer.errors import UserError
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("loss", "eval_loss", "grad_norm", "lr", "reward", "eval_reward", "response_length", "approx_kl", "entropy")
-SHOWN += ("tokens_per_second", "mfu", "peak_memory_bytes", "step_time")
+SHOWN += ("tokens_per_second", "mfu", "step_time")
+GIB = 2**30
 SHOWN_SAMPLES = 3
 QUIET_SECONDS = 60  # without a new row for so long, and longer than 5 steps, the run may hang
 
@@ -38,28 +39,60 @@ def view(run: RunRows, width: int, now: float):
     from rich.table import Table
     from rich.text import Text
 
+    class Curve:
+        """A sparkline as wide as its column."""
+
+        def __init__(self, values: list[float]):
+            self.values = values
+
+        def __rich_console__(self, console, options):
+            yield Text(sparkline(self.values, options.max_width), style="cyan", no_wrap=True)
+
+        def __rich_measure__(self, console, options):
+            from rich.measure import Measurement
+
+            return Measurement(8, options.max_width)
+
     facts = "   ".join(f"{name} {value}" for name, value in describe(run).items() if name != "versions")
-    table = Table(box=None, expand=True, pad_edge=False)
-    for name, options in {
-        "metric": {},
-        "first": {},
-        "last": {},
-        "lowest": {},
-        "highest": {},
-        "curve": {"ratio": 1},
-    }.items():
-        table.add_column(name, justify="left" if name in ("metric", "curve") else "right", no_wrap=True, **options)
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    names = ("first", "last", "lowest", "highest")[: 4 if width >= 80 else 2]
+    for name in ("metric", *names):
+        table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
+    table.add_column("curve", ratio=1)
     for key in SHOWN:
         values = run.series(key)[1]
         if values:
-            cells = [f"{value:.5g}" for value in (values[0], values[-1], min(values), max(values))]
-            table.add_row(key, *cells, sparkline(values, max(8, width - 62)))
-    parts = [Text(facts), Text(progress(run, now), style="bold"), table]
+            cells = [f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values))]
+            table.add_row(key, *cells[: len(names)], Curve(values))
+    state = progress(run, now)
+    parts = [Text(facts, style="dim"), Text(state, style="bold red" if "hang" in state else "bold green"), table]
+    parts.append(Text(memory(run)))
     for sample in last_samples(run.folder, SHOWN_SAMPLES):
-        text = f"{sample.get('prompt', '')} → {sample.get('response', '')}".replace("\n", " ")
-        parts.append(Text(f"score {sample.get('score')}: {text}", overflow="ellipsis", no_wrap=True))
+        prompt, response = (printable(str(sample.get(name, ""))) for name in ("prompt", "response"))
+        parts.append(Text(f"prompt: {prompt}", style="dim", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(f"  score {sample.get('score')}: {response}", overflow="ellipsis", no_wrap=True))
     parts.append(Text(f"checkpoints: {', '.join(checkpoints(run.folder)) or 'none'}"))
-    return Panel(Group(*parts), title=run.name)
+    return Panel(Group(*parts), title=Text(run.name, style="bold"))
+
+
+def printable(text: str) -> str:
+    """One line without control characters: a model may write those that move the cursor or clear the screen."""
+    return "".join(char if char.isprintable() else "·" for char in " ".join(text.split()))
+
+
+def memory(run: RunRows) -> str:
+    """One line: the peak memory of rank 0, and of every rank in the last row that has it. The largest 8 of many ranks."""
+    own, rows = run.series("peak_memory_bytes")[1], [row for _, row in sorted(run.steps.items())]
+    found = (row.get("peak_memory_per_rank") for row in reversed(rows))
+    ranks = next((each for each in found if isinstance(each, list) and all(map(is_number, each))), [])
+    if not own:
+        return "peak memory: not known yet"
+    if len(ranks) < 2:
+        return f"peak memory: {own[-1] / GIB:.2f} GiB"
+    shown = sorted(range(len(ranks)), key=lambda rank: -ranks[rank])[:8]
+    words = ", ".join(f"rank {rank} {ranks[rank] / GIB:.2f}" for rank in sorted(shown))
+    most = f", the largest 8 of {len(ranks)} ranks" if len(ranks) > 8 else ""
+    return f"peak memory in GiB: {words}{most}"
 
 
 def progress(run: RunRows, now: float) -> str:
@@ -70,7 +103,8 @@ def progress(run: RunRows, now: float) -> str:
     line = f"step {step}" + (f" of {total}" if total else "")
     if run.events and run.events[-1]["event"] == "end":
         return f"{line}, ended"
-    age = now - os.path.getmtime(os.path.join(run.folder, "metrics.jsonl"))
+    path = os.path.join(run.folder, "metrics.jsonl")
+    age = now - (os.path.getmtime(path) if os.path.exists(path) else now)
     if total and mean:
         line += f", {_duration((total - step) * mean)} left"
     line += f", last row {_duration(age)} ago"

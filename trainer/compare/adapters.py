@@ -4,6 +4,7 @@ An adapter is a class with two methods, `load` and `step`. docs/new_adapter.md t
 """
 
 import importlib
+import math
 import os
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.compare.dumps import NOISE
-from trainer.compare.plain_reference import Job
+from trainer.compare.plain_reference import Job, open_model
 from trainer.compare.their_config import training_arguments
 from trainer.errors import UserError
 from trainer.training.plain_loop import load_plain_model, plain_step
@@ -96,9 +97,12 @@ def open_adapter(name: str) -> Adapter:
     """hf, trl, or MODULE:CLASS. Raises UserError if there is no such class."""
     sys.path.insert(0, os.getcwd())
     try:
-        return _named(BUILT_IN.get(name, name))()
-    except (ImportError, AttributeError, ValueError) as error:
+        adapter = _named(BUILT_IN.get(name, name))()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError("--audit", f"{name}: {error}", f"{', '.join(BUILT_IN)}, or MODULE:CLASS") from None
+    if not all(callable(getattr(adapter, method, None)) for method in ("load", "step")):
+        raise UserError("--audit", f"{name} has no load and step", "a class as docs/new_adapter.md describes it")
+    return adapter
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class Audit:
 
     @property
     def relative_loss(self) -> float:
+        if not self.plain_loss:
+            return 0.0 if self.loss == self.plain_loss else math.inf
         return abs(self.loss / self.plain_loss - 1)
 
     @property
@@ -128,7 +134,7 @@ class Audit:
 def audit(adapter: Adapter, job: Job, values: dict) -> Audit:
     """One step of the adapter's trainer against the plain loop, on the first batch of `job`."""
     batch = [[job.samples[row] for row in rows] for rows in job.steps[0]]
-    model = load_plain_model(job.model, job.device)
+    model = open_model(job)
     plain_loss, norm = plain_step(model, [sample for samples in batch for sample in samples])
     adapter.load({"model": job.model, "training_args": values})
     loss, gradients = adapter.step(batch)

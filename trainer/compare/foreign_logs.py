@@ -7,6 +7,7 @@ NeMo-RL, HF Trainer.
 
 import ast
 import json
+import math
 import os
 import re
 import struct
@@ -53,12 +54,16 @@ def _read_folder(folder: Path) -> dict[int, dict] | None:
     """Of several checkpoints, the one with the most steps counts. Of several runs of wandb, the last."""
     if (folder / "metrics.jsonl").exists():
         return None  # a run of this project
-    checkpoints = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: int(p.parent.name[11:]))
+    states = [path for path in folder.glob("checkpoint-*/trainer_state.json") if path.parent.name[11:].isdecimal()]
+    checkpoints = sorted(states, key=lambda path: int(path.parent.name[11:]))
     offline = sorted(folder.glob("**/*.wandb"))
     for candidates in ([folder / "trainer_state.json"], checkpoints, [folder / "trainer_log.jsonl"], offline):
         found = [path for path in candidates if path.is_file()]
         if found:
-            return read_foreign(found[-1])
+            rows = read_foreign(found[-1])
+            if rows is None:
+                raise UserError(str(found[-1]), "is not the log of a trainer: it is cut off or edited")
+            return rows
     events = sorted(folder.glob("**/events.out.tfevents.*"))
     if events:
         return _tensorboard_rows(*(path for path in events if path.parent == events[-1].parent))
@@ -70,7 +75,10 @@ def rows_of(histories: Iterator[tuple[int | None, dict]]) -> dict[int, dict]:
     """Rows by step from (step, values by name). A step of None is looked for among the values."""
     rows: dict[int, dict] = {}
     for step, values in histories:
+        if not isinstance(values, dict):
+            continue
         number = next((values[key] for key in STEP_KEYS if isinstance(values.get(key), int | float)), step)
+        number = number if isinstance(number, int | float) and math.isfinite(number) else None
         row = {"loss": _first(values, LOSS_KEYS), "grad_norm": _first(values, NORM_KEYS), "lr": _first(values, LR_KEYS)}
         if number is not None and row["loss"] is not None:
             rows[int(number)] = row
@@ -91,9 +99,9 @@ def _first(values: dict, keys: tuple[str, ...]) -> float | None:
 def _trainer_state_rows(path: Path) -> dict[int, dict] | None:
     try:
         history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-    except (ValueError, KeyError, TypeError):
+        return rows_of((row.get("step"), row) for row in history if isinstance(row, dict))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return rows_of((row.get("step"), row) for row in history)
 
 
 def _json_line_rows(path: Path) -> dict[int, dict] | None:
@@ -101,7 +109,7 @@ def _json_line_rows(path: Path) -> dict[int, dict] | None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
         rows = [json.loads(line) for line in lines if line.strip()]
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if rows and all(isinstance(row, dict) and "current_steps" in row for row in rows):
         return rows_of((row["current_steps"], row) for row in rows)
@@ -134,19 +142,21 @@ def _tensorboard_rows(*paths: Path) -> dict[int, dict]:
 def _wandb_histories(path: Path) -> Iterator[tuple[int, dict]]:
     """The history of a run that wandb wrote to disk (WANDB_MODE=offline, or the copy of an online run)."""
     try:
+        from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError:
         raise UserError(str(path), "wandb is not installed", "pip install -e '.[wandb]'") from None
 
     for data in _leveldb_records(path):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            values = {}
-            for item in record.history.item:
+        record, values = Record(), {}
+        try:
+            record.ParseFromString(data)
+            for item in record.history.item:  # none, if it is another kind of record
                 name = item.key or ".".join(item.nested_key)
                 values[name] = json.loads(item.value_json) if item.value_json else None
-            yield record.history.step.num, values
+        except (DecodeError, ValueError, RecursionError):
+            raise UserError(str(path), "is a damaged file of wandb") from None
+        yield record.history.step.num, values
 
 
 def _leveldb_records(path: Path) -> Iterator[bytes]:
@@ -227,7 +237,7 @@ def _hf_rows(lines: list[str]) -> dict[int, dict]:
     for text in HF_DICT.findall("\n".join(lines)):
         try:
             values = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         rows |= rows_of([(len(rows) + 1, {key: value for key, value in values.items() if key != "step"})])
     return rows

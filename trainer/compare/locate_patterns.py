@@ -158,6 +158,9 @@ TABLE = (
     Pattern("norm of gradients", ("gradient norm",), lambda f, p: True,
             "The gradients agree, and their reported norm does not: replicas counted once per rank, or a missing sum "
             "over an axis."),
+    Pattern("moments", ("optimizer state",), lambda f, p: True,
+            "The gradients agree, and the optimizer's state does not: its betas, clipping, dtype of the moments, or a tensor "
+            "outside of the optimizer."),
     Pattern("optimizer", ("weights",), lambda f, p: True,
             "The gradients agree, and the step does not: masters that are not fp32, eps, clipping, the learning rate, "
             "weight decay, or a tensor outside of the optimizer."),

@@ -4,12 +4,16 @@ import dataclasses
 import math
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from trainer.compare.comparison_report import write_json
 from trainer.compare.launch import configuration_job, run_jobs
-from trainer.compare.locate import PhaseResult, TracedRun, as_dict, locate
+from trainer.compare.locate import as_dict, locate
 from trainer.compare.matrix import Configuration, load_matrix
+from trainer.compare.traced_pair import PhaseResult, TracedRun
 from trainer.errors import UserError
 
+PHASES = ("data", "forward", "loss", "backward", "gradients", "gradient norm", "optimizer state", "weights")
 ONE_STEP = ("--max_steps", "1", "--lr_warmup_ratio", "0")  # a warm-up would make the only learning rate 0
 
 
@@ -36,7 +40,7 @@ def run_pair(
     folders = []
     for configuration in configurations:
         folder = output_dir / configuration.name
-        extra = (*ONE_STEP, "--overwrite", "--no_save", "--parity_trace", str(folder / "parity"))
+        extra = (*ONE_STEP, "--save_steps", "1", "--overwrite", "--no_save", "--parity_trace", str(folder / "parity"))
         job = configuration_job(
             dataclasses.replace(configuration, args=(*configuration.args, *extra)), train_args, output_dir
         )
@@ -53,7 +57,10 @@ def locate_folders(folders: list[str | Path], json_path: str | None) -> bool:
     names = [Path(folder).name for folder in folders]
     names = names if names[0] != names[1] else [str(folder) for folder in folders]
     a, b = (TracedRun(name, folder) for name, folder in zip(names, folders))
-    results = locate(a, b)
+    try:
+        results = locate(a, b)
+    except SafetensorError as error:
+        raise UserError("--locate", f"a file of {names[0]} or {names[1]} is cut off or edited: {error}") from None
     print(report(a, b, results))
     agree = all(result.finding is None for result in results)
     if json_path:
@@ -63,13 +70,16 @@ def locate_folders(folders: list[str | Path], json_path: str | None) -> bool:
 
 def report(a: TracedRun, b: TracedRun, results: list[PhaseResult]) -> str:
     """The phases as a table, then the first place where the runs part."""
-    lines = [f"a = {_layout(a)}", f"b = {_layout(b)}", ""]
+    lines = [f"a = {_layout(a)}", f"b = {_layout(b)}", *_other_versions(a, b), ""]
     lines.append(f"{'phase':<14} {'places':>6} {'difference / allowed':>21}  first place that parts")
     for result in results:
         finding = result.finding
         where = f"{finding.where}: {_number(finding.rel)}, allowed {_number(finding.allowed)}" if finding else "-"
         lines.append(f"{result.phase:<14} {result.num_places:>6} {_number(result.worst):>21}  {where}")
     first = next((result.finding for result in results if result.finding), None)
+    missing = [phase for phase in PHASES if phase not in {result.phase for result in results}]
+    if missing:
+        lines += ["", f"not compared, for want of files: {', '.join(missing)}"]
     if not first:
         return "\n".join([*lines, "", "The runs agree up to rounding."])
     lines += ["", f"The runs part in {first.phase}, at {first.where}."]
@@ -78,6 +88,13 @@ def report(a: TracedRun, b: TracedRun, results: list[PhaseResult]) -> str:
     told.append(("then also", ", ".join(first.others[:6]) + (", ..." if len(first.others) > 6 else "")))
     told.append(("guess", first.words))
     return "\n".join([*lines, *(f"  {name + ':':<15} {value}" for name, value in told if value)])
+
+
+def _other_versions(a: TracedRun, b: TracedRun) -> list[str]:
+    """Packages of which the runs had different versions."""
+    names = dict.fromkeys([*a.versions, *b.versions])
+    pairs = [(name, a.versions.get(name), b.versions.get(name)) for name in names if a.versions and b.versions]
+    return [f"other {name}: {old} in {a.name}, {new} in {b.name}" for name, old, new in pairs if old != new]
 
 
 def _layout(run: TracedRun) -> str:

@@ -41,7 +41,11 @@ def read_run(name: str, path: str | Path) -> Run:
     not finite.
     """
     path = Path(path)
-    rows, lines, is_own = read_foreign(path), [""], False
+    lines, is_own = [""], False
+    try:
+        rows = read_foreign(path)
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read: {error.strerror}") from None
     if rows is None:
         path = path / "metrics.jsonl" if path.is_dir() else path
         lines = _read_lines(path)
@@ -57,7 +61,7 @@ def read_run(name: str, path: str | Path) -> Run:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except FileNotFoundError:
         raise UserError(str(path), "no such file", "a metrics.jsonl, a run folder with one, or a text log") from None
     except OSError as error:
@@ -92,7 +96,7 @@ def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
 def _parse_json(where: str, line: str) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, brackets without end
         torn = not line.endswith("\n")
         raise UserError(
             where, "is incomplete: the run was killed while it wrote this line" if torn else "is not JSON"
@@ -105,7 +109,7 @@ def _parse_json(where: str, line: str) -> dict:
 def _param_dtype(first_line: str) -> str | None:
     try:
         return json.loads(first_line)["config"]["param_dtype"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # a text log, or a log that begins without an event
 
 

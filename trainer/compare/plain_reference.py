@@ -18,6 +18,7 @@ from trainer.compare.logs import Run, Step
 from trainer.compare.parity import Comparison, signed_rel
 from trainer.compare.their_config import training_arguments
 from trainer.errors import UserError
+from trainer.models.model_loading import resolve_model_folder
 from trainer.training.plain_loop import load_plain_model, plain_step
 
 MicroBatches = list[list[int]]  # the row numbers of each micro-batch of one step
@@ -55,7 +56,9 @@ def make_job(
     data: str, model: str, values: dict, num_ranks: int, sample_ids: str | None, num_steps: int, device: str = "cpu"
 ) -> Job:
     """`values` is a configuration of the HF Trainer. `sample_ids` is a file with the row numbers of each step."""
-    samples = read_samples(data)
+    model, samples = resolve_model_folder(model, "--model"), read_samples(data)
+    if num_steps < 1:
+        raise UserError("--logs", f"its last step is {num_steps}", "steps from 1 on")
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(values, folder)
         per_epoch, steps = hf_order(arguments, samples, num_ranks, num_steps)
@@ -77,11 +80,38 @@ def read_samples(path: str) -> list[dict]:
         if ids is None:
             allowed = "tokenized rows, as trainer.train_dataset.to_json(FILE) writes them"
             raise UserError("--data", f"row {number} has no input_ids, but {', '.join(row)}", allowed)
+        if not _are_token_ids(ids):
+            raise UserError("--data", f"row {number}: input_ids are no list of token numbers", "tokenized rows")
         masks = [row[name] for name in ("completion_mask", "assistant_masks", "loss_mask") if row.get(name)]
         masks += [[label != -100 for label in labels]] if labels else []
+        if any(not isinstance(one, list) or len(one) != len(ids) for one in masks):
+            raise UserError("--data", f"row {number}: labels and masks do not have the {len(ids)} places of input_ids")
         mask = [int(all(bits)) for bits in zip(*masks, strict=True)] if masks else [1] * len(ids)
         samples.append({"input_ids": ids, "loss_mask": [0, *mask[1:]]})
     return samples
+
+
+def _are_token_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and all(type(token) is int and token >= 0 for token in ids)
+
+
+def open_model(job: Job) -> torch.nn.Module:
+    """The plain model of a job. Raises UserError for a folder, a device or token numbers that it cannot have."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.cli.load_faults import load_fault
+
+    try:
+        model = load_plain_model(job.model, "cpu")
+    except Exception as error:  # of many types: transformers reports broken folders in many ways
+        raise load_fault(job.model, AutoModelForCausalLM, False, "--model", error) from None
+    size, largest = model.get_input_embeddings().num_embeddings, max(max(one["input_ids"]) for one in job.samples)
+    if largest >= size:
+        raise UserError("--data", f"token {largest}, but the model has {size} tokens", "rows of this model's tokenizer")
+    try:
+        return model.to(job.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError("--device", f"{job.device}: {str(error).splitlines()[0]}", "cpu, cuda") from None
 
 
 def hf_order(arguments, samples: list[dict], num_ranks: int, num_steps: int) -> tuple[int, list[MicroBatches]]:
@@ -102,6 +132,9 @@ def hf_order(arguments, samples: list[dict], num_ranks: int, num_steps: int) -> 
     while len(steps) < num_steps:
         loader.set_epoch(epoch)
         batches = list(loader)
+        if not batches:
+            found = f"gives no batch of {arguments.per_device_train_batch_size} rows"
+            raise UserError("--data", found, "the data of the run")
         steps += [batches[i : i + per_step] for i in range(0, len(batches), per_step)]
         epoch += 1
     return math.ceil(len(loader) / per_step), steps[:num_steps]
@@ -113,8 +146,10 @@ def read_sample_ids(path: str, num_rows: int, micro_batch_size: int) -> list[Mic
     try:
         for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
             ids = json.loads(line)
-            if not isinstance(ids[0], list):
+            if not all(isinstance(one, list) for one in ids):
                 ids = [ids[i : i + micro_batch_size] for i in range(0, len(ids), micro_batch_size)]
+            if not ids or not all(type(row) is int for batch in ids for row in batch):
+                raise UserError("--sample_ids", f"line {number} is no list of row numbers", "such as [0, 1, 2]")
             if not all(0 <= row < num_rows for batch in ids for row in batch):
                 raise UserError("--sample_ids", f"line {number} names a row beyond the {num_rows} of --data")
             steps.append(ids)
@@ -130,7 +165,7 @@ def replay(job: Job, num_steps: int, mistake: Mistake | None = None) -> dict[int
     """Run the plain loop. Returns loss, gradient norm and learning rate of each step."""
     from transformers import get_scheduler
 
-    arguments, model = job.arguments, load_plain_model(job.model, job.device)
+    arguments, model = job.arguments, open_model(job)
     optimizer = torch.optim.AdamW(
         _groups(model, arguments),
         lr=arguments.learning_rate,

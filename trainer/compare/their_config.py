@@ -3,6 +3,7 @@
 training_args.bin is a pickle. It is read here without any of its code: each object becomes a record of its values.
 """
 
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
+from trainer.models.folder_faults import one_line
 
 # fields of transformers.TrainingArguments that decide what a step computes
 FIELDS = (
@@ -19,6 +21,14 @@ FIELDS = (
     "max_grad_norm", "max_steps", "num_train_epochs", "seed", "data_seed", "optim", "train_sampling_strategy",
     "dataloader_drop_last", "logging_steps",
 )  # fmt: skip
+# the smallest and the largest value of those that are numbers
+NUMBERS = {
+    "per_device_train_batch_size": (1, math.inf), "gradient_accumulation_steps": (1, math.inf),
+    "learning_rate": (0, math.inf), "warmup_steps": (0, math.inf), "warmup_ratio": (0, 1), "adam_beta1": (0, 0.999999999),
+    "adam_beta2": (0, 0.999999999), "adam_epsilon": (0, math.inf), "weight_decay": (0, math.inf),
+    "max_grad_norm": (0, math.inf), "max_steps": (-1, math.inf), "num_train_epochs": (0, math.inf),
+    "seed": (0, 2**32 - 1), "data_seed": (0, 2**32 - 1), "logging_steps": (0, math.inf),
+}  # fmt: skip
 # what the plain loop does not do: (field, values that mean that it is off)
 OFF = (
     ("label_smoothing_factor", (None, 0)),
@@ -63,7 +73,8 @@ def read_their_config(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError("--training_args", f"{path} cannot be read: {error.strerror}", allowed) from None
     except Exception as error:  # of many types: a broken zip, pickle or YAML
-        raise UserError("--training_args", f"{path} cannot be read: {str(error).splitlines()[0]}", allowed) from None
+        found = f"{path} cannot be read: {one_line(error)}"
+        raise UserError("--training_args", found, allowed) from None
     if not isinstance(values, dict):
         raise UserError("--training_args", f"{path} holds no names and values", allowed)
     for name, off in OFF:
@@ -87,18 +98,34 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _checked(name: str, value: Any) -> Any:
+    """A value of the right kind. YAML reads 2e-5 as a text."""
+    if name == "lr_scheduler_kwargs" and not isinstance(value, dict | str):
+        raise UserError("--training_args", f"{name} {value!r}", "names and values")
+    if name not in NUMBERS:
+        return value
+    least, most = NUMBERS[name]
+    try:
+        number = value if isinstance(value, int | float) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number <= most or isinstance(value, bool):
+        raise UserError("--training_args", f"{name} {value!r}", f"a number from {least:g} to {most:g}")
+    return number
+
+
 def training_arguments(values: dict[str, Any], output_dir: str):
     """The transformers.TrainingArguments of this configuration, for the CPU. Raises UserError for wrong values."""
     from transformers import TrainingArguments
 
-    kept = {name: values[name] for name in FIELDS if values.get(name) is not None}
+    kept = {name: _checked(name, values[name]) for name in FIELDS if values.get(name) is not None}
     if kept.pop("warmup_ratio", None):  # older versions had both; the number of steps came first
         kept.setdefault("warmup_steps", 0)
-        kept["warmup_steps"] = kept["warmup_steps"] or values["warmup_ratio"]
+        kept["warmup_steps"] = kept["warmup_steps"] or _checked("warmup_ratio", values["warmup_ratio"])
     try:
         arguments = TrainingArguments(output_dir, use_cpu=True, report_to="none", remove_unused_columns=False, **kept)
     except (TypeError, ValueError) as error:
-        raise UserError("--training_args", str(error).splitlines()[0], "values of TrainingArguments") from None
+        raise UserError("--training_args", one_line(error), "values of TrainingArguments") from None
     if str(arguments.optim.value) not in ("adamw_torch", "adamw_torch_fused"):
         raise UserError("--training_args", f"optim {arguments.optim.value}", "adamw_torch, adamw_torch_fused")
     return arguments

@@ -15,9 +15,12 @@ from typing import Optional, Union
 import torch
 from tqdm import tqdm
 
+from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, step_line
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
+
+MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,8 @@ class StepLog:
         """
         options, step = self.options, row["step"]
         self.bar.update()
+        if step == 1 or step % MEMORY_EVERY == 0:
+            row["peak_memory_per_rank"] = gather_objects(row["peak_memory_bytes"])
         if self.metrics:
             self.metrics.row(**row)
         if step % options.logging_steps == 0 and self.strategy.is_rank_0():
