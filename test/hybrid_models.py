@@ -53,6 +53,9 @@ CONFIGS = {
     "mamba2": lambda **o: transformers.Mamba2Config(
         **(COMMON | {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16} | o)
     ),
+    "minimax": lambda **o: transformers.MiniMaxConfig(
+        **(COMMON | EXPERTS | {"layer_types": LINEAR_FULL, "block_size": 8} | o)
+    ),
     "zamba": lambda **o: transformers.ZambaConfig(
         **(COMMON | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 2} | o)
     ),

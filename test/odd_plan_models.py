@@ -22,6 +22,12 @@ MODELS = {
     "apertus": ("Apertus", {}),
     "phi3": ("Phi3", {}),
     "olmo2": ("Olmo2", {}),
+    # heads that two ranks do not share: every rank computes all of them. 97 rows of the vocabulary are 49 and 48
+    "gemma3_text": ("Gemma3Text", {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8, "vocab_size": 97}),
+    "llama": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 97}),
+    "llama4": ("Llama4Text", {  # every expert computes all tokens
+        "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+    }),
     "gemma2": ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}),
     "falcon_h1": ("FalconH1", {"head_dim": 8, "mamba_d_ssm": 64, **MAMBA}),
     "granitemoehybrid": ("GraniteMoeHybrid", {

@@ -74,7 +74,7 @@ def test_the_runs_had_the_mesh_that_their_names_say(runs):
 REFUSED = {
     "heads": (
         ["--tensor_parallel_size", "3"],
-        "--tensor_parallel_size: 3 does not divide every one of num_attention_h",
+        "--tensor_parallel_size: 3 does not divide intermediate_size 172",
     ),
     "sequence without tp": (["--sequence_parallel"], "--sequence_parallel: with --tensor_parallel_size 1"),
     "ulysses heads": (["--ring_attn_size", "3", "--sp_mode", "ulysses"], "--sp_mode: ulysses over 3 ranks"),

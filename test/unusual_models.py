@@ -43,7 +43,7 @@ MODELS = {
     "Gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
     "Gemma3Text": GEMMA,
     "Gemma4Text": GEMMA4,
-    "GptOss": {"head_dim": 8, **WINDOW, **EXPERTS},
+    "GptOss": {"head_dim": 8, "num_key_value_heads": 1, **WINDOW, **EXPERTS},
     "GraniteSWA": WINDOW,
     "Llama4Text": LLAMA4,
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 4, **WINDOW, **MANY_EXPERTS},
@@ -54,7 +54,7 @@ MODELS = {
     "Phi3": {"sliding_window": 5},
     "Cohere2": WINDOW,
     "Olmo3": WINDOW,
-    "Exaone4": WINDOW,
+    "Exaone4": {"num_key_value_heads": 1, **WINDOW},
 }
 SAMPLES = [
     {

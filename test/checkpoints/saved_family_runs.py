@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoints.model_folder import SafetensorsFolder
@@ -28,6 +29,8 @@ BACKENDS = (["--backend", "fsdp2"], ["--backend", "deepspeed", "--zero_stage", "
 SHORT = (
     "--apply_chat_template --max_steps 1 --train_batch_size 2 --micro_train_batch_size 2 --max_samples 8 --max_len 32"
 )
+# heads that predict several tokens: transformers has no module for them, and a save must not lose them
+MTP = {"qwen3_next": "mtp.layers.0.mlp.up_proj.weight", "qwen3_5_text": "mtp.fc.weight"}
 STILL = "--learning_rate 0 --lr_scheduler constant --param_dtype fp32 --ckpt_format portable --save_steps 1"
 
 
@@ -36,6 +39,9 @@ def build(family: str, folder: Path, demo: Path) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
     randomize(model)
     model.save_pretrained(folder)
+    if family in MTP:
+        weights = load_file(folder / "model.safetensors") | {MTP[family]: torch.randn(8, 4)}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     for path in (demo / "model").iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(path, folder)

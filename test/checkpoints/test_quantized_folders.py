@@ -41,7 +41,7 @@ LAYOUTS = {
     "z1-tp": ["--backend", "deepspeed", "--zero_stage", "1", "--tensor_parallel_size", "2"],
 }
 RUNS = [("block", layout) for layout in LAYOUTS] + [("channel", "fsdp2"), ("tensor", "z3")]
-RUNS += [("mxfp4", "fsdp2"), ("mxfp4", "z1"), ("mxfp4", "z3")]
+RUNS += [("mxfp4", layout) for layout in ("fsdp2", "z1", "z3", "fsdp2-tp", "z1-tp")]
 
 
 def quantize(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -14,7 +14,8 @@ from trainer.models.attention.choice import fit_attention, resolve_attention
 from trainer.models.recurrent_layers import restart_at_documents
 from trainer.models.token_losses import causal_lm_logits, token_log_probs
 
-NAMES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2"]  # delta rule, Mamba 2, Mamba 2 beside attention, convolution
+# delta rule, Mamba 2, Mamba 2 beside attention, convolution, decayed linear attention
+NAMES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "minimax"]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

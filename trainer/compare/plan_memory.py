@@ -164,12 +164,13 @@ def needs(layout: Layout, s: Sizes, tokens: int) -> Needs:
 
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
-    """The line with which the trainer refuses this layout, or None."""
+    """The line with which the trainer refuses this layout, or None. What it only does slowly is refused here too."""
     from types import SimpleNamespace
 
     from trainer.distributed.expert_parallel import validate_experts
     from trainer.distributed.mesh import MeshSizes
     from trainer.distributed.tensor_parallel import validate_tp_sizes
+    from trainer.distributed.tp_plans import heads_divide
     from trainer.errors import UserError
     from trainer.models.attention.split_attention import validate_split_model
     from trainer.strategies.deepspeed import DeepspeedStrategy
@@ -188,6 +189,9 @@ def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -
             DeepspeedStrategy._validate(SimpleNamespace(zero_stage=layout.stage), options)
         if layout.tp > 1:
             validate_tp_sizes(s.config, layout.tp, layout.num_shards if layout.backend == "fsdp2" else 1)
+            if not heads_divide(s.config, layout.tp):
+                found = f"{layout.tp} does not divide the heads, so that every rank would compute all of them"
+                raise UserError("--tensor_parallel_size", found, "a size that divides heads and KV heads")
         if layout.sp > 1:
             validate_split_model(s.config)
         if model is not None and (layout.ep > 1 or layout.tp > 1):

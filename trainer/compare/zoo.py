@@ -29,6 +29,7 @@ from trainer.compare.logs import read_run
 from trainer.compare.matrix import Configuration
 from trainer.compare.parity import Comparison, Thresholds, compare_runs
 from trainer.compare.zoo_models import SKIPPED, tiny_config, zoo_names
+from trainer.compare.zoo_unusual import UNUSUAL, unusual_config
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         import_libraries()
-        models = _chosen("--models", options.models, zoo_names())
+        models = _chosen("--models", options.models, [*zoo_names(), *UNUSUAL])
         names = _chosen("--configurations", options.configurations, [c.name for c in CONFIGURATIONS])
         from trainer.compare.zoo_page import read_results, write_page
 
@@ -89,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type of transformers (default: all)")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type or name of a row (default: all)")
     parser.add_argument("--configurations", nargs="+", metavar="NAME", help="cells to run (default: all)")
     parser.add_argument("--output", default=str(ROOT / "docs/models.md"), metavar="MD", help="the page to write")
     parser.add_argument("--work_dir", metavar="DIR", help="keep the models, logs and runs here (default: nowhere)")
@@ -161,7 +162,7 @@ def run_model(
     `config` is the model's, if it is not the tiny one of the zoo. `tell(configuration, cell)` is called after each run.
     """
     started, folder = time.monotonic(), work_dir / name
-    config = config or tiny_config(name)
+    config = config or (unusual_config(name) if name in UNUSUAL else tiny_config(name))
     shutil.rmtree(folder, ignore_errors=True)
     _made(folder)
     row = {"problem": None, "cells": {}, "seconds": 0.0}

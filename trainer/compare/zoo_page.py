@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from trainer.compare.zoo_models import FAMILIES, SKIPPED, published
+from trainer.compare.zoo_unusual import UNUSUAL
 from trainer.errors import UserError
 
 SHOWN = {"pass": "yes", "refused": "no", "wrong": "**wrong**", "crash": "**crash**", "unchecked": "(yes)"}
@@ -27,6 +28,12 @@ the gradients of the first step and the final weights to 1e-4.
 
 A tiny model shows that the layers work. It does not show that a large model fits into memory.
 """
+ODD = """
+## Unusual configs
+
+These rows are tiny models that are unusual in one way each. No published model has most of them. `trainer/compare/zoo_unusual.py`
+holds their configs.
+"""
 LEGEND = """
 ## The columns
 
@@ -36,10 +43,10 @@ LEGEND = """
 AGAIN = """
 ## Run it again
 
-A run of all models takes less than an hour on 2 cores that do nothing else. A run of some models or cells changes only
+A run of all models takes more than an hour on 2 cores that do nothing else. A run of some models or cells changes only
 their part of the page.
 
-<!-- slow: a run of every model takes most of an hour -->
+<!-- slow: a run of every model takes more than an hour -->
 
 ```bash
 python -m trainer.compare.zoo
@@ -79,6 +86,8 @@ def page_text(results: dict, configurations: list) -> str:
     parts = [HEAD, f"Measured with {versions}.\n", _totals(results["models"])]
     for family, names in _families(results["models"]).items():
         parts += [f"\n## {family}\n", _table(names, results["models"], configurations)]
+    if unusual := [name for name in UNUSUAL if name in results["models"]]:
+        parts += [ODD, _table(unusual, results["models"], configurations)]
     parts += [LEGEND + "\n".join(f"| {c.name} | `{' '.join(c.args)}` | {c.nproc} |" for c in configurations)]
     parts += [
         "",
@@ -93,7 +102,7 @@ def page_text(results: dict, configurations: list) -> str:
 def _families(rows: dict) -> dict[str, list[str]]:
     """The models with a row, by family."""
     found = {family: [name for name in models if name in rows] for family, models in FAMILIES.items()}
-    known = {name for names in found.values() for name in names}
+    known = {name for names in found.values() for name in names} | UNUSUAL.keys()
     found["Further architectures"] = sorted(set(rows) - known)
     return {family: names for family, names in found.items() if names}
 
@@ -104,8 +113,11 @@ def _totals(rows: dict) -> str:
         ("pass", "pass"), ("refused", "are refused"), ("wrong", "are wrong"), ("crash", "crash"),
         ("unchecked", "have nothing to compare with"),
     ))  # fmt: skip
-    ran = sum(bool(row["cells"]) for row in rows.values())
-    return f"{ran} architectures, {len(verdicts)} cells: {', '.join(f'{n} {words}' for n, words in counts if n)}."
+    ran = sum(bool(row["cells"]) for name, row in rows.items() if name not in UNUSUAL)
+    unusual = f" and {len(rows.keys() & UNUSUAL.keys())} unusual configs" if rows.keys() & UNUSUAL.keys() else ""
+    return (
+        f"{ran} architectures{unusual}, {len(verdicts)} cells: {', '.join(f'{n} {words}' for n, words in counts if n)}."
+    )
 
 
 def _table(names: list[str], rows: dict, configurations: list) -> str:
@@ -113,7 +125,8 @@ def _table(names: list[str], rows: dict, configurations: list) -> str:
     for name in names:
         cells = rows[name]["cells"]
         shown = [SHOWN[cells[c.name]["verdict"]] if c.name in cells else "-" for c in configurations]
-        models = f"`{name}`" + (f": {published(name)}" if published(name) else "")
+        text = UNUSUAL[name][0] if name in UNUSUAL else published(name)
+        models = f"`{name}`" + (f": {text}" if text else "")
         lines.append(f"| {models} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 

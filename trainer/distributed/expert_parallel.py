@@ -11,8 +11,9 @@ The tp ranks have the same tokens, so no token travels between them. Each one se
 outputs are summed. Experts that are cut inside would make narrow matrices: 768 columns over tp 8 are 96.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,16 @@ from trainer.distributed.tp_styles import SumGradients
 from trainer.errors import UserError
 
 FLAG = "--expert_parallel_size"
+SEE_ALL_TOKENS = {"Llama4TextExperts"}  # each expert computes all tokens, which its caller has weighted
 
 
 def are_experts(module: nn.Module) -> bool:
     """Return whether `module` holds all experts of a layer, each parameter stacked: (experts, ...)."""
-    return hasattr(module, "_is_expert_parallel")  # transformers marks them
+    return hasattr(module, "_is_expert_parallel") or _see_all_tokens(module)  # transformers marks most of them
+
+
+def _see_all_tokens(module: nn.Module) -> bool:
+    return any(base.__name__ in SEE_ALL_TOKENS for base in type(module).__mro__)
 
 
 def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
@@ -44,6 +50,8 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
     experts = [module for module in model.modules() if are_experts(module)]
     if not experts and ep > 1:
         raise UserError(FLAG, f"{kind} has no experts that transformers stacks in one tensor", "1")
+    if ep > 1 and any(map(_see_all_tokens, experts)):
+        raise UserError(FLAG, f"every expert of {kind} computes all tokens", "1")
     parts = ep * sizes.tp
     flag, found = (FLAG, ep) if sizes.tp == 1 else (f"{FLAG} * --tensor_parallel_size", f"{ep} * {sizes.tp}")
     for parameter in (parameter for module in experts for parameter in module.parameters()):
@@ -86,8 +94,29 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         module.num_experts //= ep * sizes.tp
         groups = mesh.get_group("ep"), mesh.get_group("tp")
-        module.forward = functools.partial(local_experts_forward, module, module.forward, *groups)
+        module.forward = forward_of_part(module, *groups)
         fully_shard(module, **fsdp_options | options)
+
+
+def forward_of_part(module: nn.Module, ep_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup) -> Callable:
+    """Return the forward of experts that holds only those of this ep and tp rank."""
+    if _see_all_tokens(module):
+        return functools.partial(_all_tokens_forward, module, module.forward, tp_group)
+    return functools.partial(local_experts_forward, module, module.forward, ep_group, tp_group)
+
+
+def _all_tokens_forward(module, local_forward: Callable, tp_group, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Compute this tp rank's experts for (experts * tokens, hidden), one copy of the tokens for each expert of the layer.
+
+    The caller sums the outputs over the experts. So the sum over all of them stands in the first place, before zeros.
+    """
+    num_local = module.num_experts
+    copies = SumGradients.apply(hidden_states, tp_group).unflatten(0, (tp_group.size() * num_local, -1))
+    own = copies[tp_group.rank() * num_local :][:num_local].flatten(0, 1)
+    with _plain_parameters(module):
+        outputs = local_forward(own).unflatten(0, (num_local, -1))
+    total = _Sum.apply(outputs.sum(0), tp_group)
+    return F.pad(total, (0, 0, 0, len(hidden_states) - len(total)))
 
 
 def local_experts_forward(
@@ -129,17 +158,23 @@ def _exchange(rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int
 
 
 def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Run the experts of this rank on (n, hidden) tokens, one expert each. DTensors are plain tensors meanwhile.
+    """Run the experts of this rank on (n, hidden) tokens, one expert each.
 
     Without tokens, one row of zeros runs. So every parameter has a gradient, which FSDP reduces on all ranks.
     """
-    held = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
     num_tokens = len(tokens)
     if not num_tokens:
         tokens, ids = F.pad(tokens, (0, 0, 0, 1)), ids.new_zeros(1)
+    with _plain_parameters(module):
+        return local_forward(tokens, ids[:, None], tokens.new_ones(len(ids), 1))[:num_tokens]
+
+
+@contextlib.contextmanager
+def _plain_parameters(module: nn.Module) -> Iterator[None]:
+    held = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
     try:
         module._parameters.update({name: _local(parameter) for name, parameter in held.items()})
-        return local_forward(tokens, ids[:, None], tokens.new_ones(len(ids), 1))[:num_tokens]
+        yield
     finally:
         module._parameters.update(held)
 

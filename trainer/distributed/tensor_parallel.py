@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.expert_parallel import are_experts
-from trainer.distributed.tp_plans import PLANS
+from trainer.distributed.tp_plans import PLANS, heads_divide, plans_with_all_heads
 from trainer.distributed.tp_styles import COLWISE, LORA_STYLES, SEQUENCE_FORMS, STYLES
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
@@ -36,19 +36,18 @@ FLAG = "--tensor_parallel_size"
 def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
     """Raise UserError unless a model of this config can be cut over `tp` ranks, and each part over `fsdp` ranks.
 
-    `tp` must divide the query heads, the KV heads and the MLP width. The vocabulary may be cut unevenly if `fsdp`
-    divides the hidden size (see `fsdp_placement`).
+    `tp` must divide the MLP width. Heads that it does not divide are computed in full by every tp rank. The vocabulary
+    may be cut unevenly if `fsdp` divides the hidden size (see `fsdp_placement`).
     """
     text = config.get_text_config()
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    values = [(name, getattr(layer, name, None) or []) for name in names for layer in layer_configs(text)]
-    # layers may differ, also by a list (Gemma 3n); dict.fromkeys keeps the order of the names
-    values = [(name, size) for name, value in values for size in (value if isinstance(value, list) else [value])]
-    sizes = list(dict.fromkeys(values)) or [("hidden_size", text.hidden_size)]
-    fits = [n for n in range(1, min(size for _, size in sizes) + 1) if all(size % n == 0 for _, size in sizes)]
+    values = [getattr(layer, "intermediate_size", None) or text.hidden_size for layer in layer_configs(text)]
+    # layers may differ, also by a list (Gemma 3n); dict.fromkeys keeps the order
+    sizes = list(dict.fromkeys(size for value in values for size in (value if isinstance(value, list) else [value])))
+    fits = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
     if tp not in fits:
-        found = ", ".join(f"{name} {size}" for name, size in sizes)
-        raise UserError(FLAG, f"{tp} does not divide every one of {found}", ", ".join(map(str, fits)))
+        name = "intermediate_size" if getattr(text, "intermediate_size", None) else "hidden_size"
+        found = f"{tp} does not divide {name} {', '.join(map(str, sizes))}"
+        raise UserError(FLAG, found, ", ".join(map(str, fits)))
     if text.vocab_size % tp and text.hidden_size % fsdp:
         even = [n for n in fits if text.vocab_size % n == 0]
         found = f"{tp} does not divide vocab_size {text.vocab_size}; {fsdp} sharding ranks do not divide hidden_size"
@@ -148,6 +147,8 @@ def resolve_tp_plan(
         plans = [get_optimized_tp_plan(model) or plans[0], get_gathered_tp_plan(model)]
         if _has_llama_layout(model):
             plans.insert(1, get_llama_tp_plan(model))
+    if tp_mesh is not None and not heads_divide(model.config, tp_mesh.size()):
+        plans = [whole for plan in plans for whole in plans_with_all_heads(model, plan)]
     first_error = None
     for plan in (plan for plan in plans if any("*" in pattern for pattern in plan)):
         try:

@@ -4,6 +4,10 @@ They have the format of `base_model_tp_plan`: names relative to the base model, 
 entry, such as Mamba-2 mixers and short convolutions, are computed in full by every tp rank.
 """
 
+import re
+
+from trainer.metrics import layer_configs
+
 
 def _of(block: str, **styles: str) -> dict[str, str]:
     return {f"{block}.{name}": style for name, style in styles.items()}
@@ -43,9 +47,48 @@ PLANS: dict[str, dict[str, str]] = {
     "lfm2": _heads("layers.*.self_attn", output="out_proj")
     | _of("layers.*.self_attn", **dict.fromkeys(("q_layernorm", "k_layernorm"), "replicated_with_grad_allreduce"))
     | _of("layers.*.feed_forward", w1="colwise", w3="colwise", w2="rowwise"),
+    # this class names no base model, so the names are whole
+    "llama4_text": _heads("model.layers.*.self_attn")
+    | _gated_mlp("model.layers.*.feed_forward")
+    | _gated_mlp("model.layers.*.feed_forward.shared_expert")
+    | _of("model.layers.*.feed_forward.shared_expert", down_proj="rowwise_copy_output"),
     "nemotron": _ATTENTION | _of("layers.*.mlp", up_proj="colwise", down_proj="rowwise"),
     "nemotron_h": _heads("layers.*.mixer") | _of("layers.*.mixer", up_proj="colwise", down_proj="rowwise"),
     "opt": _gathered_heads("decoder.layers.*.self_attn", output="out_proj")
     | _of("decoder.layers.*", fc1="colwise", fc2="rowwise"),
     "stablelm": _gathered_heads("layers.*.self_attn") | _gated_mlp("layers.*.mlp"),
 }
+
+
+# --- models whose heads tp does not divide, such as gemma-3-1b with its single KV head
+
+_GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+_WHOLE_OUTSIDE = {*_GATHERED.values(), "colwise_rep", "rowwise_rep"}  # all heads are there between these layers
+
+
+def heads_divide(config, tp: int) -> bool:
+    """Return whether each of `tp` ranks can have its own heads and KV heads, in every layer of a model of this config."""
+    names = ("num_attention_heads", "num_key_value_heads")
+    values = [getattr(layer, name, None) or [] for name in names for layer in layer_configs(config.get_text_config())]
+    return all(heads % tp == 0 for value in values for heads in (value if isinstance(value, list) else [value]))
+
+
+def plans_with_all_heads(model, plan: dict[str, str]) -> list[dict[str, str]]:
+    """Return forms of `plan` in which every tp rank computes all heads of attention: weights are cut, or else whole."""
+    blocks = {name for name, module in model.named_modules() if _is_attention(name, module)}
+    named = [name for items in (model.named_modules(), model.named_parameters()) for name, _ in items]
+    inside = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in named if _outer(name) & blocks}
+    rest = {pattern: style for pattern, style in plan.items() if pattern not in inside}
+    cut = {pattern: _GATHERED.get(style, style) for pattern, style in plan.items() if pattern in inside}
+    return [rest | {pattern: style for pattern, style in cut.items() if style in _WHOLE_OUTSIDE}, rest]
+
+
+def _is_attention(name: str, module) -> bool:
+    last = name.rpartition(".")[2]
+    return (("attn" in last or "attention" in last) and "linear" not in last) or hasattr(module, "q_proj")
+
+
+def _outer(name: str) -> set[str]:
+    """Return the names of all modules around a module or parameter, and its own."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}

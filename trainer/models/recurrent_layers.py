@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from trainer.datasets.sequence_split import natural_order, zigzag_shard
 from trainer.errors import UserError
 
-# model_type of transformers -> class of its mixers. Each maps hidden states (rows, tokens, hidden) to the same shape.
+# model_type of transformers -> class of its mixers. Each maps hidden states (rows, tokens, hidden) to the same shape,
+# alone or as the first item of a tuple.
 MIXERS = {
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
@@ -35,6 +36,7 @@ MIXERS = {
     "lfm2_moe": "Lfm2MoeShortConv",
     "mamba": "MambaMixer",
     "mamba2": "Mamba2Mixer",
+    "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
     "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
@@ -139,11 +141,16 @@ def _restarting(forward: Callable, row: _Row, sp_group: Optional[dist.ProcessGro
     def restarting(hidden_states, *args, **kwargs):
         whole = hidden_states if sp_group is None else _gather_tokens(hidden_states, sp_group)
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_ROW}
-        if row.batches is None:
-            out = forward(whole, *args, **kwargs)
-        else:
-            out = _in_batches(lambda batch: forward(batch, *args, **kwargs), whole, row.batches)
-        return out if sp_group is None else zigzag_shard(out, sp_group.rank(), sp_group.size())
+        rest: list = []  # what the mixer returns beside its output, such as its last state
+
+        def mix(batch: torch.Tensor) -> torch.Tensor:
+            out = forward(batch, *args, **kwargs)
+            out, rest[:] = (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
+            return out
+
+        out = mix(whole) if row.batches is None else _in_batches(mix, whole, row.batches)
+        out = out if sp_group is None else zigzag_shard(out, sp_group.rank(), sp_group.size())
+        return (out, *rest) if rest else out
 
     return restarting
 

@@ -3,14 +3,12 @@
 See `distributed.expert_parallel` for the mathematics. Routers are copies.
 """
 
-import functools
-
 import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.layers import DS_TENSOR_MODEL_PARALLEL, _build_param_uc_restore_meta
 
-from trainer.distributed.expert_parallel import are_experts, local_experts_forward
+from trainer.distributed.expert_parallel import are_experts, forward_of_part
 from trainer.errors import UserError
 
 
@@ -42,4 +40,4 @@ def cut_experts(autotp: AutoTP, module: torch.nn.Module) -> None:
         facts = {"partition_dim": 0, "logical_shape": shape, "partition_sizes": (number,) * tp, "original_shape": shape}
         setattr(parameter, DS_AUTOTP_UC_META, _build_param_uc_restore_meta(partition_type="column", **facts))
     module.num_experts //= tp
-    module.forward = functools.partial(local_experts_forward, module, module.forward, None, group)
+    module.forward = forward_of_part(module, None, group)

@@ -5,6 +5,7 @@ weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_no
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -48,14 +49,6 @@ PARTITION_TYPES = {
 # AutoTP does these without an entry: its vocab_parallel_lm_head is for the head and its tied embedding
 IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_block", "replicated_in_block", "block_input")
 IMPLIED += ("experts",)  # see `autotp_experts`
-
-
-def validate_vocabulary(config, tp: int) -> None:
-    """Raises UserError unless `tp` divides the vocabulary. AutoTP and DTensor cut an uneven one at different places."""
-    vocab_size = config.get_text_config().vocab_size
-    if vocab_size % tp:
-        fits = [str(size) for size in range(1, 65) if vocab_size % size == 0]
-        raise UserError(FLAG, f"{tp} does not divide the vocabulary of {vocab_size}", ", ".join(fits))
 
 
 def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
@@ -126,11 +119,13 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
     originals = {name: getattr(AutoTP, name) for name in names}
 
     def column(self, module, spec, name):
+        self.tp_meta = dataclasses.replace(self.tp_meta, num_kv_heads=None)  # even parts, whatever the heads
         if isinstance(module, Conv1D):
             return ColumnConv1D(module, self.mp_group, name=name, gather_output=spec.gather_output)
         return originals["_create_column_parallel_layer"](self, module, spec, name)
 
     def row(self, module, spec, name):
+        self.tp_meta = dataclasses.replace(self.tp_meta, num_kv_heads=None)
         style = plan.get(name) or plan[pattern_of(name)]
         splits_input = style in ("rowwise_split_input", "rowwise_rep")
         if isinstance(module, Conv1D):
@@ -149,11 +144,19 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
         if any(parameter.requires_grad for parameter in model.parameters()):  # a frozen model takes no hooks
             originals["register_replicated_grad_hooks"](self, model)
 
+    def freeze_as_dtensor(self, total_size):
+        """AutoTP and DTensor cut an uneven vocabulary at different places. Logits are DTensors."""
+        parts = torch.empty(total_size, device="meta").chunk(self.tp_world_size)
+        self._partition_sizes = (*map(len, parts), *[0] * (self.tp_world_size - len(parts)))
+        return self._partition_sizes
+
     for name, ours in zip(names, (column, row, after_children, add_hooks)):
         setattr(AutoTP, name, ours)
+    VocabParallelLinear._freeze_partition_sizes = freeze_as_dtensor
     try:
         yield
     finally:
+        del VocabParallelLinear._freeze_partition_sizes  # the inherited one is back
         for name, original in originals.items():
             setattr(AutoTP, name, original)
 

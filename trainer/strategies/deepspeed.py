@@ -126,10 +126,8 @@ class DeepspeedStrategy:
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             from trainer.distributed.tensor_parallel import validate_tp_sizes
-            from trainer.strategies.autotp_layers import validate_vocabulary
 
             validate_tp_sizes(config, self.sizes.tp, fsdp=1)
-            validate_vocabulary(config, self.sizes.tp)
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
             from trainer.strategies.zero_loading import load_partitioned

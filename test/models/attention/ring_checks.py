@@ -5,6 +5,7 @@ collective. Prints "ok NAME" and the worst error per check.
 """
 
 import datetime
+import math
 import types
 
 import torch
@@ -154,19 +155,21 @@ def check_random_attention(mode: str, dtype: torch.dtype, tolerance: float, num_
 
 
 def check_edges() -> None:
-    """One token in total, documents shorter than the group, chunks of only padding, a window of one."""
+    """One token in total, documents shorter than the group, chunks of only padding, a window of one, few KV heads."""
     size = dist.get_world_size()
-    for lengths, window in (
-        ([1], None),
-        ([1] * (2 * size + 1), None),
-        ([2, 1, 3], 2),
-        ([5 * size], 1),
-        ([4 * size], 3),
+    for lengths, window, num_kv_heads in (
+        ([1], None, size),
+        ([1] * (2 * size + 1), None, size),
+        ([2, 1, 3], 2, size),
+        ([5 * size], 1, size),
+        ([4 * size], 3, size),
+        ([9, 4 * size], 5, 1),  # the ranks do not divide the KV heads
+        ([9, 4 * size], None, size + 1),
     ):
         for packed in (True, False):
             case = {
-                "packed": packed, "lengths": lengths, "rows": 1 if packed else 2, "num_kv_heads": size,
-                "num_heads": 2 * size, "head_dim": 8, "window": window, "scale": 0.3, "seed": 1,
+                "packed": packed, "lengths": lengths, "rows": 1 if packed else 2, "num_kv_heads": num_kv_heads,
+                "num_heads": 2 * math.lcm(num_kv_heads, size), "head_dim": 8, "window": window, "scale": 0.3, "seed": 1,
             }  # fmt: skip
             tensors, bounds = make_tensors(case, torch.float32)
             plain = outputs_and_gradients(
@@ -267,10 +270,10 @@ def check_refusals() -> None:
         expect_refusal("--ring_attn_size", call, windowed, *tensors)
         call = AttentionInterface()[register_ring_attention(dist.group.WORLD, mode, packed=True)]
         expect_refusal("--packing_samples", call, torch.nn.Module(), *tensors)
-    one_kv_head = torch.zeros(1, 2 * size, 4, 8), *[torch.zeros(1, 1, 4, 8)] * 2
+    odd = torch.zeros(1, size + 1, 4, 8), *[torch.zeros(1, 1, 4, 8)] * 2
     ends = torch.tensor([0, 4 * size])
-    refusal = expect_refusal("--sp_mode", call, torch.nn.Module(), *one_kv_head, cu_seqlens=ends, cu_seqlens_host=ends)
-    assert "--ring_attn_size 1" in refusal.allowed
+    refusal = expect_refusal("--sp_mode", call, torch.nn.Module(), *odd, cu_seqlens=ends, cu_seqlens_host=ends)
+    assert refusal.allowed.startswith("ring; ulysses with --ring_attn_size 1, ")
 
 
 def expect_refusal(where: str, function, *arguments, **options) -> UserError:

@@ -101,13 +101,13 @@ def setup_split_attention(folder: str, sp_group, args, device) -> str:
 
 def validate_heads(config, sp_size: int, tp_size: int) -> None:
     """Raise UserError unless Ulysses attention can share the heads of every layer over `sp_size` ranks."""
+    from trainer.distributed.tp_plans import heads_divide
     from trainer.models.attention.ulysses import validate_ulysses
 
+    tp_size = tp_size if heads_divide(config, tp_size) else 1  # otherwise every tp rank computes all heads
     for layer in layer_configs(config.get_text_config()):
-        if not hasattr(layer, "num_attention_heads"):  # Mamba
-            continue
-        kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        validate_ulysses(layer.num_attention_heads // tp_size, kv_heads // tp_size, sp_size)
+        if hasattr(layer, "num_attention_heads"):  # Mamba has none
+            validate_ulysses(layer.num_attention_heads // tp_size, sp_size)
 
 
 def fit_attention(model, is_split: bool) -> None:

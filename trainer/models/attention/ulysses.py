@@ -4,6 +4,7 @@ One all-to-all gives each rank all tokens of its share of the heads. A second on
 attention works as for a packed row on one rank.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Optional
 
@@ -15,16 +16,12 @@ from trainer.errors import UserError
 from trainer.models.attention.varlen import varlen_attention_forward
 
 
-def validate_ulysses(num_heads: int, num_kv_heads: int, sp_size: int) -> None:
-    """Raise UserError unless `sp_size` ranks can share the heads evenly. Under tp, the head counts are per tp rank."""
-    if num_heads % sp_size == 0 and num_kv_heads % sp_size == 0:
-        return
-    fits = [size for size in range(1, num_kv_heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
-    raise UserError(
-        "--sp_mode",
-        f"ulysses over {sp_size} ranks, which do not divide {num_heads} heads and {num_kv_heads} KV heads",
-        f"ring; ulysses with --ring_attn_size {', '.join(map(str, fits))}",
-    )
+def validate_ulysses(num_heads: int, sp_size: int) -> None:
+    """Raise UserError unless `sp_size` ranks can share the query heads evenly. Under tp, `num_heads` is per tp rank."""
+    if num_heads % sp_size:
+        fits = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+        found = f"ulysses over {sp_size} ranks, which do not divide {num_heads} heads"
+        raise UserError("--sp_mode", found, f"ring; ulysses with --ring_attn_size {fits}")
 
 
 def ulysses_attention(
@@ -39,7 +36,10 @@ def ulysses_attention(
     sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Compute attention over the ranks of `group`, as trainer.models.attention.ring.ring_attention specifies."""
-    validate_ulysses(query.shape[1], key.shape[1], group.size())
+    validate_ulysses(query.shape[1], group.size())
+    # where the ranks do not divide the KV heads, each of these is sent several times, next to itself
+    repeats = math.lcm(key.shape[1], group.size()) // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     module = torch.nn.Module()  # gives the head ratio to transformers' sdpa, which repeats KV heads if needed
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     if sinks is not None:
