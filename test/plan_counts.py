@@ -1,7 +1,7 @@
 """Count what rank 0 sends in a step, under torch's fake process group: `python plan_counts.py FOLDER`.
 
 Prints a JSON line per layout: [name, ranks, micro-batches, {group size: bytes sent}]. Collectives of the fake group move
-nothing, but their tensors have the real sizes. A ring is assumed, as in trainer/compare/plan_traffic.py.
+nothing, but their tensors have the real sizes. A ring is assumed, as in trainer/cli/plan_traffic.py.
 """
 
 import json

@@ -127,6 +127,8 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
     allowed = {"trainer.strategies", "trainer.strategies.deepspeed", "trainer.strategies.fsdp2", "trainer.arguments"}
     # these report the versions of packages, deepspeed among them
     allowed |= {"trainer.cli.outputs", "trainer.cli.doctor_packages"}
+    # these compare the backends, and --layout auto takes one
+    allowed |= {f"trainer.cli.{name}" for name in ("plan", "plan_memory", "plan_traffic", "predicted_memory")}
     for name, path in modules().items():
         if name in allowed or name.startswith("trainer.compare"):
             continue

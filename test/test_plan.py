@@ -11,11 +11,15 @@ from launch import ROOT, run_process
 from plan_counts import CASES, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
-from trainer.compare import plan_report
-from trainer.compare.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
-from trainer.compare.plan_traffic import Machine, Sent, step_seconds, traffic
-from trainer.compare.predicted_memory import predict
+from trainer.arguments import SFTArguments, parse_arguments
+from trainer.cli import auto_layout
+from trainer.cli import plan as plan_report
+from trainer.cli.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
+from trainer.cli.plan_traffic import Machine, Sent, step_seconds, traffic
+from trainer.cli.predicted_memory import predict
 from trainer.errors import UserError
+from trainer.preference_arguments import DPOArguments
+from trainer.strategies import get_strategy
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +125,45 @@ def test_the_page_says_what_the_command_says(number):
 
 def test_commands_are_accepted_by_the_trainer():
     """The three best layouts, with flags that train_sft and the strategy accept."""
-    from trainer.arguments import SFTArguments, parse_arguments
-
     args = plan_report.build_parser().parse_args(COMMANDS[4].split())
-    machine = Machine(256, 32, 80e9, 2e12, 4e14, 3e11, 4e10, 2e10)
-    choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, args) if not c.problem][:3]
+    machine, work = plan_report.machine_of(args), plan_report.Work(256, 1, 4096)
+    choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work) if not c.problem][:3]
     assert len(choices) == 3
     for choice in choices:
-        line = plan_report.command(choice.layout, machine, args)
+        line = plan_report.command(choice.layout, machine, work, "deepseek-v3")
         flags = line.split("trainer.cli.train_sft ")[1].split()
         parsed = parse_arguments(SFTArguments, "train_sft", flags)
         assert parsed.expert_parallel_size == choice.layout.ep and parsed.zero_stage == 3
+
+
+def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monkeypatch):
+    """`--layout auto` on 8 and 1 GPUs of 80 GB: the first row of the page, or the next one that other flags allow."""
+    CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    batch = ["--train_batch_size", "128", "--micro_train_batch_size", "1", "--max_len", "4096", "--packing_samples"]
+    flags = ["--pretrain", str(tmp_path), "--dataset", "d", "--layout", "auto", *batch]
+
+    def choose(*more: str, gpus: int = 8, kind=SFTArguments) -> tuple[dict, str]:
+        args = parse_arguments(kind, "command", [*flags, *more])
+        machine = plan_report.machine_of(plan_report.build_parser().parse_args(["", "--gpus", str(gpus)]))
+        return auto_layout._first_choice(args, machine, get_strategy)
+
+    found, line = choose()
+    assert found == plan_report.layout_flags(Layout("fsdp2", 3, dp_shard=8))
+    assert line.startswith("--layout auto: fsdp2 3, dp 8: 60.2 GB on each rank, which has 72; 917 GB sent a step")
+    assert line.endswith("The flags: --backend fsdp2 --zero_stage 3")
+    short, line = choose("--max_len", "512")
+    assert short["reduce_once"] and "reduce once" in line, "memory is left for whole gradients"
+    assert not choose("--max_len", "512", "--reduce_dtype", "bf16")[0]["reduce_once"], "FSDP2 refuses the two together"
+    assert choose("--sequence_parallel")[0]["tensor_parallel_size"] > 1, "it would do nothing without tp"
+    pairs, _ = choose(kind=DPOArguments)
+    assert pairs["ring_attn_size"] > 1 or pairs["gradient_checkpointing"], "two sequences and a reference need more"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"--layout: auto: no layout fits; the smallest, .*: step needs"):
+        choose("--max_len", "131072", gpus=1)
+    for more, found in ((["--zero_stage", "2"], "auto with --zero_stage 2"), (["--load_in_4bit"], "--load_in_4bit")):
+        with pytest.raises(UserError, match=found):
+            auto_layout.choose_layout(parse_arguments(SFTArguments, "train_sft", [*flags, *more]), False, get_strategy)
 
 
 def test_the_command_and_its_errors(tmp_path):

@@ -31,6 +31,11 @@ def runs(tmp_path_factory):
     data += ["--learning_rate", "2e-3", "--lr_scheduler", "constant"]
     data += ["--train_batch_size", "32", "--micro_train_batch_size", "16"]
     lines = [[*data, *flags, "--output_dir", f"{folder}/{name}"] for name, flags in RUNS.items()]
+    auto = ["--layout", "auto", "--max_steps", "3", "--no_save", "--output_dir"]
+    lines.append([*data, "--param_dtype", "fp32", *auto, f"{folder}/auto"])
+    lines.append(["--config", f"{folder}/auto/config.yaml", "--output_dir", f"{folder}/auto-again"])
+    pairs = [*data[:2], "--dataset", f"{folder}/demo/pairs.jsonl", "--max_len", "128", "--train_batch_size", "8"]
+    lines.append(["train_dpo", *pairs, "--micro_train_batch_size", "2", *auto, f"{folder}/auto-dpo"])
     output = train_many(2, lines, folder, timeout=400)
     (folder / "output.txt").write_text(output)
     return folder
@@ -147,6 +152,19 @@ def test_config_yaml_repeats_the_run(runs, tmp_path):
     train_many(2, [repeat], tmp_path, timeout=120)
     first = [row["loss"] for row in read_steps(runs / "fsdp2")][:3]
     assert [row["loss"] for row in read_steps(tmp_path / "again")] == first
+
+
+def test_layout_auto_trains_the_same_batches_and_can_be_repeated(runs):
+    line = "--layout auto: fsdp2 2, dp 2"
+    assert (runs / "output.txt").read_text().count(line) == 2, "train_sft and train_dpo, on rank 0 only"
+    rows, again, expected = (read_steps(runs / name) for name in ("auto", "auto-again", "fsdp2"))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in again] and len(rows) == 3
+    for row, other in zip(rows, expected):
+        assert row["batch_hash"] == other["batch_hash"] and row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    config = yaml.safe_load((runs / "auto/config.yaml").read_text())
+    assert (config["layout"], config["backend"], config["zero_stage"]) == ("flags", "fsdp2", 2)
+    dpo = yaml.safe_load((runs / "auto-dpo/config.yaml").read_text())
+    assert dpo["reduce_once"] and not config["reduce_once"], "8 pairs on 2 ranks are two micro-batches each"
 
 
 def test_dropout_of_the_model_makes_no_batch_shape_another_run(runs, tmp_path):

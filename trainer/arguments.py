@@ -159,6 +159,9 @@ class OptimizerArguments:
 class LayoutArguments:
     """Backend and layout"""
 
+    layout: Literal["flags", "auto"] = arg(
+        "flags", "auto: take the first layout that trainer.cli.plan finds for the model and these ranks"
+    )
     backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "strategy that runs the distributed training")
     zero_stage: Optional[int] = arg(
         None, "deepspeed: 0-3, default 2; fsdp2: 3 (default) or 2 (weights stay gathered)", type="NonNegativeInt"

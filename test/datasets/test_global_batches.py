@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trainer.datasets.bin_packing import balanced_parts, best_fit_bins
+from trainer.datasets.bin_packing import balanced_owners, best_fit_bins, cut_micro_batches, planned
 from trainer.datasets.global_batches import (
     GlobalBatchLoader,
     contiguous_slice,
-    cut_micro_batches,
     epoch_order,
 )
 from trainer.distributed.mesh import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
@@ -55,9 +54,9 @@ def test_every_layout_trains_every_sample_of_a_batch_once(lengths, dp_size, cut)
 @given(LENGTHS, st.integers(60, 200))
 def test_packed_and_token_bound_micro_batches_stay_within_their_bound(lengths, bound):
     items = list(range(len(lengths)))
-    for bin in cut_micro_batches(items, lengths, micro_batch_size=1, max_tokens=None, packed_capacity=bound):
+    for bin in cut_micro_batches(items, lengths, max_tokens=None, packed_capacity=bound):
         assert sum(lengths[i] for i in bin) <= bound
-    for rows in cut_micro_batches(items, lengths, micro_batch_size=1, max_tokens=bound, packed_capacity=None):
+    for rows in cut_micro_batches(items, lengths, max_tokens=bound, packed_capacity=None):
         assert len(rows) * max(lengths[i] for i in rows) <= bound
 
 
@@ -79,7 +78,7 @@ def test_rows_packed_of_gsm8k_are_full(shared_data):
     for size, least in ((len(order), 0.99), (512, 0.97)):
         for start in range(0, len(order) - size + 1, size):
             items = order[start : start + size]
-            rows = cut_micro_batches(items, lengths, micro_batch_size=1, max_tokens=None, packed_capacity=2048)
+            rows = cut_micro_batches(items, lengths, max_tokens=None, packed_capacity=2048)
             assert sorted(item for row in rows for item in row) == sorted(items)
             assert all(sum(lengths[item] for item in row) <= 2048 for row in rows)
             assert sum(lengths[item] for item in items) >= least * 2048 * len(rows)
@@ -98,31 +97,78 @@ def test_contiguous_slices():
     assert [contiguous_slice([1], part, 3) for part in (0, 1, 2)] == [[1], [], []]
 
 
+def owners_by_a_loop(sizes: list[int], num_parts: int) -> list[int]:
+    """The longest first, each to the part with the least so far."""
+    loads, found = [0] * num_parts, [0] * len(sizes)
+    for position in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        part = found[position] = loads.index(min(loads))
+        loads[part] += sizes[position]
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=200),
+    st.sampled_from([1, 2, 5, 32, 40, 150]),
+    st.integers(1, 150),
+    st.booleans(),
+)
+def test_plans_are_those_of_plain_loops(lengths, num_ranks, bound, packed):
+    """Arrays over all ranks give the owners of a loop over samples, and as many micro-batches as all ranks cut."""
+    sizes, owners = np.array(lengths, np.int32), owners_by_a_loop(lengths, num_ranks)
+    assert balanced_owners(sizes, num_ranks).tolist() == owners
+    limits = {"max_tokens": None if packed else bound, "packed_capacity": bound if packed else None}
+    parts = [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(num_ranks)]
+    cut = [cut_micro_batches(part, lengths, **limits) for part in parts]
+    most = max(map(len, cut))
+    expected = [batches + [[]] * (most - len(batches)) for batches in cut]
+    assert planned(sizes, range(num_ranks), num_ranks, **limits) == expected
+    assert planned(sizes, [num_ranks // 2], num_ranks, **limits) == [expected[num_ranks // 2]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 4))
 def test_ranks_get_nearly_equal_tokens(lengths, num_parts):
-    items = [10 * i for i in range(len(lengths))]
-    by_item = dict(zip(items, lengths))
-    parts = balanced_parts(items, by_item, num_parts)
-    assert sorted(item for part in parts for item in part) == items and all(part == sorted(part) for part in parts)
-    loads = [sum(by_item[item] for item in part) for part in parts]
+    loads = np.bincount(balanced_owners(np.array(lengths), num_parts), lengths, num_parts)
     # the part with the most held the fewest when its last sample came, which was no longer than any before it
     assert max(loads) - min(loads) <= max(lengths)
-    assert num_parts > 1 or parts == [items]
 
 
-def test_balanced_parts_of_the_docstring():
-    assert balanced_parts([0, 1, 2, 3], [9, 5, 4, 4], 2) == [[0, 3], [1, 2]]
+def test_balanced_owners_of_the_docstring():
+    assert balanced_owners(np.array([9, 5, 4, 4]), 2).tolist() == [0, 1, 1, 0]
 
 
-def test_a_bound_on_tokens_balances_the_ranks():
+def test_ranks_are_balanced():
     """Long samples first: contiguous halves would be 4 x 40 and 4 x 5 tokens, and one rank would wait for the other."""
-    assert balanced_parts([7, 8, 9, 6], {7: 5, 8: 4, 9: 3, 6: 2}, 2) == [[7, 6], [8, 9]]
-    options = {"batch_size": 8, "shuffle": False}
-    for max_tokens, expected in ((None, [[160], [20]]), (40, [[90], [90]])):
-        plans = loader_of([40] * 4 + [5] * 4, 0, 2, max_tokens=max_tokens, **options).plan(list(range(8)))
-        assert [[sum(40 if i < 4 else 5 for micro in plan for i in micro)] for plan in plans] == expected
+    for max_tokens in (None, 40):
+        loader = loader_of([40] * 4 + [5] * 4, 0, 2, max_tokens=max_tokens, batch_size=8, shuffle=False)
+        plans = loader.plan(list(range(8)), range(2))
+        assert [sum(40 if i < 4 else 5 for micro in plan for i in micro) for plan in plans] == [90, 90]
         assert {len(plan) for plan in plans} == ({2} if max_tokens is None else {3})
+
+
+def test_padded_ranks_of_a_thousand_do_not_wait():
+    """Tokens of the slowest rank by the mean: 1.11, where contiguous slices have 2.22. If ranks wait for each other in
+    every micro-batch: 1.25 and 3.79."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 0.8, 8192), 2048).astype(np.int32) + 1
+    plans = loader_of(lengths.tolist(), 0, 1024, micro_batch_size=1).plan(list(range(8192)), range(1024))
+    assert sorted(i for plan in plans for micro in plan for i in micro) == list(range(8192))
+    rows, contiguous = lengths[np.array(plans)[:, :, 0]], lengths.reshape(1024, 8)  # (ranks, micro-batches)
+    mean = lengths.sum() / 1024
+    assert rows.sum(1).max() < 1.15 * mean and contiguous.sum(1).max() > 2.2 * mean
+    assert rows.max(0).sum() < 1.3 * mean and contiguous.max(0).sum() > 3.7 * mean
+
+
+@pytest.mark.parametrize("cut", [{}, {"max_tokens": 8192}, {"packed_capacity": 8192}, {"packed_capacity": 2048}])
+def test_a_step_of_1024_ranks_is_planned_in_5_ms(cut):
+    """Measured on 2 cores of an AMD EPYC: 0.6 ms by rows, 1.5 by tokens, 2.0 packed."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 0.8, 8192), 4096).astype(int) + 1
+    loader, ids, seconds = loader_of(lengths.tolist(), 0, 1024, **cut), list(range(8192)), []
+    for _ in range(20):
+        began = time.perf_counter()
+        loader.plan(ids, [7])
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.005, seconds
 
 
 def test_position_can_be_saved_and_restored_in_mid_epoch():

@@ -3,7 +3,9 @@
 from launch import ROOT, torchrun
 
 
-def test_a_slow_rank_0_is_waited_for():
-    code, output = torchrun(2, str(ROOT / "test/distributed/slow_rank_0.py"), timeout=120)
+def test_a_slow_rank_0_is_waited_for(tmp_path):
+    """Also while it writes a part of a checkpoint, or commits one to a slow disk."""
+    code, output = torchrun(2, str(ROOT / "test/distributed/slow_rank_0.py"), str(tmp_path), timeout=120)
+    assert "the checkpoint is whole" in output, output[-3000:]
     assert "training does not wait so long" in output and "AssertionError" not in output, output[-3000:]
     assert code in (0, 1), output[-3000:]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from launch import ROOT, torchrun
 
+from trainer.cli.predicted_memory import predict, table
 from trainer.compare.measured_memory import GLIBC, RUNS, make_model
-from trainer.compare.predicted_memory import predict, table
 
 TOLERANCE = 0.1
 

@@ -26,6 +26,8 @@ def validate(args: PPOArguments) -> None:
     training_command.validate_shared(args, EVAL_METRICS)
     if args.stop and not all(args.stop):
         raise UserError("--stop", "an empty text, which would end every response", "texts with one character or more")
+    if args.layout == "auto":  # the plan knows one model, and no rollouts
+        raise UserError("--layout", "auto with train_ppo", "flags of the layout")
     if args.load_in_4bit:  # the engine would need unquantized weights
         raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
     if args.lora_dropout:  # the ratio of policies would not be 1 on the first update

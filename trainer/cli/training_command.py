@@ -115,7 +115,14 @@ def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
 
     # transformers looks at positions for packed rows, and waits for the GPU. `get` finds no tensor in {}: no packed rows.
     masking_utils.find_packed_sequence_indices = {}.get  # cu_seqlens tell our attention of packed rows
+    chosen = None
+    if args.layout == "auto":
+        from trainer.cli.auto_layout import choose_layout
+
+        chosen = choose_layout(args, is_demo, lambda flags: (get_strategy(flags), choose_attention(flags)))
     strategy = get_strategy(args)
+    if chosen:
+        strategy.print(chosen)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
     if args.activation_offload and strategy.device.type == "cpu":

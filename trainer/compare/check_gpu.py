@@ -159,8 +159,8 @@ def resume(machine: Machine, until: float) -> Iterator[Row]:
 
 
 def memory(machine: Machine, until: float) -> Iterator[Row]:
+    from trainer.cli.predicted_memory import predict
     from trainer.compare.measured_memory import GLIBC, RUNS, make_model
-    from trainer.compare.predicted_memory import predict
 
     names = ["fsdp2-3-fp32"] if machine.tiny else RUNS
     num_params, layer = make_model(machine.scratch / "memory", *((384, 27) if machine.tiny else (1024, 24)))

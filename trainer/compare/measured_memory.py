@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.cli import train_sft
 from trainer.cli.entry import run_command
-from trainer.compare.predicted_memory import STAGES
+from trainer.cli.predicted_memory import STAGES
 from trainer.distributed.collectives import gather_objects
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy

@@ -5,7 +5,7 @@ communication, and all layouts agree about every batch.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Optional
@@ -64,29 +64,18 @@ def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
     return items[start : start + size + (part < rest)]
 
 
-def cut_micro_batches(
-    items: list[int], lengths, *, micro_batch_size: int, max_tokens: Optional[int], packed_capacity: Optional[int]
-) -> list[list[int]]:
-    """Cut one rank's samples into micro-batches.
+def balanced_rows(falling: list[int], rank: int, num_ranks: int, num_rows: int) -> list[list[int]]:
+    """A rank's micro-batches of `num_rows` samples each, from samples in `falling` order of length.
 
-    Packed (`packed_capacity` tokens each): best-fit bins. By tokens: samples of similar length, with rows * longest row
-    at most `max_tokens` (a longer sample gets its own batch). Otherwise: `micro_batch_size` samples each, in order.
+    All ranks take their n-th micro-batch from the same stretch of samples. So these have similar lengths, no rank waits
+    for another, and there is little padding. Every second stretch is dealt out backwards. Two ranks and one row each
+    make [[9], [2]] and [[8], [3]] of lengths 9, 8, 3 and 2.
     """
-    if packed_capacity:
-        from trainer.datasets.bin_packing import best_fit_bins
-
-        bins = best_fit_bins([int(lengths[item]) for item in items], packed_capacity)
-        return [[items[position] for position in bin] for bin in bins]
-    if not max_tokens:
-        return [items[start : start + micro_batch_size] for start in range(0, len(items), micro_batch_size)]
-    micro_batches: list[list[int]] = []
-    for item in sorted(items, key=lambda item: -int(lengths[item])):
-        # sorted from long to short: the first row of a micro-batch is its longest
-        if micro_batches and (len(micro_batches[-1]) + 1) * int(lengths[micro_batches[-1][0]]) <= max_tokens:
-            micro_batches[-1].append(item)
-        else:
-            micro_batches.append([item])
-    return micro_batches
+    stretch = num_rows * num_ranks
+    return [
+        contiguous_slice(falling[start : start + stretch], num_ranks - 1 - rank if number % 2 else rank, num_ranks)
+        for number, start in enumerate(range(0, len(falling), stretch))
+    ]
 
 
 class GlobalBatchLoader:
@@ -117,9 +106,8 @@ class GlobalBatchLoader:
         self.dataset, self.collate, self.place = dataset, collate, place
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.dp_rank, self.dp_size, self.with_previous = dp_rank, dp_size, with_previous
-        self._cut_sizes = {
-            "micro_batch_size": micro_batch_size, "max_tokens": max_tokens, "packed_capacity": packed_capacity,
-        }  # fmt: skip
+        self.micro_batch_size = micro_batch_size
+        self._cut_sizes = {"max_tokens": max_tokens, "packed_capacity": packed_capacity}
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
         self._digests = column_of(dataset, "digest")
         self.epoch, self.next_index = 0, 0
@@ -155,21 +143,17 @@ class GlobalBatchLoader:
                 yield batch
         self.epoch, self.next_index = self.epoch + 1, 0
 
-    def plan(self, sample_ids: list[int]) -> list[list[list[int]]]:
-        """Sample ids by rank and micro-batch. Ranks with fewer micro-batches get empty ones at the end.
-
-        If micro-batches are measured in tokens, all ranks get about equal tokens. Otherwise, they get contiguous parts.
-        """
-        lengths = dict(zip(sample_ids, self._num_tokens[sample_ids].tolist()))  # NumPy's own integers are slow
-        if self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]:
-            from trainer.datasets.bin_packing import balanced_parts
-
-            parts = balanced_parts(sample_ids, lengths, self.dp_size)
+    def plan(self, sample_ids: list[int], ranks: Sequence[int]) -> list[list[list[int]]]:
+        """Sample ids by micro-batch, for each of `ranks`. Ranks with fewer micro-batches get empty ones at the end."""
+        sizes = self._num_tokens[sample_ids]
+        if not (self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]):
+            falling = np.argsort(-sizes, kind="stable").tolist()
+            plan = [balanced_rows(falling, rank, self.dp_size, self.micro_batch_size) for rank in ranks]
         else:
-            parts = [contiguous_slice(sample_ids, rank, self.dp_size) for rank in range(self.dp_size)]
-        plan = [cut_micro_batches(part, lengths, **self._cut_sizes) for part in parts]
-        most = max(map(len, plan))
-        return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in plan]
+            from trainer.datasets.bin_packing import planned
+
+            plan = planned(sizes, ranks, self.dp_size, **self._cut_sizes)
+        return [[[sample_ids[place] for place in places] for places in of_rank] for of_rank in plan]
 
     def _samples(self, ids: list[int], previous: dict[int, int]) -> list[dict]:
         if not self.with_previous:
@@ -177,7 +161,7 @@ class GlobalBatchLoader:
         return [{**self.dataset[i], "previous": self.dataset[previous[i]]} for i in ids]
 
     def global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
-        mine = self.plan(sample_ids)[self.dp_rank]
+        [mine] = self.plan(sample_ids, [self.dp_rank])
         previous = dict(zip(sample_ids, sample_ids[-1:] + sample_ids[:-1]))
         digest = hashlib.blake2b(self._digests[sample_ids].tobytes(), digest_size=8).hexdigest()
         return GlobalBatch(

@@ -109,7 +109,8 @@ def trained_by(meshes, loader) -> list[list[int]]:
     size, num = loader.batch_size, len(loader.dataset)
     places: list[list[int]] = [[] for _ in range(loader.dp_size)]
     for start in range(0, num, size):
-        for own, micro_batches in zip(places, loader.plan(list(range(start, min(start + size, num))))):
+        plan = loader.plan(list(range(start, min(start + size, num))), range(loader.dp_size))
+        for own, micro_batches in zip(places, plan):
             own += itertools.chain.from_iterable(micro_batches)
     dp_ranks = meshes.root.mesh.flatten(0, 1).flatten(1)  # (dp, sp x tp): the global ranks of each slice of a batch
     of_rank = {rank: sorted(own) for own, ranks in zip(places, dp_ranks.tolist()) for rank in ranks}

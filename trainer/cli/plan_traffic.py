@@ -7,17 +7,17 @@ is read from the code, and not counted.
 
 from dataclasses import dataclass
 
-from trainer.compare.plan_memory import BF16, FP32, Layout, Sizes
-from trainer.compare.predicted_memory import MASTERS, MOMENTS
+from trainer.cli.plan_memory import BF16, FP32, Layout, Sizes
+from trainer.cli.predicted_memory import MASTERS, MOMENTS
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes in bytes, rates in bytes or FLOPs per second. `host_memory` is that of one node."""
+    """Sizes in bytes, rates in bytes or FLOPs per second. `room` is on one GPU, `host_memory` on one node."""
 
     gpus: int
     nodes: int
-    gpu_memory: float
+    room: float
     host_memory: float
     flops: float
     node_rate: float

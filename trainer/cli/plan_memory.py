@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from trainer.compare.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
+from trainer.cli.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
 from trainer.distributed.expert_parallel import are_experts
 from trainer.metrics import flops_per_token
 from trainer.models.token_losses import GPU_CHUNK_BYTES
@@ -143,12 +143,17 @@ class Needs:
         return max(self.load, self.step, self.save)
 
 
-def needs(layout: Layout, s: Sizes, tokens: int) -> Needs:
-    """The memory of full fine-tuning in bf16 with AdamW. `tokens` are those of a micro-batch on one rank."""
+def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen_copy: bool = False) -> Needs:
+    """The memory of full fine-tuning with AdamW. `tokens` are those of a micro-batch on one rank.
+
+    With `dtype` fp32, activations count twice: an upper bound. A frozen copy of the model is cut as the trained one is.
+    """
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
-    found = predict(layout.backend, layout.stage, "bf16", n, p, layer, on_gpu=True)
-    extra = activations(layout, s, tokens)
+    found, width = predict(layout.backend, layout.stage, dtype, n, p, layer, on_gpu=True), 2 if dtype == "fp32" else 1
+    extra = width * activations(layout, s, tokens)
+    if has_frozen_copy:
+        extra += MASTERS * p / n if layout.backend == "fsdp2" else width * BF16 * p / (n if layout.stage == 3 else 1)
     if layout.reduce_once and layout.backend == "fsdp2":
         extra += GRADS * p  # whole gradients until the last micro-batch
     if layout.backend == "deepspeed" and layout.dp_replicate > 1:
