@@ -8,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
 
 from trainer.checkpoints import run_state
 from trainer.cli import doctor, doctor_machine, ppo_models, serve_engine
+from trainer.cli.gpu_settings import set_up_gpu
 from trainer.datasets.global_batches import copied
 from trainer.distributed import determinism, mesh
+from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
+from trainer.rollout import vllm
 from trainer.rollout.hf import HFEngine
 from trainer.rollout.vllm import VLLMEngine
 
@@ -54,6 +58,12 @@ def test_a_rank_takes_its_gpu_before_it_joins_the_process_group(calls, monkeypat
         assert calls.found == [("set_device", CARD), ("init_process_group", backend), ("get_world_size",)]
 
 
+def test_fp32_is_exact_also_in_convolutions(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    set_up_gpu(adam_offload=False, vllm=True)
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_the_random_state_of_the_gpu_is_saved_and_restored(calls):
     state = torch.arange(16, dtype=torch.uint8)
     calls.note(torch.cuda, "get_rng_state", state)
@@ -84,6 +94,15 @@ def test_a_copy_to_a_gpu_is_pinned_and_nobody_waits_for_it(monkeypatch):
     copied(torch.ones(3), CARD)
     copied(torch.ones(3), torch.device("cpu"))
     assert given == ["pinned", (CARD, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]
+
+
+def test_frozen_weights_wait_in_pinned_memory(monkeypatch):
+    pinned, model = [], torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 2))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tuple(tensor.shape)), tensor)[1])
+    keep_on_host(model, torch.device("meta"))
+    assert pinned == []
+    keep_on_host(model, CARD)
+    assert pinned == [(3, 3), (2, 3), (2,)]
 
 
 def test_ranks_on_one_gpu_are_named(calls, monkeypatch):
@@ -128,6 +147,30 @@ def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
     assert flags[-2:] == ["--gpu-memory-utilization", "0.7"] and "--enforce-eager" not in flags
 
 
+def test_vllm_chooses_its_batch_on_a_gpu_and_strict_mode_rests_while_it_starts(calls, monkeypatch, tmp_path):
+    """vLLM itself is not needed: what it is asked for is noted. Random states and strict mode are as before."""
+    LlamaConfig().save_pretrained(tmp_path)
+    calls.note(torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8))
+    calls.note(torch.cuda, "set_rng_state")
+    given, detached = {}, []
+
+    def start(**options):
+        given.update(options, strict=torch.are_deterministic_algorithms_enabled())
+        core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: detached.append(True)))
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+    monkeypatch.setattr(vllm, "_start", start)
+    torch.use_deterministic_algorithms(True)
+    try:
+        VLLMEngine(str(tmp_path), dtype=torch.bfloat16, device=CARD, batch_size=4, max_len=64, tp_size=2)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert given["enable_sleep_mode"] and given["gpu_memory_utilization"] == 0.5 and given["tensor_parallel_size"] == 2
+    assert not given["strict"] and not {"max_num_seqs", "enforce_eager"} & given.keys() and detached == [True]
+    assert [call[0] for call in calls.found] == ["get_rng_state", "set_rng_state"]
+
+
 def test_engines_give_the_gpu_back_while_training(calls):
     calls.note(torch.cuda, "empty_cache")
     hf, model = HFEngine.__new__(HFEngine), SimpleNamespace()
@@ -137,11 +180,11 @@ def test_engines_give_the_gpu_back_while_training(calls):
     hf.wake()
     assert calls.found == [("to", "cpu"), ("empty_cache",), ("to", CARD)]
     calls.found.clear()
-    vllm = VLLMEngine.__new__(VLLMEngine)
-    vllm.device, vllm._sleeping = CARD, False
-    vllm._llm = SimpleNamespace(
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.device, engine._sleeping = CARD, False
+    engine._llm = SimpleNamespace(
         sleep=lambda level: calls.found.append(("sleep", level)), wake_up=lambda: calls.found.append(("wake_up",))
     )
-    for act in (vllm.sleep, vllm.sleep, vllm.wake, vllm.wake):  # twice is once
+    for act in (engine.sleep, engine.sleep, engine.wake, engine.wake):  # twice is once
         act()
     assert calls.found == [("sleep", 1), ("wake_up",)]

@@ -1,8 +1,8 @@
 """Profile one training step on one GPU: which kernels take the time, where the host waits, and how large chunks should be.
 
-    python scripts/bench/gpu_step.py [--backend deepspeed] [--lora_rank 16]
+    python scripts/bench/gpu_step.py [--model 8b] [--backend deepspeed] [--lora_rank 16] [more flags of train_sft]
 
-The model is that of gpu_speed.py, the shape of Qwen3 1.7B in bf16. Each size of the loss's chunks gets a run of 8 steps, and the
+The model is random, with the shape of Qwen3 1.7B or 8B in bf16. Each size of the loss's chunks gets a run of 8 steps, and the
 table has the median of the last 4 with the peak of memory. In the last run, step 3 counts the places where the host waits
 (`set_sync_debug_mode`), and step 4 is profiled. `--tiny` only tests the script on a CPU, where nothing waits.
 """
@@ -26,6 +26,10 @@ from trainer.datasets.demo import make_demo
 from trainer.models import token_losses
 from trainer.training import loop
 
+QWEN3_8B = {
+    **QWEN3_1_7B, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MIB = 2**20
 CHUNKS = [128 * MIB, 512 * MIB, 1024 * MIB, 2048 * MIB]
 STEPS, LAST = 8, 4
@@ -63,14 +67,16 @@ class Looks:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="test this script on a CPU")
+    parser.add_argument("--model", choices=("1.7b", "8b"), default="1.7b", help="the shape (1.7b)")
     args, flags = parser.parse_known_args(argv)
-    shape, length, device = (TINY, 256, "cpu") if args.tiny else (QWEN3_1_7B, 4096, "cuda")
+    large = QWEN3_8B if args.model == "8b" else QWEN3_1_7B
+    shape, length, device = (TINY, 256, "cpu") if args.tiny else (large, 4096, "cuda")
     with tempfile.TemporaryDirectory() as name:
         folder, train_step = Path(name), loop.train_step
         make_demo(str(folder / "demo"))
         make_random_rows(folder / "long.jsonl", length, num_rows=8 * STEPS)
         make_model(folder / "model", folder / "demo/model", shape, length)
-        print("| chunks | step, s | tokens/s | peak, MiB |\n|---:|---:|---:|---:|", flush=True)
+        print("| chunks | step, s | tokens/s | MFU | peak, MiB |\n|---:|---:|---:|---:|---:|", flush=True)
         for size in CHUNKS[:1] if args.tiny else CHUNKS:
             token_losses.CHUNK_BYTES = token_losses.GPU_CHUNK_BYTES = size
             loop.train_step = looks = Looks(train_step, on_gpu=not args.tiny)
@@ -86,8 +92,9 @@ def main(argv: list[str]) -> None:
             seconds, tokens = (
                 statistics.median(row[key] for row in rows) for key in ("step_time", "tokens_per_second")
             )
+            mfu = f"{rows[-1]['mfu']:.2f}" if rows[-1]["mfu"] else "-"
             print(
-                f"| {size / MIB:.0f} MiB | {seconds:.3f} | {tokens:.0f} | {rows[-1]['peak_memory_bytes'] / MIB:.0f} |",
+                f"| {size / MIB:.0f} MiB | {seconds:.3f} | {tokens:.0f} | {mfu} | {rows[-1]['peak_memory_bytes'] / MIB:.0f} |",
                 flush=True,
             )
         print(f"\nThe host waits {looks.waits.total()} times in a step of 4 micro-batches:")
