@@ -208,9 +208,8 @@ def to_device(batch: dict, device: torch.device) -> dict:
     def moved(name: str, value):
         if isinstance(value, dict):
             return to_device(value, device)
-        if not isinstance(value, torch.Tensor) or name == "cu_seqlens_host":
-            return value
-        return copied(value, device)
+        is_moved = isinstance(value, torch.Tensor) and name != "cu_seqlens_host"
+        return copied(value, device) if is_moved else value
 
     return {name: moved(name, value) for name, value in batch.items()}
 

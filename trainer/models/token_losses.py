@@ -91,7 +91,7 @@ def token_entropies(
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
     """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). Waits once for a GPU."""
     if labels.numel() <= chunk_tokens:
-        kept = _kept(labels) if kept is None else kept
+        kept = places_of_labels({"labels": labels}) if kept is None else kept
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), kept, function).view(labels.shape)
     # split, not slices: the backward of split writes one gradient of the logits instead of one per chunk
     labels_of_chunks = labels.flatten().split(chunk_tokens)
@@ -105,12 +105,9 @@ def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_token
 
 def places_of_labels(micro_batch: dict) -> torch.Tensor:
     """Return the places of the labels in all rows, (n,). The loader found them, or else a GPU is waited for."""
-    return micro_batch["kept"] if "kept" in micro_batch else _kept(micro_batch["labels"])
-
-
-def _kept(labels: torch.Tensor) -> torch.Tensor:
-    """Return the places of the labels in all rows, (n,). On a GPU, this waits."""
-    return (labels != IGNORE).flatten().nonzero().squeeze(1)
+    if "kept" in micro_batch:
+        return micro_batch["kept"]
+    return (micro_batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)
 
 
 def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor, function) -> torch.Tensor:
