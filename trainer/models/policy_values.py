@@ -60,7 +60,7 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
     labels = micro_batch["labels"]
     targets, sets = labels.flatten()[kept], micro_batch.get("kept_sets")
     if sets is not None:  # where the sets of each chunk begin: a GPU is waited for once
-        starts = [*torch.searchsorted(sets[0], kept[::chunk_rows]).tolist(), sets.shape[1]]
+        starts = [*torch.searchsorted(sets[0], kept[::chunk_rows].contiguous()).tolist(), sets.shape[1]]
     head = model.get_output_embeddings.__self__.get_output_embeddings()  # without the wrappers of DeepSpeed and peft
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
