@@ -1,5 +1,6 @@
 """scripts/check_gpu.sh on a CPU: every part runs and finds nothing wrong, and what is wrong is told."""
 
+import math
 import os
 import shutil
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, run_process
 
-from trainer.compare.check_gpu import PARTS, write_section
+from trainer.compare.check_gpu import PARTS, Feature, _judged, write_section
 
 LIMIT = 1500  # seconds of all parts on a busy machine; they take 140 s of CPU
 
@@ -30,7 +31,7 @@ def test_every_part_runs_on_a_cpu(script, tmp_path):
     assert [line[4:] for line in page.splitlines() if line.startswith("### ")] == list(PARTS)
     assert "**wrong**" not in page
     for found in ("| packages |", "| test_cuda_kernels.py | ", "-packed-fp32, 1 ranks | loss ", "-packed-bf16, 1 ranks | loss ",
-                  "| fsdp2, 1 ranks, bf16 | 2 steps replayed, bitwise the same |", "| fsdp2-3-fp32, 1 ranks, step | ",
+                  "| fsdp2, 1 ranks, bf16 | 2 steps replayed, bitwise the same |", "| fsdp2-3-fp32, 1 ranks, step | ", "| packed | loss ",
                   " of the products", " x TRL"):  # fmt: skip
         assert found in page, found
 
@@ -46,6 +47,18 @@ def test_what_is_wrong_is_told_and_other_tables_stay(script, tmp_path):
     text = page.read_text()
     assert text.startswith("# Mine\n\nWords.\n\n<!-- doctor of check_gpu -->\n") and text.endswith("\n\nMore words.\n")
     assert "names 2 GPUs, torch sees" in text and text.count("**wrong**") == 1 and "old" not in text
+
+
+def test_losses_of_features_are_judged():
+    plain = [2.0, 1.9, 1.8]
+    good, bad, nan = [2.001, 1.9, 1.8], [2.0, 1.9, 1.9], [2.0, math.nan, 1.8]
+    every, first, dpo = Feature(""), Feature("", every_step=False), Feature("", first_loss=0.7, every_step=False)
+    for feature, losses, fault in (
+        (every, good, False), (every, bad, True), (every, nan, True), (every, [2.0], True), (every, [], True),
+        (first, bad, False), (first, [2.1, 1.9], True), (dpo, [0.7, 0.1], False), (dpo, plain, True),
+    ):  # fmt: skip
+        assert _judged("x", feature, losses, plain, None).fault is fault, (feature, losses)
+    assert _judged("x", every, plain, plain, "it crashed").fault
 
 
 def test_without_a_gpu_it_says_so(script):

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 from launch import ROOT
+from packaging.requirements import Requirement
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft", "safetensors", "datasets", "huggingface_hub")
 
@@ -143,3 +144,24 @@ def test_names_that_files_take_from_modules_of_the_trainer_exist():
                 if not hasattr(importlib.import_module(modules[node.value.id]), node.attr):
                     lost.append(f"{path.relative_to(ROOT)}:{node.lineno}: {modules[node.value.id]}.{node.attr}")
     assert judged > 50 and not lost, "\n".join(lost)
+
+
+def test_ranges_of_setup_py_hold_the_tested_versions_and_not_those_that_failed():
+    """torch 2.11 had no varlen_attn(enable_gqa=), and vllm 0.33 wants another torch. No network: check_extras.sh has it."""
+    given: dict = {}
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    code = compile(
+        ast.fix_missing_locations(ast.Module([n for n in tree.body if not isinstance(n, ast.ImportFrom)], [])),
+        "",
+        "exec",
+    )
+    exec(code, {"setup": lambda **facts: given.update(facts), "find_packages": lambda **_: []})
+    texts = [*given["install_requires"], *(text for extra in given["extras_require"].values() for text in extra)]
+    ranges = [Requirement(text) for text in texts]
+    allowed = {r.name: r.specifier for r in ranges}
+    assert (
+        "2.12.1" not in allowed["torch"] and "0.33.0" not in allowed["vllm"] and "5.15.0" not in allowed["transformers"]
+    )
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    judged = [(r, pins[r.name]) for r in ranges if r.name in pins]
+    assert len(judged) > 8 and all(version in r.specifier for r, version in judged), judged

@@ -4,13 +4,19 @@ import json
 import math
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from launch import ROOT, torchrun
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from trainer.checkpoints import model_folder
 from trainer.cli.predicted_memory import predict, table
 from trainer.compare.measured_memory import GLIBC, RUNS, make_model
+from trainer.strategies.deepspeed import DeepspeedStrategy
+from trainer.strategies.options import StrategyOptions
 
 TOLERANCE = 0.1
 
@@ -43,3 +49,33 @@ def test_memory_is_the_predicted_one(num_ranks, folder):
 
 def test_the_table_of_the_page_is_what_the_function_says():
     assert table(8) in (ROOT / "docs/layouts.md").read_text()
+
+
+def test_zero_0_to_2_hold_one_tensor_in_host_memory_while_they_load(tmp_path, monkeypatch):
+    """The device is the one without memory, so what is read is all that the host could hold."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).float().save_pretrained(tmp_path)
+    strategy = DeepspeedStrategy(StrategyOptions(param_dtype="bf16", device="cpu"))
+    strategy.device = torch.device("meta")
+    model = strategy.load_model(str(tmp_path), AutoModelForCausalLM)
+    open_weights, came, peak = model_folder.open_weights, [], [0]
+
+    def opened(*args):
+        weights = open_weights(*args)
+        read = weights.read
+
+        def noted(name, *region):
+            tensor = read(name, *region)
+            came.append((weakref.ref(tensor), tensor.nbytes))
+            peak[0] = max(peak[0], sum(size for alive, size in came if alive() is not None))
+            return tensor
+
+        weights.read = noted
+        return weights
+
+    monkeypatch.setattr(model_folder, "open_weights", opened)
+    strategy._read(model)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert len(came) == len(dict(model.named_parameters())) and peak[0] == max(size for _, size in came)

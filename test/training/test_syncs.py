@@ -26,7 +26,13 @@ def per_micro_batch(waits: dict, name: str) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("chunks", ["", "_by_linear_loss"])
 @pytest.mark.parametrize(
-    "name", ["packed", "packed_zero_2", "padded", "padded_zero_0", "padded_zero_2", "dpo", "dpo_zero_2"]
+    "name",
+    ["packed", "packed_zero_2", "padded", "padded_zero_0", "padded_zero_2", "dpo", "dpo_zero_2", "dpo_packed"]
+    + [f"{name}{role}" for name in ("ppo", "ppo_zero_2", "ppo_packed") for role in ("", "_critic")],
 )
 def test_a_micro_batch_never_waits(waits, name, chunks):
-    assert per_micro_batch(waits, name + chunks)[0] == []
+    """But once for the sizes of the sets that --top_p kept, if the logits are made in chunks."""
+    name, of_sets = name + chunks, "tolist in policy_values.py:_by_chunks"
+    places, num_micro_batches = per_micro_batch(waits, name)
+    has_sets = name.startswith("ppo") and name.endswith("linear_loss") and "critic" not in name
+    assert places == [of_sets] * num_micro_batches * has_sets

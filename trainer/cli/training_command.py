@@ -273,6 +273,7 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
 
 def prepare_training(args, strategy, model, total_steps: int, tower_lr: Optional[float] = None):
     """Return (model, optimizer, scheduler), prepared by the strategy. `tower_lr`: peak rate of the vision tower."""
+    from trainer.distributed.collectives import wait_for_all
     from trainer.optimizers.build import build_scheduler
 
     if args.print_model and strategy.is_rank_0():
@@ -298,6 +299,7 @@ def prepare_training(args, strategy, model, total_steps: int, tower_lr: Optional
         min_lr_ratio=args.min_lr_ratio,
     )
     prepared = strategy.prepare((model, optimizer, scheduler))
+    wait_for_all()  # some ranks read their weights later than others; NCCL would wait ten minutes only
     if args.heartbeat_timeout:
         from trainer.distributed.heartbeat import watch
 

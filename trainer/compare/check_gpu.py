@@ -5,6 +5,7 @@ kernels   the tests of attention on a GPU: each kernel against the formula
 parity    layouts in fp32 and bf16, on as many GPUs as there are, against the plain loop on the CPU
 resume    --verify_resume on both backends: a loaded checkpoint goes on bitwise the same
 memory    the memory of each backend and stage against its prediction
+features  what is faster or needs less memory, and other methods: losses against those of a plain bf16 run
 speed     training against plain bf16 matrix products, and against TRL where it is installed
 
 Each part takes at most ten minutes. FILE gets a table of each part that ran; the tables of other parts stay.
@@ -13,6 +14,7 @@ Exit code: 0 if nothing is wrong, 1 if something is, 2 if there is no GPU. `--ti
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -23,6 +25,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.compare.launch import Job, free_port, run_jobs
@@ -36,7 +39,49 @@ TINY_PARITY = r"^(fsdp2-1r-mb4-packed|deepspeed-z2-1r-mb4|fsdp2-2r-mb4-packed)$"
 MEMORY_TOLERANCE = 0.1  # over the prediction, plus what a step needs beside weights and states:
 MEMORY_ALLOWANCE = 256 << 20  # activations, workspaces of cuBLAS and the buffers of libraries
 MIN_MATMUL_SHARE, MIN_TRL_RATIO = 0.4, 1.0  # slower than that is a fault
+LOSS_TOLERANCE = 1e-2  # of features, relative to the plain run: bf16 is compared with bf16 or fp16
 GOALS = "goals: 0.60 of the products with --compile, 1.2 x TRL"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A run of the part `features`. Its first loss, or all of them, must be those of the plain run, or `first_loss`."""
+
+    flags: str
+    command: str = "train_sft"
+    data: str = "sft.jsonl"
+    every_step: bool = True
+    first_loss: float | None = None
+    tolerance: float = LOSS_TOLERANCE
+    needs: str | None = None  # a package
+
+
+ZERO = "--backend deepspeed --zero_stage"
+PPO = "--label_key label --reward_func exact_match --prompt_max_len 64 --generate_max_len 16 --rollout_batch_size 8"
+PPO += " --n_samples_per_prompt 2 --advantage_estimator group_norm"
+FEATURES = {
+    "plain": Feature("--backend fsdp2"),
+    "packed": Feature("--packing_samples"),
+    "packed, FA2": Feature("--packing_samples --attn_implementation flash_attention_2", needs="flash_attn"),
+    "gradient checkpointing": Feature("--gradient_checkpointing"),
+    "selective checkpointing": Feature("--packing_samples --selective_checkpointing"),
+    "activation offload": Feature("--gradient_checkpointing --activation_offload"),
+    "Adam offload, FSDP2": Feature("--adam_offload"),
+    "Adam offload, ZeRO 2": Feature(f"{ZERO} 2 --adam_offload"),
+    "Adam offload, ZeRO 3": Feature(f"{ZERO} 3 --adam_offload"),
+    "8-bit Adam": Feature("--optim adamw_8bit", tolerance=5e-2),
+    "compiled": Feature("--packing_samples --compile"),
+    "fp16, FSDP2": Feature("--param_dtype fp16", every_step=False),  # its scale may skip the first steps
+    "fp16, ZeRO 2": Feature(f"{ZERO} 2 --param_dtype fp16", every_step=False),
+    "LoRA, FSDP2": Feature("--lora_rank 8", every_step=False, needs="peft"),
+    "LoRA, ZeRO 3": Feature(f"{ZERO} 3 --lora_rank 8", every_step=False, needs="peft"),
+    "QLoRA": Feature(f"{ZERO} 2 --lora_rank 8 --load_in_4bit", every_step=False, tolerance=0.2, needs="bitsandbytes"),
+    "DPO": Feature("", "train_dpo", "pairs.jsonl", every_step=False, first_loss=math.log(2)),
+    "DPO, reference offloaded": Feature("--ref_offload", "train_dpo", "pairs.jsonl", False, math.log(2)),
+    "GRPO": Feature(PPO, "train_ppo", "prompts.jsonl", every_step=False, first_loss=math.nan),
+    "GRPO, vLLM": Feature(f"{PPO} --rollout_engine vllm", "train_ppo", "prompts.jsonl", False, math.nan, needs="vllm"),
+}
+TINY_FEATURES = ("plain", "packed")
 
 
 @dataclass(frozen=True)
@@ -180,6 +225,36 @@ def memory(machine: Machine, until: float) -> Iterator[Row]:
                 yield Row(f"{name}, {num_ranks} ranks, {phase}", *texts, found > limit or found < expected[phase] / 2)
 
 
+def features(machine: Machine, until: float) -> Iterator[Row]:
+    demo, plain = machine.demo(), []
+    for name, feature in FEATURES.items():
+        if machine.tiny and name not in TINY_FEATURES:
+            continue
+        if feature.needs and find_spec(feature.needs) is None:
+            yield Row(name, f"{feature.needs} is not installed", "", False)
+            continue
+        folder = machine.scratch / f"features-{len(list(machine.scratch.glob('features-*')))}"
+        words = [f"trainer.cli.{feature.command}", "--pretrain", str(demo / "model"), "--no_save", "--max_steps", "4"]
+        words += ["--dataset", str(demo / feature.data), "--train_batch_size", "16", "--micro_train_batch_size", "4"]
+        words += [*(("--max_len", "128") if feature.command != "train_ppo" else ()), "--device", machine.device]
+        error, _ = machine.launch(folder.name, 1, [*words, *feature.flags.split(), "--output_dir", str(folder)], until)
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if not error else ()
+        losses = [row["loss"] for row in rows if "loss" in row]
+        plain = plain or losses
+        yield _judged(name, feature, losses, plain, error)
+
+
+def _judged(name: str, feature: Feature, losses: list[float], plain: list[float], error: str | None) -> Row:
+    """The row of a run: are its losses finite, and those that they should be?"""
+    if error or not losses or not all(map(math.isfinite, losses)):
+        return Row(name, error or f"losses {losses}", "finite losses", True)
+    expected = [feature.first_loss] if feature.first_loss is not None else plain
+    expected = [value for value in expected if math.isfinite(value)][: None if feature.every_step else 1]
+    worst = max((abs(found - value) / abs(value) for found, value in zip(losses, expected)), default=0.0)
+    text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {worst:.1e} off in {len(expected)} steps"
+    return Row(name, text, f"{feature.tolerance:g}", not worst <= feature.tolerance or len(losses) < len(expected))
+
+
 def speed(machine: Machine, until: float) -> Iterator[Row]:
     figures = machine.scratch / "speed.json"
     command = [sys.executable, "scripts/bench/gpu_speed.py", "--rounds", "1", "--json", str(figures)]
@@ -208,7 +283,7 @@ def speed(machine: Machine, until: float) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Machine, float], Iterator[Row]]] = {
-    part.__name__: part for part in (doctor, kernels, parity, resume, memory, speed)
+    part.__name__: part for part in (doctor, kernels, parity, resume, memory, features, speed)
 }
 
 

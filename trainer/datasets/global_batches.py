@@ -175,6 +175,12 @@ class GlobalBatchLoader:
         )
 
 
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to `device` without waiting for it. A copy from unpinned memory would wait for a GPU."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
+
 def to_device(batch: dict, device: torch.device) -> dict:
     """Move a micro-batch, and any micro-batch within it, to `device`. cu_seqlens_host is not moved.
 
@@ -186,10 +192,8 @@ def to_device(batch: dict, device: torch.device) -> dict:
     def moved(name: str, value):
         if isinstance(value, dict):
             return to_device(value, device)
-        if not isinstance(value, torch.Tensor) or name == "cu_seqlens_host":
-            return value
-        pinned = device.type == "cuda" and value.device.type == "cpu"  # a copy from unpinned memory would block
-        return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+        is_moved = isinstance(value, torch.Tensor) and name != "cu_seqlens_host"
+        return copied(value, device) if is_moved else value
 
     return {name: moved(name, value) for name, value in batch.items()}
 

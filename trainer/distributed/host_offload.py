@@ -9,8 +9,11 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     """Keep a frozen model's parameters in host memory.
 
     A forward pass copies them to `device` and then drops the copies. Buffers are small: they stay on `device`.
+    Pinned memory is two to three times as fast, and nobody waits for the copies.
     """
     model.to("cpu")
+    for parameter in model.parameters() if device.type == "cuda" else ():
+        parameter.data = parameter.data.pin_memory()
     buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
     for module, name in buffers:
         setattr(module, name, getattr(module, name).to(device))
@@ -18,7 +21,10 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     parameters = {p for _, _, p in places}
 
     def put(on_device: bool) -> None:
-        copies = {p: torch.nn.Parameter(p.to(device), requires_grad=False) if on_device else p for p in parameters}
+        copies = {
+            p: torch.nn.Parameter(p.to(device, non_blocking=True), requires_grad=False) if on_device else p
+            for p in parameters
+        }
         for module, name, parameter in places:  # tied parameters stay tied
             setattr(module, name, copies[parameter])
 

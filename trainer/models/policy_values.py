@@ -11,10 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from trainer.datasets.packing import IGNORE, model_inputs
+from trainer.datasets.packing import model_inputs
 from trainer.distributed.tp_styles import SumGradients
 from trainer.models.linear_loss import _forward_of, _head_is_last, _slices
-from trainer.models.token_losses import causal_lm_logits, rows_of_a_chunk, token_entropies, token_log_probs
+from trainer.models.token_losses import (
+    causal_lm_logits,
+    places_of_labels,
+    rows_of_a_chunk,
+    token_entropies,
+    token_log_probs,
+)
 from trainer.models.truncation import within_sets
 
 
@@ -27,7 +33,7 @@ def policy_values(
     the plain route over all logits. So does a model that changes its logits after the head, or has an adapter on it.
     """
     labels, head = micro_batch["labels"], model.get_output_embeddings()
-    kept = (labels != IGNORE).flatten().nonzero().squeeze(1)
+    kept, options = places_of_labels(micro_batch), {"temperature": temperature}
     sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has cut over tp
     if isinstance(head, torch.nn.Linear) or sharded_logits:
         vocab_size = (
@@ -38,19 +44,23 @@ def policy_values(
             else head.out_features
         )
         chunk_rows, config = rows_of_a_chunk(vocab_size, labels.device), model.get_output_embeddings.__self__.config
-        if len(kept) > chunk_rows and _head_is_last(type(config), config.to_json_string(False)):
+        if len(kept) <= chunk_rows:
+            options |= {"chunk_tokens": labels.numel(), "kept": kept}
+        elif _head_is_last(type(config), config.to_json_string(False)):
             return _by_chunks(model, micro_batch, kept, chunk_rows, temperature)
     logits = causal_lm_logits(model, micro_batch)
     if "kept_sets" in micro_batch:
         logits = within_sets(logits, micro_batch["kept_sets"])
-    log_probs = token_log_probs(logits, labels, temperature=temperature)
+    log_probs = token_log_probs(logits, labels, **options)
     with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
-        return log_probs, token_entropies(logits, labels, temperature=temperature)
+        return log_probs, token_entropies(logits, labels, **options)
 
 
 def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, temperature: float):
     labels = micro_batch["labels"]
     targets, sets = labels.flatten()[kept], micro_batch.get("kept_sets")
+    if sets is not None:  # where the sets of each chunk begin: a GPU is waited for once
+        starts = [*torch.searchsorted(sets[0], kept[::chunk_rows].contiguous()).tolist(), sets.shape[1]]
     head = model.get_output_embeddings.__self__.get_output_embeddings()  # without the wrappers of DeepSpeed and peft
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -59,8 +69,11 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
         def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
             logits, here = as_logits(logits[None]), targets[None, rows]
             if sets is not None:
-                logits = within_sets(logits, _sets_of(sets, kept[rows]))
-            options = {"chunk_tokens": here.numel(), "temperature": temperature}
+                number = rows.start // chunk_rows
+                places, tokens = sets[:, starts[number] : starts[number + 1]]
+                logits = within_sets(logits, torch.stack([torch.searchsorted(kept[rows], places), tokens]))
+            every = torch.arange(here.numel(), device=here.device)  # each of these places has a label
+            options = {"chunk_tokens": here.numel(), "temperature": temperature, "kept": every}
             values = token_log_probs(logits, here, **options), token_entropies(logits, here, **options)
             return torch.stack(values, -1)[0]  # (chunk, 2)
 
@@ -101,13 +114,6 @@ def _local_head(
         as_logits,
         lambda out: DTensor.from_local(out, mesh, [Shard(2)], run_check=False),
     )
-
-
-def _sets_of(kept_sets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The part of `kept_sets` for these places, which are ascending. A place becomes its number among them."""
-    start, end = torch.searchsorted(kept_sets[0], places[[0, -1]] + torch.tensor([0, 1], device=places.device)).tolist()
-    of_places, tokens = kept_sets[:, start:end]
-    return torch.stack([torch.searchsorted(places, of_places), tokens])
 
 
 class _Chunks(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from trainer.datasets.global_batches import copied
 from trainer.datasets.sequence_split import natural_order, zigzag_shard
 from trainer.errors import UserError
 
@@ -192,7 +193,7 @@ def _in_batches(forward: Callable, hidden: torch.Tensor, batches: Batches) -> to
     """Apply `forward` to the documents of a packed row (1, tokens, hidden), and put its results in the row's order."""
     if len(batches.shapes) == 1 and batches.shapes[0][0] == 1:
         return forward(hidden)
-    sources, places = (index.to(hidden.device) for index in batches[1:])
+    sources, places = (copied(index, hidden.device) for index in batches[1:])
     sizes = [rows * longest for rows, longest in batches.shapes]
     parts = F.pad(hidden[0], (0, 0, 0, 1)).index_select(0, sources).split(sizes)  # the last row is the padding
     outs = [forward(part.view(*shape, -1)).flatten(0, 1) for part, shape in zip(parts, batches.shapes)]

@@ -34,7 +34,7 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     """Run one forward pass; return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
     labels, head = micro_batch["labels"], model.get_output_embeddings()
-    kept = micro_batch["kept"] if "kept" in micro_batch else _kept(labels)
+    kept = places_of_labels(micro_batch)
     if not isinstance(head, torch.nn.Linear):  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, kept=kept)
     chunk_rows = rows_of_a_chunk(head.out_features, labels.device)
@@ -72,7 +72,7 @@ def token_log_probs(
 
 
 def token_entropies(
-    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0
+    logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0, kept=None
 ) -> torch.Tensor:
     """Return -sum p log p over the vocabulary at every position, 0 where IGNORE; otherwise like `token_log_probs`."""
     entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
@@ -85,13 +85,13 @@ def token_entropies(
         def entropy(kept_logits):
             return vocab_parallel_entropy(kept_logits, group)
 
-    return _by_chunks(lambda found, _targets: entropy(found / temperature), logits, labels, chunk_tokens)
+    return _by_chunks(lambda found, _targets: entropy(found / temperature), logits, labels, chunk_tokens, kept)
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
     """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). Waits once for a GPU."""
     if labels.numel() <= chunk_tokens:
-        kept = _kept(labels) if kept is None else kept
+        kept = places_of_labels({"labels": labels}) if kept is None else kept
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), kept, function).view(labels.shape)
     # split, not slices: the backward of split writes one gradient of the logits instead of one per chunk
     labels_of_chunks = labels.flatten().split(chunk_tokens)
@@ -103,9 +103,11 @@ def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_token
     return torch.cat(parts).view(labels.shape)
 
 
-def _kept(labels: torch.Tensor) -> torch.Tensor:
-    """Return the places of the labels in all rows, (n,). On a GPU, this waits."""
-    return (labels != IGNORE).flatten().nonzero().squeeze(1)
+def places_of_labels(micro_batch: dict) -> torch.Tensor:
+    """Return the places of the labels in all rows, (n,). The loader found them, or else a GPU is waited for."""
+    if "kept" in micro_batch:
+        return micro_batch["kept"]
+    return (micro_batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)
 
 
 def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor, function) -> torch.Tensor:

@@ -41,10 +41,12 @@ def within_sets(logits: torch.Tensor, kept_sets: torch.Tensor) -> torch.Tensor:
         start = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)[1][-1]
         local = logits.to_local()
     flat, (places, tokens) = local.flatten(0, -2), kept_sets
-    here = (tokens >= start) & (tokens < start + flat.shape[1])
-    outside = torch.zeros_like(flat, dtype=torch.bool).index_fill_(0, places, True)
-    outside[places[here], tokens[here] - start] = False
-    local = flat.masked_fill(outside, OUTSIDE).view(local.shape)
+    size = flat.shape[1]
+    # tokens of other ranks go to one more column: a GPU would have to be waited for to leave them out
+    columns = torch.where((tokens >= start) & (tokens < start + size), tokens - start, size)
+    outside = flat.new_zeros(len(flat), size + 1, dtype=torch.bool).index_fill_(0, places, True)
+    outside[places, columns] = False
+    local = flat.masked_fill(outside[:, :size], OUTSIDE).view(local.shape)
     if not isinstance(logits, DTensor):
         return local
     shape = {"shape": logits.shape, "stride": logits.stride()}

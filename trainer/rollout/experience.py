@@ -19,6 +19,7 @@ from trainer.datasets.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.models.policy_loss import num_targets, token_weights
+from trainer.models.token_losses import places_of_labels
 from trainer.rollout.placement import Part, Sizes, measure, share
 from trainer.rollout.rewards import Scorer
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
@@ -249,8 +250,8 @@ def collect(strategy, batches: list, name: str, part: Part) -> torch.Tensor:
     flat = torch.zeros(sum(part.lengths), dtype=torch.float64, device=strategy.device)
     for batch in batches:
         for micro_batch in batch.micro_batches:
-            keep = micro_batch["labels"] != IGNORE
-            flat[micro_batch["response_index"][keep]] = micro_batch[name][keep].double()
+            kept = places_of_labels(micro_batch)
+            flat[micro_batch["response_index"].flatten()[kept]] = micro_batch[name].flatten()[kept].double()
     if part.sp_group is not None and part.sp_group.size() > 1:
         dist.all_reduce(flat, group=part.sp_group)
     return flat.cpu()
@@ -260,10 +261,11 @@ def spread(batches: list, name: str, flat: torch.Tensor) -> None:
     """Set `name` of every micro-batch, (rows, tokens) fp64, to the values of a flat vector. It is 0 without a label."""
     for batch in batches:
         for micro_batch in batch.micro_batches:
-            keep = micro_batch["labels"] != IGNORE
-            values = torch.zeros_like(keep, dtype=flat.dtype)
-            values[keep] = flat.to(keep.device)[micro_batch["response_index"][keep]]
-            micro_batch[name] = values
+            kept, labels = places_of_labels(micro_batch), micro_batch["labels"]
+            flat = flat.to(labels.device)
+            values = flat.new_zeros(labels.numel())
+            values[kept] = flat[micro_batch["response_index"].flatten()[kept]]
+            micro_batch[name] = values.view(labels.shape)
 
 
 def spread_sets(batches: list, samples: list[Sample]) -> None:

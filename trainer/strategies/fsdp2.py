@@ -145,9 +145,14 @@ class FSDP2Strategy:
     def _shard(self, model: torch.nn.Module, offload: bool) -> None:
         """Cut the model over tp, then each decoder layer and the rest over fsdp. Read this rank's part of every weight.
 
-        Masters are fp32. tp comes first: fsdp shards what a tp rank holds.
+        Masters are fp32. Frozen weights of a frozen model, or below an adapter, have the compute dtype. tp comes first:
+        fsdp shards what a tp rank holds.
         """
         low = None if self.param_dtype == torch.float32 else self.param_dtype
+        if low and (model_folder.has_adapter(model) or not any(p.requires_grad for p in model.parameters())):
+            for parameter in model.parameters():  # a frozen weight needs no fp32 master
+                if parameter.is_floating_point() and not parameter.requires_grad:
+                    parameter.data = parameter.data.to(low)
         reduce_dtype = DTYPES[self.options.reduce_dtype]
         axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
         options = {

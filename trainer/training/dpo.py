@@ -76,6 +76,6 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
         if needs_reference:  # log pi/ref, mean of both answers; this would be the KL if the policy had sampled them
             metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
-        return weight * values.sum(), values.new_tensor(weight * values.numel()), sums
+        return weight * values.sum(), values.new_full((), weight * values.numel()), sums
 
     return preference_loss

@@ -29,11 +29,10 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
         batch = micro_batch["mismatched"]
         ratios, _ = log_ratios(model, batch, batch["num_sequences"])
         weight = counts_here(sp_group)
-        return torch.stack([weight * ratios.sum(), ratios.new_tensor(weight * ratios.numel())])
+        return torch.stack([weight * ratios.sum(), ratios.new_full((), weight * ratios.numel())])
 
     def loss(model, micro_batch: dict, sums: torch.Tensor):
-        total_ratio, num_ratios = sums.tolist()
-        kl = max(total_ratio / num_ratios, 0.0)
+        kl = (sums[0] / sums[1]).clamp(min=0.0)
         desirable = micro_batch["desirable"].double()
         ratios, policy = log_ratios(model, micro_batch, len(desirable))
         values = kto_loss(ratios, desirable, kl, beta, desirable_weight, undesirable_weight)
@@ -48,13 +47,13 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
             return MetricSum(total(values * chosen), count=total(chosen))
 
         metrics = {
-            "kl": MetricSum(total(torch.full_like(ratios, kl))),
+            "kl": MetricSum(total(kl.expand_as(ratios))),
             "reward_accuracy": MetricSum(total(right)),
             "chosen_rewards": mean_where(desirable, rewards),
             "rejected_rewards": mean_where(undesirable, rewards),
             "chosen_logps": mean_where(desirable, policy),
             "rejected_logps": mean_where(undesirable, policy),
         }
-        return weight * values.sum(), values.new_tensor(weight * values.numel()), metrics
+        return weight * values.sum(), values.new_full((), weight * values.numel()), metrics
 
     return TwoPassLoss(mismatched_ratios, loss)

@@ -7,9 +7,9 @@ import torch
 
 # dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
 PEAK_FLOPS = (
-    ("GB200", 2500e12), ("B200", 2250e12), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
-    ("H100", 989e12), ("H20", 148e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12), ("A10G", 70e12),
-    ("A10", 125e12), ("RTX 5090", 209.5e12), ("RTX 4090", 165e12),
+    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H800", 989e12),
+    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H20", 148e12), ("A100", 312e12), ("A800", 312e12),
+    ("L40S", 362e12), ("L4", 121e12), ("A10G", 70e12), ("A10", 125e12), ("RTX 5090", 209.5e12), ("RTX 4090", 165e12),
 )  # fmt: skip
 
 

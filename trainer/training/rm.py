@@ -36,7 +36,7 @@ def make_reward_loss(loss: str, sp_group) -> Callable:
             "chosen_reward": MetricSum(total(chosen), squares=total(chosen**2)),
             "rejected_reward": MetricSum(total(rejected), squares=total(rejected**2)),
         }
-        return weight * losses.sum(), losses.new_tensor(weight * losses.numel()), metrics
+        return weight * losses.sum(), losses.new_full((), weight * losses.numel()), metrics
 
     return reward_loss
 

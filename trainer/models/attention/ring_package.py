@@ -16,6 +16,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from trainer.datasets.global_batches import copied
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault
@@ -104,7 +105,7 @@ def package_attention(
     rank, size = group.rank(), group.size()
     ends = torch.tensor(bounds, dtype=torch.int32)  # in host memory: the package reads its numbers
     *ends, longest_query, longest_key, keys = gathering.llama3_flash_attn_prepare_cu_seqlens(ends, True, rank, size)
-    ends = [part.to(query.device, non_blocking=True) for part in ends]
+    ends = [copied(part, query.device) for part in ends]
     outputs = []
     for row in zip(*(_Exchange.apply(tensor, group, True) for tensor in tensors)):
         outputs.append(

@@ -11,6 +11,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from trainer.datasets.global_batches import copied
 from trainer.errors import UserError
 from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
 from trainer.models.attention.flash import flash_fits, on_gpu
@@ -67,7 +68,7 @@ def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) 
     cu_seqlens, max_length = call.cu_seqlens, call.max_length
     if call.chunk is not None:
         bounds = call.bounds(call.query.shape[2])
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=call.query.device)
+        cu_seqlens = copied(torch.tensor(bounds, dtype=torch.int32), call.query.device)
         max_length = min(max_length, call.chunk)
     ends = (cu_seqlens, cu_seqlens, max_length, max_length)
     return varlen_attn(*tokens_first, *ends, scale=call.scale, window_size=(left, 0), enable_gqa=True)[None]

@@ -1,0 +1,190 @@
+"""What the trainer asks of CUDA besides kernels: each call, its order and its device. No GPU is here, so calls are noted.
+
+docs/gpu.md lists what each test executes.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from trainer.checkpoints import run_state
+from trainer.cli import doctor, doctor_machine, ppo_models, serve_engine
+from trainer.cli.gpu_settings import set_up_gpu
+from trainer.datasets.global_batches import copied
+from trainer.distributed import determinism, mesh
+from trainer.distributed.host_offload import keep_on_host
+from trainer.errors import UserError
+from trainer.rollout import vllm
+from trainer.rollout.hf import HFEngine
+from trainer.rollout.vllm import VLLMEngine
+
+CARD = torch.device("cuda", 1)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on CUDA."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of functions that need a GPU, in order."""
+    found = []
+
+    def note(owner, name, result=None):
+        monkeypatch.setattr(
+            owner, name, lambda *args, **kwargs: (found.append((name, *args, *kwargs.values())), result)[1]
+        )
+
+    found_and_note = SimpleNamespace(found=found, note=note)
+    note(torch.cuda, "is_available", True)
+    note(torch.cuda, "device_count", 2)
+    note(torch.cuda, "set_device")
+    found.clear()
+    return found_and_note
+
+
+def test_a_rank_takes_its_gpu_before_it_joins_the_process_group(calls, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    calls.note(dist, "init_process_group")
+    calls.note(dist, "get_world_size", 1)
+    for host_tensors, backend in ((False, "nccl"), (True, "cpu:gloo,cuda:nccl")):
+        calls.found.clear()
+        mesh.start_process_group(CARD, "auto", host_tensors=host_tensors)
+        assert calls.found == [("set_device", CARD), ("init_process_group", backend), ("get_world_size",)]
+
+
+def test_fp32_is_exact_also_in_convolutions(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    set_up_gpu(adam_offload=False, vllm=True)
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_random_state_of_the_gpu_is_saved_and_restored(calls):
+    state = torch.arange(16, dtype=torch.uint8)
+    calls.note(torch.cuda, "get_rng_state", state)
+    calls.note(torch.cuda, "set_rng_state")
+    saved = run_state.random_states(CARD)
+    run_state.restore_random_states(saved, CARD)
+    (_, device), (_, restored, target) = calls.found
+    assert device == target == CARD and restored.equal(state) and restored.device.type == "cpu"
+    run_state.restore_random_states(saved, torch.device("cpu"))  # a run that goes on without a GPU
+    assert len(calls.found) == 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_running_sums_on_cuda_leave_strict_mode_for_a_moment(num_rows):
+    torch.use_deterministic_algorithms(True)
+    try:
+        rows = torch.rand(num_rows, 5, dtype=torch.float64).as_subclass(OnCuda)
+        assert determinism.row_cumsum(rows).equal(torch.Tensor.cumsum(rows, -1))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_copy_to_a_gpu_is_pinned_and_nobody_waits_for_it(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (given.append("pinned"), tensor)[1])
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: given.append((*args, options)))
+    copied(torch.ones(3), CARD)
+    copied(torch.ones(3), torch.device("cpu"))
+    assert given == ["pinned", (CARD, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]
+
+
+def test_frozen_weights_wait_in_pinned_memory(monkeypatch):
+    pinned, model = [], torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 2))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tuple(tensor.shape)), tensor)[1])
+    keep_on_host(model, torch.device("meta"))
+    assert pinned == []
+    keep_on_host(model, CARD)
+    assert pinned == [(3, 3), (2, 3), (2,)]
+
+
+def test_ranks_on_one_gpu_are_named(calls, monkeypatch):
+    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(uuid="GPU-1"))
+    calls.note(dist, "get_world_size", 2)
+    others = iter(["GPU-2", "GPU-1"])
+
+    def all_gather_object(cards, own):
+        cards[:] = [own, (own[0], next(others))]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    assert doctor._shared_gpus(CARD) is None
+    assert doctor._shared_gpus(CARD).startswith("ranks 0, 1 see the same GPU of ")
+    assert ("set_device", CARD) in calls.found and ("get_device_properties", CARD) in calls.found
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "state", "text"),
+    [("H100", (9, 0), "ok", "2 x H100, 80 GiB each"), ("T4", (7, 5), "note", "T4 has no bf16"), ("GB999", (13, 0), "FAIL", "GB999 has")],
+)  # fmt: skip
+def test_the_doctor_reads_the_cards(calls, name, capability, state, text):
+    facts = SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=80 << 30)
+    calls.note(torch.cuda, "get_device_properties", facts)
+    calls.note(torch.cuda, "get_arch_list", ["sm_75", "sm_80", "sm_90", "sm_100a", "compute_90"])
+    finding = doctor_machine.cuda()
+    assert finding.state == state and text in finding.text, finding
+
+
+def test_vllm_needs_a_gpu_for_each_rank(calls, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    args = SimpleNamespace(vllm_gpu_memory_utilization=None)
+    with pytest.raises(UserError, match="vllm with 4 ranks on 2 GPUs"):
+        ppo_models._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
+
+
+def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
+    args = SimpleNamespace(
+        param_dtype="bf16", pretrain="model", host="h", port=1, max_len=64, tensor_parallel_size=1,
+        trust_remote_code=False, gpu_memory_utilization=0.7,
+    )  # fmt: skip
+    flags = serve_engine.server_flags(args)
+    assert flags[-2:] == ["--gpu-memory-utilization", "0.7"] and "--enforce-eager" not in flags
+
+
+def test_vllm_chooses_its_batch_on_a_gpu_and_strict_mode_rests_while_it_starts(calls, monkeypatch, tmp_path):
+    """vLLM itself is not needed: what it is asked for is noted. Random states and strict mode are as before."""
+    LlamaConfig().save_pretrained(tmp_path)
+    calls.note(torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8))
+    calls.note(torch.cuda, "set_rng_state")
+    given, detached = {}, []
+
+    def start(**options):
+        given.update(options, strict=torch.are_deterministic_algorithms_enabled())
+        core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: detached.append(True)))
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+    monkeypatch.setattr(vllm, "_start", start)
+    torch.use_deterministic_algorithms(True)
+    try:
+        VLLMEngine(str(tmp_path), dtype=torch.bfloat16, device=CARD, batch_size=4, max_len=64, tp_size=2)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert given["enable_sleep_mode"] and given["gpu_memory_utilization"] == 0.5 and given["tensor_parallel_size"] == 2
+    assert not given["strict"] and not {"max_num_seqs", "enforce_eager"} & given.keys() and detached == [True]
+    assert [call[0] for call in calls.found] == ["get_rng_state", "set_rng_state"]
+
+
+def test_engines_give_the_gpu_back_while_training(calls):
+    calls.note(torch.cuda, "empty_cache")
+    hf, model = HFEngine.__new__(HFEngine), SimpleNamespace()
+    model.to = lambda place: calls.found.append(("to", place))
+    hf.model, hf.device = model, CARD
+    hf.sleep()
+    hf.wake()
+    assert calls.found == [("to", "cpu"), ("empty_cache",), ("to", CARD)]
+    calls.found.clear()
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.device, engine._sleeping = CARD, False
+    engine._llm = SimpleNamespace(
+        sleep=lambda level: calls.found.append(("sleep", level)), wake_up=lambda: calls.found.append(("wake_up",))
+    )
+    for act in (engine.sleep, engine.sleep, engine.wake, engine.wake):  # twice is once
+        act()
+    assert calls.found == [("sleep", 1), ("wake_up",)]
