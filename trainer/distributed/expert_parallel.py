@@ -88,6 +88,10 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
         groups = mesh.get_group("ep"), mesh.get_group("tp")
         module.forward = functools.partial(local_experts_forward, module, module.forward, *groups)
         fully_shard(module, **fsdp_options | options)
+    if hasattr(model, "peft_config"):
+        from trainer.distributed.expert_adapters import share_out_updates
+
+        share_out_updates(model, mesh.get_local_rank("ep") * sizes.tp + mesh.get_local_rank("tp"))
 
 
 def local_experts_forward(
@@ -138,7 +142,9 @@ def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tenso
     if not num_tokens:
         tokens, ids = F.pad(tokens, (0, 0, 0, 1)), ids.new_zeros(1)
     try:
-        module._parameters.update({name: _local(parameter) for name, parameter in held.items()})
+        updates = vars(module).get("weight_updates", {})  # of adapters
+        local = {name: _local(parameter) for name, parameter in held.items()}
+        module._parameters.update(local | {name: updated(local[name]) for name, updated in updates.items()})
         return local_forward(tokens, ids[:, None], tokens.new_ones(len(ids), 1))[:num_tokens]
     finally:
         module._parameters.update(held)

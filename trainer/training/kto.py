@@ -32,7 +32,7 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
         return torch.stack([weight * ratios.sum(), ratios.new_tensor(weight * ratios.numel())])
 
     def loss(model, micro_batch: dict, sums: torch.Tensor):
-        total_ratio, num_ratios = sums.tolist()
+        total_ratio, num_ratios = sums[:2].tolist()  # those of a balance of experts may follow
         kl = max(total_ratio / num_ratios, 0.0)
         desirable = micro_batch["desirable"].double()
         ratios, policy = log_ratios(model, micro_batch, len(desirable))
