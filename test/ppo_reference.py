@@ -14,7 +14,7 @@ import statistics
 import sys
 
 import torch
-from reference import add_lora, dump, trained
+from reference import add_lora, balance_loss, dump, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
@@ -171,6 +171,11 @@ def main(argv: list[str]) -> None:
                 break
             step, batch = step + 1, samples[start : start + args.train_batch_size]
             row = {"step": step, "loss": actor.backward(args, batch, policy_loss)}
+            if args.aux_loss_coef:
+                texts = [{"input_ids": sample["prompt_ids"] + sample["response_ids"]} for sample in batch]
+                balance = args.aux_loss_coef * balance_loss(model, texts)
+                balance.backward()
+                row["loss"] += balance.item()
             if step == 1 and args.parity_dump:
                 dump({name: p.grad for name, p in trained(actor.model)}, args.parity_dump, "grads_step1")
             row["grad_norm"] = actor.step()

@@ -19,16 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
-from reference import add_lora, dump, trained
+from reference import add_lora, balance_loss, dump, trained
 
 from trainer.datasets.global_batches import epoch_order
 from trainer.datasets.templates import load_chat_template
 from trainer.models.reward import make_initial_reward_model
-
-
-def balance_loss(model, ids: list[int]) -> torch.Tensor:
-    """transformers' own, of one answer alone."""
-    return model(input_ids=torch.tensor([ids]), output_router_logits=True).aux_loss
 
 
 def answer_log_prob(model, ids: list[int], mask: list[int]) -> tuple[torch.Tensor, int]:
@@ -64,9 +59,6 @@ def dpo_pair_loss(args, model, reference, pair: dict) -> torch.Tensor:
             smooth = args.label_smoothing
             loss = -(1 - smooth) * torch.log(torch.sigmoid(args.beta * h))
             loss = loss - smooth * torch.log(torch.sigmoid(-args.beta * h))
-    if args.aux_loss_coef:
-        both = [balance_loss(model, pair[f"{side}_ids"]) for side in ("chosen", "rejected")]
-        loss = loss + args.aux_loss_coef * sum(both) / 2
     return loss + args.nll_loss_coef * (-w / w_length)
 
 
@@ -90,10 +82,9 @@ def kto_reference_point(args, model, reference, batch: list[dict]) -> float:
 def kto_loss(args, model, reference, sample: dict, z_0: float) -> torch.Tensor:
     """lambda_D (1 - v) with v = sigmoid(beta (r - z_0)), or lambda_U (1 - v) with v = sigmoid(beta (z_0 - r))."""
     r = log_ratio(model, reference, sample["input_ids"], sample["loss_mask"])
-    balance = args.aux_loss_coef * balance_loss(model, sample["input_ids"]) if args.aux_loss_coef else 0
     if sample["label"]:
-        return args.desirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (r - z_0)))) + balance
-    return args.undesirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (z_0 - r)))) + balance
+        return args.desirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (r - z_0))))
+    return args.undesirable_weight * (1 - 1 / (1 + torch.exp(-args.beta * (z_0 - r))))
 
 
 def reward_pair_loss(args, model, pair: dict) -> torch.Tensor:
@@ -152,6 +143,12 @@ def main(argv: list[str]) -> None:
                 loss = loss / len(batch)
                 loss.backward()
                 losses.append(loss.item())
+            if args.aux_loss_coef:
+                sides = ("chosen_ids", "rejected_ids") if args.loss != "kto" else ("input_ids",)
+                answers = [{"input_ids": sample[side]} for sample in batch for side in sides]
+                balance = args.aux_loss_coef * balance_loss(model, answers)
+                balance.backward()
+                losses.append(balance.item())
             if step == 1 and args.parity_dump:
                 dump({name: p.grad for name, p in named if p.grad is not None}, args.parity_dump, "grads_step1")
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm or math.inf).item()

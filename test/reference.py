@@ -87,6 +87,7 @@ def add_lora(model, args, task_type: str = "CAUSAL_LM"):
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,
         target_modules=targets,
+        target_parameters=["experts.down_proj", "experts.gate_up_proj"] if args.lora_experts else None,
         exclude_modules=["score"],
         task_type=task_type,
     )

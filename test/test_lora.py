@@ -277,9 +277,8 @@ def test_qlora_equals_the_plain_loop_of_peft_or_names_the_extra(tmp_path, shared
 
 def flags(**given):
     defaults = {"lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0, "target_modules": None}
-    return SimpleNamespace(
-        **{**defaults, "load_in_4bit": False, "tensor_parallel_size": 1, "ring_attn_size": 1, **given}
-    )
+    defaults |= {"lora_experts": False, "load_in_4bit": False, "compile": False}
+    return SimpleNamespace(**{**defaults, "tensor_parallel_size": 1, "ring_attn_size": 1, **given})
 
 
 @pytest.mark.parametrize(
@@ -291,6 +290,10 @@ def flags(**given):
         ({"lora_rank": 8, "lora_dropout": 0.1, "ring_attn_size": 2}, "--lora_dropout: 0.1 with --ring_attn_size 2"),
         ({"lora_rank": 8, "lora_dropout": 1.0}, "--lora_dropout: 1"),
         ({"lora_rank": 8, "target_modules": " , "}, "--target_modules"),
+        ({"lora_experts": True}, "--lora_experts: True without --lora_rank"),
+        ({"lora_rank": 8, "lora_experts": True, "lora_dropout": 0.1}, "--lora_experts: with --lora_dropout 0.1"),
+        ({"lora_rank": 8, "lora_experts": True, "tensor_parallel_size": 2}, "--lora_experts: with --tensor_par"),
+        ({"lora_rank": 8, "lora_experts": True, "compile": True}, "--lora_experts: with --compile"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(given, where):
@@ -312,6 +315,7 @@ def test_flags_that_cannot_work_are_refused(given, where):
             ["--backend", "fsdp2", "--target_modules", "embed_tokens"],
             "error: --target_modules: model.embed_tokens is no",
         ),
+        (["--backend", "fsdp2", "--lora_experts"], "error: --lora_experts: LlamaForCausalLM has no experts"),
     ],
 )
 def test_a_command_refuses_in_one_line(tmp_path, shared_data, more, expected):

@@ -15,7 +15,7 @@ import torch
 from launch import ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
-from test_parity_preference import BACKENDS, LAYOUTS
+from test_parity_preference import BACKENDS, LAYOUTS, make_mixture_of_experts
 
 ALGORITHMS = {
     "grpo": [
@@ -31,6 +31,7 @@ LORA = ["--lora_rank", "8", "--learning_rate", "2e-3"]
 ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS["ppo"], *LORA]}
 CUT = ["--top_p", "0.9", "--top_k", "50", "--min_p", "0.01", "--mask_truncated"]
 ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT]}
+ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 FULL_GRID = [
     f"{algorithm}-{backend}-{mesh}" for algorithm in ("grpo", "ppo") for backend in BACKENDS for mesh in MESHES
@@ -50,6 +51,7 @@ GRID += [
     "ppocut-fsdp2-sp2",
     "ppocut-z1-dp2",
 ]
+MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
 PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
 
 
@@ -90,7 +92,7 @@ def command_line(name: str, folder, data) -> list[str]:
     algorithm, *parts = name.split("-")
     flags = [
         "--pretrain",
-        f"{data}/models/stories260K-hf",
+        f"{folder}/mixture" if algorithm == "grpomoe" else f"{data}/models/stories260K-hf",
         "--dataset",
         f"{data}/gsm8k/test.jsonl",
         "--max_samples",
@@ -119,6 +121,7 @@ def run_grid(names: list[str], folder, data) -> None:
     """The plain loops, then all runs of one number of ranks after the other."""
     write_rollouts(folder / "frozen.jsonl", data)
     write_rollouts(folder / "frozen-cut.jsonl", data, top_p=0.9, top_k=50, min_p=0.01)
+    make_mixture_of_experts(folder / "mixture", data / "models/stories260K-hf")
     for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
         line = command_line(f"{algorithm}-reference", folder, data)[1:]
         code, output = forked(1, str(ROOT / "test/ppo_reference.py"), *line)
@@ -132,7 +135,7 @@ def run_grid(names: list[str], folder, data) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_data):
     folder = tmp_path_factory.mktemp("parity_ppo")
-    run_grid(GRID, folder, shared_data)
+    run_grid([*GRID, *MIXTURES], folder, shared_data)
     return folder
 
 
@@ -150,7 +153,7 @@ def differences(run, reference) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", [*GRID, *MIXTURES])
 def test_fp32_run_equals_the_plain_loop(runs, name):
     reference = runs / f"{name.split('-')[0]}-reference"
     worst = differences(runs / name, reference)

@@ -174,6 +174,9 @@ class AdvantageArguments:
         type="ClosedUnitInterval",
     )
     entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
+    aux_loss_coef: float = arg(
+        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
+    )
 
 
 @dataclass

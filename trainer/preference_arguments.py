@@ -69,7 +69,7 @@ class PreferenceArguments:
     label_key: str = arg("label", "kto: column that says whether the answer is desirable")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
     aux_loss_coef: float = arg(
-        0.0, "mixture of experts: add this times the load-balancing loss, mean over answers", type="NonNegativeFloat"
+        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
     )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     ref_offload: bool = arg(

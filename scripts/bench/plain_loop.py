@@ -40,6 +40,8 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    if getattr(model.config, "num_experts", None):
+        model.set_experts_implementation("eager")  # transformers' own loop over the experts
     decayed, others = ([p for p in model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))

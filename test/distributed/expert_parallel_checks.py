@@ -1,8 +1,9 @@
 """Expert parallelism against the plain loop, on forked ranks: `python expert_parallel_checks.py FOLDER MODELS:CELLS ...`.
 
 Each model of the zoo trains two steps in each layout. A run is compared with the plain loop: losses, gradients of the
-first step, final weights. Then checkpoints of each layout are resumed on the others. The verdicts go to
-FOLDER/rows.json and FOLDER/resumed.json, and losses of DPO to FOLDER/frozen.json.
+first step (also of each expert alone), final weights. Then checkpoints of each layout are resumed on the others. The
+verdicts go to FOLDER/rows.json and FOLDER/resumed.json, losses of DPO to FOLDER/frozen.json, and what is said of an adapter
+on experts to FOLDER/adapter.json.
 """
 
 import itertools
@@ -11,14 +12,17 @@ import runpy
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from trainer.compare import zoo
-from trainer.compare.dumps import WEIGHTS, compare_files
+from trainer.compare.dumps import GRADIENTS, NOISE, WEIGHTS, compare_files, global_norm
 from trainer.compare.forked_ranks import import_libraries, run_ranks
 from trainer.compare.logs import read_run
 from trainer.compare.matrix import Configuration
 
 EP2, EP4 = (("--backend", "fsdp2", "--expert_parallel_size", size) for size in "24")
 zoo.LORA = LORA = (*zoo.LORA, "--target_modules", "q_proj,o_proj")
+LORA_EXPERTS = (*LORA, "--lora_experts")
 LAYOUTS = {
     "ep2": EP2,  # four ranks: each expert is on two of them, half of it on each
     "ep4": EP4,
@@ -35,6 +39,9 @@ CELLS = {
     **{f"tp2-z{stage}": (*zoo.DEEPSPEED, stage, *zoo.TP) for stage in "0123"},
     **{f"tp2-z{stage}-packed": (*zoo.DEEPSPEED, stage, *zoo.TP, "--packing_samples") for stage in "0123"},
     "ep2-lora": (*EP2, *LORA),
+    "ep2-lora-experts": (*EP2, *LORA_EXPERTS, "--gradient_checkpointing"),
+    "lora-experts-packed": (*zoo.FSDP2, *LORA_EXPERTS, "--packing_samples"),
+    "z2-lora-experts": (*zoo.DEEPSPEED, "2", *LORA_EXPERTS),
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
     "tp2-z3-gathered": (*zoo.DEEPSPEED, "3", *zoo.TP, "--gradient_checkpointing", "--check_replicas_every", "1"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
@@ -70,6 +77,8 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
             run = ["--output_dir", f"{folder}/dpo-{name}", "--no_save", *RESUMED[name]]
             train_dpo.run([*base[:2], "--dataset", pairs_file, *zoo.TRAINING, *run])
 
+        adapted = ["--output_dir", f"{folder}/adapted", "--save_path", f"{folder}/adapter", *EP2, *LORA_EXPERTS]
+        train_sft.run([*base, "--max_steps", "2", *adapted])
         for name, flags in RESUMED.items():
             train_sft.run(line(name, *flags, "--save_steps", "2"))
         for source, target in pairs:
@@ -85,6 +94,7 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
         assert ending.kind == "done", (ending, (folder / f"{name}.log").read_text()[-4000:])
     frozen = {name: [s.loss for s in read_run(name, folder / f"dpo-{name}").steps.values()] for name in FROZEN}
     (folder.parent / "frozen.json").write_text(json.dumps(frozen))
+    (folder.parent / "adapter.json").write_text(json.dumps(merged_by_hand(base[1], folder / "adapter")))
     plain, found = read_run("plain", folder / "plain").steps, {}
     for source, target in pairs:
         run = folder / f"{source} to {target}"
@@ -97,6 +107,44 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
     return found
 
 
+def merged_by_hand(base: str, adapter: Path) -> dict[str, float]:
+    """Of the experts that merge_lora makes: the largest differences from W + alpha / rank * B A of each one, and from W."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.checkpoints.adapter_tensors import ADAPTER_WEIGHTS
+    from trainer.cli.merge_lora import merged_model
+
+    tensors, merged = load_file(adapter / ADAPTER_WEIGHTS), merged_model(base, str(adapter)).state_dict()
+    found = {"error": 0.0, "update": 0.0}
+    for name, weight in AutoModelForCausalLM.from_pretrained(base).state_dict().items():
+        path = name.rpartition(".")[0]
+        if not path.endswith(".experts"):
+            continue
+        [a_name] = [
+            key
+            for key, tensor in tensors.items()
+            if key.startswith(f"base_model.model.{path}.") and "lora_A" in key and tensor.shape[1] == weight.shape[2]
+        ]
+        a, b = tensors[a_name], tensors[a_name.replace("lora_A", "lora_B")]
+        number, rank = len(weight), len(a) // len(weight)
+        for expert in range(number):
+            update = 2.0 * b[:, expert::number] @ a[expert * rank : (expert + 1) * rank]
+            error = (merged[name][expert] - weight[expert] - update).abs().max().item()
+            found = {"error": max(found["error"], error), "update": max(found["update"], update.abs().max().item())}
+    return found
+
+
+def worst_expert(plain: Path, run: Path) -> float:
+    """The largest relative difference of the gradient of one expert, over all experts whose gradient is no noise."""
+    floor, worst = NOISE * global_norm(plain / GRADIENTS), 0.0
+    expected, found = load_file(plain / GRADIENTS), load_file(run / GRADIENTS)
+    for name in (name for name in expected if ".experts." in name and ".lora_" not in name):
+        for one, other in zip(expected[name].double(), found[name].double(), strict=True):
+            if one.norm() > floor or other.norm() > floor:
+                worst = max(worst, ((other - one).norm() / one.norm()).item())
+    return worst
+
+
 def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
     """Each part is MODEL,MODEL,...:CELL,CELL,... `resumed` names a model to resume, and "all" for all pairs of layouts."""
     import_libraries()
@@ -106,6 +154,9 @@ def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
         zoo.SAVED_RUN = cells[0]
         for name, row in zoo.run_zoo(models, cells, folder, timeout=120, jobs=1):
             assert not row["problem"], row["problem"]
+            for cell in (cell for cell in row["cells"] if cell != zoo.SAVE and "lora" not in cell):
+                runs = (folder / name / run / "parity" for run in ("reference", cell))
+                row["cells"][cell]["worst_expert"] = worst_expert(*runs)
             rows.setdefault(name, {}).update(row["cells"])
     (folder / "rows.json").write_text(json.dumps(rows))
     if resumed:

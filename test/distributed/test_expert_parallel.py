@@ -22,21 +22,22 @@ MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe",
 HYBRID = ("qwen3_next", "granitemoehybrid", "nemotron_h")
 OFTEN = ("ep2-ring2-packed", "ep2-tp2")  # the script also takes any other cell
 ONCE = ("ep2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "tp2-hsdp2")
-ONCE += ("save", "ep2-lora", "ep2-once", "ep4-gathered", "fsdp2-3r", "tp2-z0", "tp2-z3-gathered")
+ONCE += ("save", "ep2-lora-experts", "z2-lora-experts", "ep2-once", "ep4-gathered", "fsdp2-3r")
+ONCE += ("tp2-z0", "tp2-z3-gathered")
 # DeepSpeed cuts them over tp. The first cell of a part is the one that "save" judges.
 PARTS = {",".join(("qwen3_5_moe_text", *HYBRID)): ("tp2-z3-packed",), "mixtral,gpt_oss": ("tp2-z2", "save")}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """(verdicts by model and cell, verdicts of resumed checkpoints, losses of DPO by layout)"""
+    """(verdicts by model and cell, verdicts of resumed checkpoints, losses of DPO by layout, facts of an adapter)"""
     folder = tmp_path_factory.mktemp("experts")
     parts = {",".join(MODELS): OFTEN, "qwen3_moe": ONCE, **PARTS}
     parts = [f"{models}:{','.join(cells)}" for models, cells in parts.items()] + ["qwen3_moe"]
     script = str(ROOT / "test/distributed/expert_parallel_checks.py")
     code, output = run_process([sys.executable, script, str(folder), *parts], timeout=900)
     assert code == 0, output[-6000:]
-    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed", "frozen"))
+    return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed", "frozen", "adapter"))
 
 
 @pytest.mark.parametrize("model", MODELS + HYBRID)
@@ -45,6 +46,7 @@ def test_every_mixture_equals_the_plain_loop(found, model):
     expected = {*(OFTEN if model in MODELS else ()), *(ONCE if model == "qwen3_moe" else ())}
     assert set(cells) == expected.union(*(cells for models, cells in PARTS.items() if model in models.split(",")))
     assert {name: cell for name, cell in cells.items() if cell["verdict"] != "pass"} == {}
+    assert max(cell.get("worst_expert", 0.0) for cell in cells.values()) <= 1e-4
 
 
 def test_checkpoints_resume_on_every_layout(found):
@@ -58,6 +60,10 @@ def test_checkpoints_resume_on_every_layout(found):
 def test_a_frozen_reference_is_cut_like_the_policy(found):
     fsdp2, tp = (found[2][name] for name in ("fsdp2", "tp2-z3"))
     assert tp == pytest.approx(fsdp2, rel=1e-5) and len(tp) == 2 and abs(tp[1] - tp[0]) > 1e-3
+
+
+def test_an_adapter_on_experts_is_merged_by_the_formula(found):
+    assert found[3]["error"] <= 1e-7 and found[3]["update"] > 1e-4
 
 
 def test_no_rank_holds_more_than_its_share():
@@ -123,5 +129,7 @@ def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():
 def test_backends_and_flags_that_do_not_go_with_it():
     with pytest.raises(UserError, match="--expert_parallel_size: with --backend deepspeed"):
         DeepspeedStrategy(StrategyOptions(expert_parallel_size=2))
+    with pytest.raises(UserError, match="--lora_experts: with --zero_stage 3"):
+        DeepspeedStrategy(StrategyOptions(lora_rank=4, lora_experts=True, zero_stage=3))
     with pytest.raises(UserError, match="--compile: with --expert_parallel_size 2"):
         FSDP2Strategy(StrategyOptions(expert_parallel_size=2, compile=True))

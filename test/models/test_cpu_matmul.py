@@ -138,6 +138,19 @@ def test_a_factor_too_large_to_copy_stays_torchs_own(capfd, monkeypatch):
     assert len(calls_of_onednn(capfd, lambda: a.t().contiguous() @ b)) == 1
 
 
+def test_grouped_products_of_experts_stay_torchs_own(capfd):
+    """Forward and backward: each expert has another number of rows, and oneDNN would make code for each number."""
+    ends = torch.tensor([150, 190, 400], dtype=torch.int32)
+    rows = torch.randn(400, 232, requires_grad=True)
+    experts = torch.randn(3, 256, 232, requires_grad=True)
+
+    def train():
+        F.grouped_mm(rows, experts.transpose(1, 2), offs=ends).square().sum().backward()
+
+    assert not calls_of_onednn(capfd, train)
+    assert len(calls_of_onednn(capfd, lambda: rows.detach() @ experts[0].detach().t())) == 1
+
+
 @pytest.mark.parametrize("is_amd", [False, True])
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
 def test_auto(is_amd, capability, monkeypatch):

@@ -32,14 +32,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder, port: int):
-    """A server of the demo model. Its whole process group is killed at the end."""
+def serving(folder, port: int, model: str = "demo/model"):
+    """A server of a model in `folder`. Its whole process group is killed at the end."""
     command = [
         sys.executable,
         "-m",
         "trainer.cli.serve_engine",
         "--pretrain",
-        f"{folder}/demo/model",
+        f"{folder}/{model}",
         "--port",
         str(port),
     ]

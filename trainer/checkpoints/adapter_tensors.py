@@ -23,8 +23,11 @@ def is_of_adapter(name: str, config) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name in a folder of the base model. ...q_proj.base_layer.weight becomes ...q_proj.weight."""
-    return name.replace(".base_layer.", ".")
+    """The name in a folder of the base model. ...q_proj.base_layer.weight becomes ...q_proj.weight.
+
+    peft wraps experts once for each adapted tensor: ...experts.base_layer.base_layer.down_proj.
+    """
+    return name.replace(".base_layer", "")
 
 
 def peft_name(name: str) -> str:

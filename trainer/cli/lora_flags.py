@@ -10,6 +10,7 @@ def validate_adapter_flags(args) -> None:
     if args.lora_rank is None:
         given = {"--lora_alpha": args.lora_alpha, "--lora_dropout": args.lora_dropout}
         given |= {"--target_modules": args.target_modules, "--load_in_4bit": args.load_in_4bit}
+        given |= {"--lora_experts": args.lora_experts}
         for flag, value in given.items():
             if value:
                 raise UserError(flag, f"{value} without --lora_rank", "--lora_rank, or leave it out")
@@ -22,8 +23,23 @@ def validate_adapter_flags(args) -> None:
     for flag, size in (("tensor_parallel_size", args.tensor_parallel_size), ("ring_attn_size", args.ring_attn_size)):
         if args.lora_dropout and size > 1:  # the ranks would drop the same positions of different parts
             raise UserError("--lora_dropout", f"{args.lora_dropout} with --{flag} {size}", "0")
+    if args.lora_experts:
+        _validate_experts(args)
     if args.target_modules is not None and not _names(args.target_modules):
         raise UserError("--target_modules", repr(args.target_modules), "comma-separated names of layers")
+
+
+def _validate_experts(args) -> None:
+    """Raise UserError for flags that do not go with adapters on experts."""
+    conflicts = {
+        f"--lora_dropout {args.lora_dropout}": args.lora_dropout,  # peft adds the update to the weights
+        f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
+        "--load_in_4bit": args.load_in_4bit,
+        "--compile": args.compile,
+    }
+    for flag, is_used in conflicts.items():
+        if is_used:
+            raise UserError("--lora_experts", f"with {flag}", "leave one of them out")
 
 
 def add_adapter_of_flags(args, strategy, model) -> None:
@@ -31,7 +47,8 @@ def add_adapter_of_flags(args, strategy, model) -> None:
     from trainer.models.lora import LoraOptions, add_adapter
 
     targets = _names(args.target_modules) if args.target_modules else None
-    options = LoraOptions(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, args.lora_dropout, targets)
+    alpha = args.lora_alpha or 2 * args.lora_rank
+    options = LoraOptions(args.lora_rank, alpha, args.lora_dropout, targets, args.lora_experts)
     add_adapter(model, options, args.pretrain)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     strategy.print(f"LoRA of rank {args.lora_rank}: {num_trained} trainable parameters")

@@ -30,6 +30,8 @@ def validate(args: PPOArguments) -> None:
         raise UserError("--layout", "auto with train_ppo", "flags of the layout")
     if args.load_in_4bit:  # the engine would need unquantized weights
         raise UserError("--load_in_4bit", "with train_ppo", "leave it out")
+    if args.lora_experts:  # the engine would need merged experts
+        raise UserError("--lora_experts", "with train_ppo", "leave it out")
     if args.lora_dropout:  # the ratio of policies would not be 1 on the first update
         raise UserError("--lora_dropout", f"{args.lora_dropout:g} with train_ppo", "0")
     if args.top_p > 1:
@@ -305,4 +307,5 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         filtering_range=tuple(args.dynamic_filtering_range) if args.dynamic_filtering else None,
         num_episodes=args.num_episodes if args.dynamic_filtering and not args.max_steps else None,
         freezing_actor_steps=args.freezing_actor_steps,
+        aux_loss_coef=args.aux_loss_coef,
     )

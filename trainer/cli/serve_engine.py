@@ -71,7 +71,8 @@ def server_flags(args: EngineArguments) -> list[str]:
     if args.trust_remote_code:
         flags += ["--trust-remote-code"]
     if torch.cuda.is_available():
-        return [*flags, "--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+        # --moe-backend: others change the order of the experts' weights
+        return [*flags, "--gpu-memory-utilization", str(args.gpu_memory_utilization), "--moe-backend", "triton"]
     cache = ours.cpu_cache_bytes(args.pretrain, dtype, args.batch_size, args.max_len, args.trust_remote_code)
     return [*flags, "--enforce-eager", "--kv-cache-memory-bytes", str(cache), "--max-num-seqs", str(args.batch_size)]
 

@@ -3,7 +3,6 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain MODEL --dataset pairs.jsonl ...
 """
 
-import dataclasses
 import functools
 
 from trainer.cli import training_command
@@ -124,13 +123,12 @@ def make_loss(args: DPOArguments, config, reference, sp_group):
     def balanced(loss_fn):
         if not args.aux_loss_coef:
             return loss_fn
-        from trainer.training.load_balance import experts_per_token, with_balance_loss
+        from trainer.training.load_balance import balanced_answers, experts_per_token
 
-        return with_balance_loss(loss_fn, args.aux_loss_coef, experts_per_token(config), sp_group)
+        return balanced_answers(loss_fn, args.aux_loss_coef, experts_per_token(config), sp_group)
 
     if args.loss == "kto":
-        loss = make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group)
-        return dataclasses.replace(loss, loss=balanced(loss.loss))
+        return balanced(make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group))
     options = PreferenceOptions(
         args.loss,
         args.beta,

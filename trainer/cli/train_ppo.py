@@ -93,6 +93,12 @@ def run(argv: list[str]) -> None:
     output_dir = training_command.open_run(args, setup, COMMAND)
     make_batches = build.make_batches_of(args, setup)
     options = ppo_options(args, build.stop_ids(setup))
+    if args.aux_loss_coef:
+        from trainer.checkpoints.model_folder import read_config
+        from trainer.training.load_balance import experts_per_token
+
+        top_k = experts_per_token(read_config(setup.folder, args.trust_remote_code))
+        options = dataclasses.replace(options, experts_per_token=top_k)
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions)
     roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}

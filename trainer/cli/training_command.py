@@ -45,7 +45,8 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         raise UserError("--gradient_checkpointing", "with --selective_checkpointing", "one of them")
     if args.dataset_probs and args.dataset is None:
         raise UserError("--dataset_probs", "without --dataset", "leave it out")
-    if args.lora_rank or args.lora_alpha or args.lora_dropout or args.target_modules or args.load_in_4bit:
+    own = (args.lora_alpha, args.lora_dropout, args.target_modules, args.load_in_4bit, args.lora_experts)
+    if args.lora_rank or any(own):
         from trainer.cli.lora_flags import validate_adapter_flags
 
         validate_adapter_flags(args)

@@ -173,7 +173,7 @@ def run_model(
     row |= json.loads((folder / "facts.json").read_text())
     references, endings = {}, {}
     for configuration in (c for c in CONFIGURATIONS if c.name in names):
-        flags = LORA if "--lora_rank" in configuration.args else ()
+        flags = _adapter_flags(configuration)
         if flags not in references:
             references[flags] = _reference(flags, work_dir, folder, timeout)
         if references[flags].kind != "done" and not flags:
@@ -222,8 +222,14 @@ def _flags(work_dir: Path, folder: Path, run: str) -> list[str]:
     return [*data, *TRAINING, "--output_dir", str(folder / run), "--parity_dump", str(folder / run / "parity")]
 
 
+def _adapter_flags(configuration: Configuration) -> tuple[str, ...]:
+    """The flags that the plain loop needs, too."""
+    own = (*LORA, *(flag for flag in configuration.args if flag == "--lora_experts"))
+    return own if "--lora_rank" in configuration.args else ()
+
+
 def _reference_name(flags: tuple[str, ...]) -> str:
-    return "reference-lora" if flags else "reference"
+    return "-".join(["reference", *(["lora"] if flags else []), *(["experts"] if "--lora_experts" in flags else [])])
 
 
 def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: float) -> Ending:
@@ -251,7 +257,7 @@ def _judge(configuration: Configuration, run: str, reference: Ending, ending: En
     """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
     if reference.kind != "done" and ending.kind == "done":
         return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
-    verdict, note = judge_run(run, ending, folder, _reference_name(LORA if "--lora_rank" in configuration.args else ()))
+    verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))
     return judge_saved(folder, timeout) if verdict == "pass" and configuration.name == SAVE else (verdict, note)
 
 

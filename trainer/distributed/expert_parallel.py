@@ -96,6 +96,10 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
         groups = mesh.get_group("ep"), mesh.get_group("tp")
         module.forward = forward_of_part(module, *groups)
         fully_shard(module, **fsdp_options | options)
+    if hasattr(model, "peft_config"):
+        from trainer.distributed.expert_adapters import share_out_updates
+
+        share_out_updates(model, mesh.get_local_rank("ep") * sizes.tp + mesh.get_local_rank("tp"))
 
 
 def forward_of_part(module: nn.Module, ep_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup) -> Callable:
@@ -173,7 +177,9 @@ def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tenso
 def _plain_parameters(module: nn.Module) -> Iterator[None]:
     held = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
     try:
-        module._parameters.update({name: _local(parameter) for name, parameter in held.items()})
+        updates = vars(module).get("weight_updates", {})  # of adapters
+        local = {name: _local(parameter) for name, parameter in held.items()}
+        module._parameters.update(local | {name: updated(local[name]) for name, updated in updates.items()})
         yield
     finally:
         module._parameters.update(held)

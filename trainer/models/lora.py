@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.expert_parallel import are_experts
 from trainer.errors import UserError
 
 # layers with a forward pass of their own that computes what nn.Linear computes: of Falcon, and of 4-bit models
@@ -23,6 +24,7 @@ class LoraOptions:
     alpha: int
     dropout: float = 0.0
     target_modules: Optional[tuple[str, ...]] = None
+    experts: bool = False  # also the stacked experts of mixtures, each with matrices of its own
 
 
 def add_adapter(model, options: LoraOptions, base: str) -> None:
@@ -40,6 +42,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=list(options.target_modules or default_targets(model)),
+        target_parameters=_stacked_experts(model) if options.experts else None,
         exclude_modules=heads or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2: weights are transposed
         task_type="SEQ_CLS" if heads else "CAUSAL_LM",
@@ -116,6 +119,19 @@ def default_targets(model) -> list[str]:
     return sorted({name if leaf in ambiguous else leaf for name, leaf in leaves})
 
 
+def _stacked_experts(model) -> list[str]:
+    """The ends of the names of all tensors (experts, rows, columns). Raises UserError if there are none."""
+    names = set()
+    for path, module in model.named_modules():
+        if are_experts(module):
+            own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+            names |= {f"{path.rpartition('.')[2]}.{name}" for name in own}
+    if not names:
+        found = f"{type(model).__name__} has no experts that transformers stacks in one tensor"
+        raise UserError("--lora_experts", found, "leave it out")
+    return sorted(names)
+
+
 def _tied(model) -> set[str]:
     """Names of weights that belong to several layers."""
     return {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
@@ -139,6 +155,8 @@ def _validate_targets(model) -> None:
 
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
+        if hasattr(module, "parameter_name"):  # peft's wrapper of experts
+            continue
         if isinstance(module, LoraLayer) and (
             module in outer or not isinstance(module.base_layer, torch.nn.Linear | Conv1D)
         ):

@@ -11,6 +11,9 @@ LARGE_COPY = 2**25  # elements of a factor that oneDNN must copy first; MKL need
 _kernels = []  # a registration with torch lasts as long as its Library object
 
 
+_in_group = False  # while the products of the experts of a layer run
+
+
 def _is_in_use() -> bool:
     return False
 
@@ -27,12 +30,14 @@ def install(is_in_use: Callable[[], bool]) -> None:
         for name, replace in (("mm", _mm), ("mm.out", _mm_out), ("addmm", _addmm), ("addmm.out", _addmm_out)):
             plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
             library.impl(name, replace(plain), "CPU", with_keyset=True)
+        plain = torch.library.get_kernel("aten::_grouped_mm", "CPU").call_boxed
+        library.impl("_grouped_mm", _grouped_mm(plain), "CPU", with_keyset=True)
     _kernels.append(library)
 
 
 def _is_ours(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> bool:
     """Return whether `a` b is a large fp32 product that is fast in oneDNN. torch reports errors of invalid products."""
-    if not _is_in_use() or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
+    if _in_group or not _is_in_use() or any(tensor.dtype is not torch.float32 for tensor in (a, b, *others)):
         return False
     if not (a.ndim == 2 == b.ndim and a.shape[1] == b.shape[0]):
         return False
@@ -88,3 +93,17 @@ def _addmm_out(plain):
         return plain(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
 
     return addmm_out
+
+
+def _grouped_mm(plain):
+    """Leave experts to MKL. Their numbers of tokens never repeat, and oneDNN makes code anew for each number."""
+
+    def grouped_mm(keys, *args, **kwargs):
+        global _in_group
+        _in_group = True
+        try:
+            return plain(keys, *args, **kwargs)
+        finally:
+            _in_group = False
+
+    return grouped_mm

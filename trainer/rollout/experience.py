@@ -170,6 +170,7 @@ def collate_samples(
 
     It adds to the result of `trainer.datasets.packing`, per token (rows, tokens):
     - sequence_ids: the number of the token's sample in the micro-batch
+    - is_token: 1 for a token of a sample, 0 for padding
     - response_index: the position of the label in the flat vector
     - is_last: 1 where a reward model scores the sample, see `answers.scored_position`. `scoring_pad` is the reward
       model's pad token, if it has another one. The score is always the reward of the last response token.
@@ -179,7 +180,8 @@ def collate_samples(
     per token with 0. There is no label at these places.
     """
     batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
-    extra = {name: torch.zeros_like(batch["input_ids"]) for name in ("sequence_ids", "response_index", "is_last")}
+    names = ("sequence_ids", "is_token", "response_index", "is_last")
+    extra = {name: torch.zeros_like(batch["input_ids"]) for name in names}
     weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
     start, scoring_pad = 0, pad_token_id if scoring_pad is None else scoring_pad
     for number, sample in enumerate(samples):
@@ -187,6 +189,7 @@ def collate_samples(
         length, response = len(sample["input_ids"]), sample["response_length"]
         start += length
         extra["sequence_ids"][row, first : first + length] = number
+        extra["is_token"][row, first : first + length] = 1
         extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
         # labels are shifted: the token at t predicts the token at t + 1
         predicting = first + torch.tensor(sample["loss_mask"]).nonzero().squeeze(1) - 1

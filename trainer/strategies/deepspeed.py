@@ -71,6 +71,8 @@ class DeepspeedStrategy:
         if options.lora_rank and tp > 1:
             found = f"with --backend deepspeed and --tensor_parallel_size {tp}"
             raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
+        if options.lora_experts and stage == 3:
+            raise UserError("--lora_experts", "with --zero_stage 3", "--zero_stage 0, 1, 2, or --backend fsdp2")
         if options.load_in_4bit and stage == 3:
             raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
         if options.compile and stage == 3:

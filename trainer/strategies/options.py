@@ -30,6 +30,7 @@ class StrategyOptions:
     dist_backend: str = "auto"
     deterministic: bool = True
     lora_rank: Optional[int] = None
+    lora_experts: bool = False
     load_in_4bit: bool = False
     compile: bool = False
     reduce_once: bool = False

@@ -32,7 +32,7 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
         return torch.stack([weight * ratios.sum(), ratios.new_full((), weight * ratios.numel())])
 
     def loss(model, micro_batch: dict, sums: torch.Tensor):
-        kl = (sums[0] / sums[1]).clamp(min=0.0)
+        kl = (sums[0] / sums[1]).clamp(min=0.0)  # sums of a balance of experts may follow
         desirable = micro_batch["desirable"].double()
         ratios, policy = log_ratios(model, micro_batch, len(desirable))
         values = kto_loss(ratios, desirable, kl, beta, desirable_weight, undesirable_weight)

@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts: E * sum_e f_e P_e, of each answer or of the whole global batch.
+"""Load-balancing loss of mixtures of experts: E * sum_e f_e P_e, of all tokens of the global batch.
 
 f_e is the share of tokens sent to expert e, and P_e is the router's mean probability of e. Both are over all layers.
 This is Fedus et al. 2021, Switch Transformers, equations 4 to 6, for k experts as in transformers'
@@ -9,14 +9,17 @@ ranks and of samples in it.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Optional
 
 import torch
 
 from trainer.checkpoints.model_folder import read_config
 from trainer.errors import UserError
 from trainer.metrics import MetricSum
-from trainer.models.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.sequence_sums import counts_here
+from trainer.models.token_losses import label_log_probs
 from trainer.training.loop import LossFunction, TwoPassLoss
+from trainer.training.roles import denominator
 
 
 def experts_per_token(config) -> int:
@@ -54,37 +57,24 @@ def _choices(router_logits: list[torch.Tensor], top_k: int) -> tuple[torch.Tenso
     return torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0), probabilities
 
 
-def balance_losses(
-    router_logits: list[torch.Tensor], micro_batch: dict, num_sequences: int, top_k: int, sp_group
-) -> torch.Tensor:
-    """The loss of each sequence, (num_sequences,), fp64; all-reduced over sp.
+def balanced_answers(loss_fn: LossFunction, aux_loss_coef: float, top_k: int, sp_group) -> TwoPassLoss:
+    """`with_batch_balance_loss` for a loss of pairs or of single answers."""
 
-    One sequence at a time, as in DeepSeek-AI 2024, DeepSeek-V3, equations 17 to 20.
-    """
-    mask, ids = micro_batch["is_token"], micro_batch["sequence_ids"]
-    chosen, probabilities = _choices(router_logits, top_k)
-    num_layers, _, num_experts = probabilities.shape
-    shares, means = (
-        sum_by_sequence(values.sum(0).unflatten(0, mask.shape) * mask[..., None], ids, num_sequences, sp_group)
-        for values in (chosen, probabilities)
-    )
-    lengths = num_layers * sum_by_sequence(mask, ids, num_sequences, sp_group)[:, None]
-    return num_experts * (shares / lengths * means / lengths).sum(-1)
+    def forward(model, micro_batch: dict) -> int:
+        label_log_probs(model, micro_batch)
+        return counts_here(sp_group) * len(micro_batch["margins" if "margins" in micro_batch else "desirable"])
+
+    return with_batch_balance_loss(loss_fn, aux_loss_coef, top_k, forward)
 
 
-def with_balance_loss(loss_fn: Callable, aux_loss_coef: float, top_k: int, sp_group) -> Callable:
-    """`loss_fn` of pairs or single answers, plus `aux_loss_coef` times the mean load-balancing loss of answers."""
+def balanced_policy(loss_fn: Callable, aux_loss_coef: float, top_k: int, loss_agg: str, sp_group) -> TwoPassLoss:
+    """`with_batch_balance_loss` for the policy of RL. Tokens of prompts count, too."""
 
-    def loss(model, micro_batch: dict, **sums):
-        with recorded_router_logits(model) as router_logits:
-            total, count, metrics = loss_fn(model, micro_batch, **sums)
-        per_target = 2 if "margins" in micro_batch else 1
-        num_sequences = per_target * len(micro_batch["margins" if per_target == 2 else "desirable"])
-        losses = balance_losses(router_logits, micro_batch, num_sequences, top_k, sp_group)
-        balance = counts_here(sp_group) * losses.sum() / per_target
-        return total + aux_loss_coef * balance, count, metrics | {"aux_loss": balance.detach()}
+    def forward(model, micro_batch: dict) -> torch.Tensor:
+        label_log_probs(model, micro_batch)
+        return denominator(micro_batch, loss_agg, sp_group)
 
-    return loss
+    return with_batch_balance_loss(loss_fn, aux_loss_coef, top_k, forward)
 
 
 def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> dict:
@@ -105,39 +95,50 @@ def balance_batches(args, folder: str, collate: Callable, loss_fn: Callable) -> 
     return functools.partial(mark_tokens, collate), loss_fn
 
 
-def with_batch_balance_loss(loss_fn: Callable, aux_loss_coef: float, top_k: int) -> TwoPassLoss:
-    """`loss_fn` of tokens, plus `aux_loss_coef` times the load-balancing loss of all tokens of the global batch.
+def with_batch_balance_loss(
+    loss_fn: LossFunction, aux_loss_coef: float, top_k: int, forward: Optional[Callable] = None
+) -> TwoPassLoss:
+    """`loss_fn`, plus `aux_loss_coef` times the load-balancing loss of all tokens of the global batch.
 
     The first pass counts the tokens of each expert. They have no gradient, so P_e is a plain sum over micro-batches and
-    ranks: their gradients add up to those of the whole batch. "expert_load" is the load of the fullest expert over the
-    mean load, mean over layers. "router_entropy" is in nats, mean over tokens and layers.
+    ranks: their gradients add up to those of the whole batch. `forward(model, micro_batch)` runs the model for it, and
+    returns the number of targets here. By default it is `loss_fn`. "expert_load" is the load of the fullest expert over
+    the mean load, mean over layers. "router_entropy" is in nats, mean over tokens and layers.
     """
+    forward = forward or (lambda model, micro_batch: loss_fn(model, micro_batch)[1])
 
     def count_tokens(model, micro_batch: dict) -> torch.Tensor:
-        """Tokens of each expert in each layer, then the numbers of tokens and of targets: (layers * experts + 2,)."""
+        """The sums of the first pass of `loss_fn`, if it has one. Then the tokens of each expert in each layer, the
+        number of tokens and that of targets."""
+        first = [loss_fn.first_pass(model, micro_batch)] if isinstance(loss_fn, TwoPassLoss) else []
         with recorded_router_logits(model) as router_logits:
-            _, num_targets = loss_fn(model, micro_batch)
+            num_targets = forward(model, micro_batch)
         chosen, _ = _choices(router_logits, top_k)
         mask = micro_batch["is_token"].flatten()
         loads = (chosen * mask[:, None]).sum(1).flatten()
-        return torch.cat([loads, mask.sum()[None], num_targets[None]])
+        numbers = torch.stack([mask.sum(), torch.as_tensor(num_targets, device=mask.device)])
+        return torch.cat([*first, loads.double(), numbers.double()])
 
     def loss(model, micro_batch: dict, sums: torch.Tensor):
         with recorded_router_logits(model) as router_logits:
-            total, count = loss_fn(model, micro_batch)
+            if isinstance(loss_fn, TwoPassLoss):
+                total, count, *metrics = loss_fn.loss(model, micro_batch, sums=sums)
+            else:
+                total, count, *metrics = loss_fn(model, micro_batch)
         _, probabilities = _choices(router_logits, top_k)
         num_layers, _, num_experts = probabilities.shape
-        mask, loads = micro_batch["is_token"].flatten(), sums[:-2].view(num_layers, num_experts)
+        loads = sums[-2 - num_layers * num_experts : -2].view(num_layers, num_experts)
+        mask = micro_batch["is_token"].flatten()
         num_routed, num_targets = num_layers * sums[-2], sums[-1]
         summed = (probabilities * mask[:, None]).sum((0, 1)).double()  # (experts,)
         balance = num_experts * (loads.sum(0) / num_routed * summed / num_routed).sum()
         balance = balance * num_targets  # the strategy divides by this number
         entropies = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1).detach()
-        metrics = {
+        own = {
             "aux_loss": balance.detach(),
             "expert_load": count * (loads.amax(1) / loads.mean(1)).mean(),
             "router_entropy": MetricSum((entropies * mask).sum(), count=num_layers * mask.sum()),
         }
-        return total + aux_loss_coef * balance, count, metrics
+        return total + aux_loss_coef * balance, count, (metrics[0] if metrics else {}) | own
 
     return TwoPassLoss(count_tokens, loss)

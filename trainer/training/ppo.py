@@ -351,6 +351,11 @@ def _updates(
     """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
     strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
     policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
+    if options.aux_loss_coef:
+        from trainer.training.load_balance import balanced_policy
+
+        coef_and_k = options.aux_loss_coef, options.experts_per_token
+        policy_loss = balanced_policy(policy_loss, *coef_and_k, options.policy.loss_agg, run.sp_group)
     value_loss = make_value_loss(options.policy, run.sp_group)
     batches, samples = run.make_batches(samples, episode)
     part = Part(strategy, samples, run.sp_group)

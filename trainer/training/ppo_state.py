@@ -39,6 +39,8 @@ class PPOOptions:
     filtering_range: Optional[tuple[float, float]] = None
     num_episodes: Optional[int] = None  # dynamic filtering ends after so many passes over the prompts
     freezing_actor_steps: int = 0
+    aux_loss_coef: float = 0.0
+    experts_per_token: int = 0  # known if there is a loss that balances experts
 
 
 @dataclass
