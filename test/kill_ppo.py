@@ -1,10 +1,13 @@
 """SIGKILL of train_ppo in every phase of a rollout, of one rank or of everything; then the same command again.
 
-    python test/kill_ppo.py --backend fsdp2|deepspeed [--zero_stage N] [--count 12] [--seed 0] [--phases generate sync ...] [--async_save]
+    python test/kill_ppo.py --backend fsdp2|deepspeed [--zero_stage N] [--count 12] [--seed 0] [--phases generate sync ...]
+        [--async_save] [--max_staleness K]
 
 Runs of PPO with a critic on 2 ranks are killed `count` times in all, in one phase after the other, by the reward file
 `killing_reward.py`, which reads the stack of its own process and says where the kill hit. Every joined curve must be
 bitwise that of the undisturbed run, so must the samples; and after the death of one rank all must be gone within 30 s.
+With --max_staleness two runs differ. There, every prompt must be trained as often as in the undisturbed run and in its
+order, no sample may be older than K, and a replay of the run's own samples must be the run to the bit.
 """
 
 import argparse
@@ -16,7 +19,7 @@ import time
 from pathlib import Path
 
 from kill_test import GONE_WITHIN_SECONDS, RANKS, start
-from killing_reward import PHASES
+from killing_reward import AHEAD, LOCK_STEP, PHASES
 from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.datasets.demo import make_demo
@@ -96,12 +99,35 @@ def assert_same_run(folder: Path, name: str, undisturbed: str) -> None:
     assert not stray, stray
 
 
+def assert_sound_ahead(folder: Path, name: str, flags: list[str], bound: int) -> None:
+    """No prompt twice or left out, no sample too old, and a replay in lock step that is the run to the bit."""
+    rollouts, expected = (read_rollouts(f"{folder}/{run}/rollouts.jsonl") for run in (name, "undisturbed"))
+    assert [[s.row for s in samples] for samples in rollouts] == [[s.row for s in samples] for samples in expected]
+    for number, samples in enumerate(rollouts):
+        assert [sample.number for sample in samples] == list(range(len(samples)))
+        assert all(0 <= number - sample.version <= bound for sample in samples), (name, number)
+    frozen = ["--rollouts_from", f"{folder}/{name}/rollouts.jsonl", "--tis_cap", "2"]
+    line = command_line(folder, f"{name}-replay", flags)
+    at = line.index("--reward_func")
+    del line[at : at + 2]
+    at = line.index("--max_staleness")
+    del line[at : at + 4]
+    code, output = torchrun(RANKS, "-m", "trainer.cli.train_ppo", *line, *frozen, timeout=600)
+    assert code == 0, output[-5000:]
+    rows, replayed = read_steps(folder / name), read_steps(folder / f"{name}-replay")
+    assert len(rows) == len(replayed) == STEPS
+    for row, other in zip(rows, replayed):
+        for key in sorted({*SAME.split(), "staleness"} - {"weights_checksum"}):
+            assert row[key] == other[key], (name, row["step"], key, row[key], other[key])
+    assert not list((folder / name).rglob("*.tmp"))
+
+
 def make_plan(generator: random.Random, phase: str) -> dict:
     victim, most = generator.choice(["all", 0, 1]), 1 if phase == "save" else 3
     return {"phase": phase, "skip": generator.randint(0, most), "victim": victim, "delay": generator.uniform(0, 0.02)}
 
 
-def kill_phases(folder: Path, flags: list[str], phases: list[str], count: int, seed: int) -> None:
+def kill_phases(folder: Path, flags: list[str], phases: list[str], count: int, seed: int, bound: int) -> None:
     generator, done, number = random.Random(seed), 0, 0
     prepare(folder)
     line = command_line(folder, "undisturbed", flags)
@@ -111,9 +137,14 @@ def kill_phases(folder: Path, flags: list[str], phases: list[str], count: int, s
         number += 1
         name, coming = f"run-{number}", [phases[n % len(phases)] for n in range(done, count)]
         done += len(killed_run(folder, name, flags, [make_plan(generator, phase) for phase in coming]))
-        assert_same_run(folder, name, "undisturbed")
-        resumed = sum(row.get("event") == "resume" for row in read_rows(folder / name))
-        print(f"{name}: bitwise the undisturbed run, {resumed} resumes, {done} of {count} kills", flush=True)
+        if bound:
+            assert_sound_ahead(folder, name, flags, bound)
+        else:
+            assert_same_run(folder, name, "undisturbed")
+        resumed, same = sum(row.get("event") == "resume" for row in read_rows(folder / name)), "the undisturbed run"
+        print(
+            f"{name}: bitwise {'its replay' if bound else same}, {resumed} resumes, {done} of {count} kills", flush=True
+        )
 
 
 def main() -> None:
@@ -123,11 +154,14 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--phases", nargs="+", choices=PHASES)
+    parser.add_argument("--max_staleness", type=int, default=0)
     args = parser.parse_args()
+    bound, phases = args.max_staleness, args.phases or (AHEAD if args.max_staleness else LOCK_STEP)
     flags = ["--backend", args.backend, *(["--zero_stage", args.zero_stage] if args.zero_stage else [])]
     with tempfile.TemporaryDirectory() as folder:
-        kill_phases(Path(folder), flags + ["--async_save"] * args.async_save, args.phases, args.count, args.seed)
+        flags += ["--async_save"] * args.async_save + ["--max_staleness", str(bound), "--tis_cap", "2"] * bool(bound)
+        kill_phases(Path(folder), flags, phases, args.count, args.seed, bound)
 
 
 if __name__ == "__main__":

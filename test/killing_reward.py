@@ -23,7 +23,12 @@ PHASES = {
     "train": ("training/loop.py", "forward_backward"),
     "sync": ("rollout/sync.py", "sync_weights"),
     "save": ("checkpoints/shards.py", "write_shards"),
+    "ahead": ("rollout/asynchronous.py", "_generate"),
+    "send": ("rollout/asynchronous.py", "_send"),
+    "score ahead": ("rollout/experience.py", "score_mine"),
 }
+LOCK_STEP = ["generate", "score", "logprobs", "train", "sync", "save"]
+AHEAD = ["ahead", "train", "send", "score ahead", "save", "logprobs"]  # with --max_staleness
 
 
 def reward_func(prompts, responses, labels):

@@ -94,6 +94,7 @@ def test_layouts_replay_and_resume(folder):
         "packed": ["--packing_samples", *frozen],
         "ring": [*ring, *frozen],
         "zero1-tp2": ["--backend", "deepspeed", "--zero_stage", "1", *tp2, *frozen],
+        "sandbox": ["--env_sandbox", "--sample_pages", "2", "--max_steps", "2"],
         "gae": ["--advantage_estimator", "gae", "--critic_learning_rate", "1e-3", "--max_steps", "2"],
     }
     lines = [["train_ppo", *flags(folder, name, *GROUP, *more)] for name, more in runs.items()]
@@ -112,6 +113,10 @@ def test_layouts_replay_and_resume(folder):
     assert first[0]["turns"] > 1.5 and first[0]["env_tokens"] > 10 and first[0]["reward_length"] > 0
     assert first[0]["tokens"] == sum(len(row["log_probs"]) for row in rows if row["rollout"] == 0)
     assert [row["loss"] for row in read_steps(folder / "resumed")] == [row["loss"] for row in first[2:]]
+    for row, other in zip(read_steps(folder / "sandbox"), first[:2], strict=True):
+        assert (row["loss"], row["reward"], row["batch_hash"]) == (other["loss"], other["reward"], other["batch_hash"])
+        page = (folder / "sandbox" / row["sample_page"]).read_text()
+        assert page.count("<h2>Sample") == 2 and "training -" in page and row["reward_lost"] == 0
     for name in ("zero3", "tp2", "packed", "ring", "zero1-tp2"):
         found = read_steps(folder / name)
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name

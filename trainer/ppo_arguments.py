@@ -67,6 +67,7 @@ class RolloutArguments:
     offload_actor_optimizer: bool = arg(
         False, "keep the optimizer states of the policy in host memory while responses are generated"
     )
+    sample_pages: int = arg(0, "samples of each rollout in an HTML page, with token log-probs", type="NonNegativeInt")
     rollouts_from: Optional[str] = arg(
         None,
         "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",
@@ -118,6 +119,8 @@ class EnvironmentArguments:
     env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
     env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
     env_concurrency: int = arg(16, "environments that a rank calls at a time", type="PositiveInt")
+    env_sandbox: bool = arg(False, "run each environment in a process of its own, without a network")
+    env_memory_mb: int = arg(2048, "address space of such a process, in MiB", type="PositiveInt")
 
 
 @dataclass

@@ -62,7 +62,7 @@ def runs(demo):
     layouts["server"].append(f"http://127.0.0.1:{port}")
     for name, flags in layouts.items():
         flags = ["-m", "trainer.cli.train_ppo", *begin, *rollout, *flags, "--output_dir", f"{demo}/runs/{name}"]
-        with serving(demo, port, "qwen3_moe") if name == "server" else contextlib.nullcontext():
+        with serving(demo, port, model="qwen3_moe") if name == "server" else contextlib.nullcontext():
             code, output = torchrun(2, *flags, timeout=600)
         assert code == 0 and "Traceback" not in output, output[-6000:]
         found[name] = read_steps(demo / "runs" / name)

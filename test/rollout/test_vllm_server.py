@@ -1,6 +1,7 @@
 """--rollout_engine vllm_server: real servers of vLLM on the CPU, with weights over gloo. Run by test/run_vllm_tests.sh."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -25,42 +26,76 @@ def reward_func(prompts, responses, labels):
 """
 
 
+# Rank 0 kills a server behind the first rollout, starts it again in the third, and waits for it.
+KILLING = (
+    REWARD
+    + """
+import json, os, pathlib, signal, subprocess, time, urllib.request
+calls, folder = [], pathlib.Path(__file__).parent
+score = reward_func
+def reward_func(prompts, responses, labels):
+    calls.append(1)
+    asked = json.loads((folder / "second.json").read_text())
+    if os.environ["RANK"] == "0" and len(calls) == 1:
+        os.kill(asked["pid"], signal.SIGKILL)
+    if os.environ["RANK"] == "0" and len(calls) == 3:
+        process = subprocess.Popen(asked["command"], start_new_session=True)
+        (folder / "third.json").write_text(str(process.pid))
+        while True:
+            try:
+                urllib.request.urlopen(asked["url"] + "/health", timeout=5).read()
+                break
+            except OSError:
+                time.sleep(0.5)
+    return score(prompts, responses, labels)
+"""
+)
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
 
 
+def command_of(folder, port: int, model: str = "demo/model") -> list[str]:
+    command = [sys.executable, "-m", "trainer.cli.serve_engine", "--pretrain", f"{folder}/{model}"]
+    return [*command, *f"--port {port} --max_len 128 --batch_size 16 --param_dtype fp32".split()]
+
+
 @contextlib.contextmanager
-def serving(folder, port: int, model: str = "demo/model"):
-    """A server of a model in `folder`. Its whole process group is killed at the end."""
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.cli.serve_engine",
-        "--pretrain",
-        f"{folder}/{model}",
-        "--port",
-        str(port),
-    ]
-    command += ["--max_len", "128", "--batch_size", "16", "--param_dtype", "fp32"]
+def serving(folder, *ports: int, model: str = "demo/model"):
+    """A server of a model in `folder` at each port. Their whole process groups are killed at the end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    log = folder / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    servers = []
+    for port in ports:
+        with (folder / f"server-{port}.log").open("w") as out:
+            streams = {"stdout": out, "stderr": out, "env": environment, "start_new_session": True}
+            servers.append(subprocess.Popen(command_of(folder, port, model), **streams))
     try:
         deadline = time.monotonic() + 300
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
-                break
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-            time.sleep(1)
-        yield process
+        for port, process in zip(ports, servers):
+            while not answers(port):
+                log = folder / f"server-{port}.log"
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+                time.sleep(1)
+        yield servers
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in servers:
+            kill_group(process.pid)
+            process.wait()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+        return True
+    return False
+
+
+def kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def flags(folder, name: str, *more: str) -> list[str]:
@@ -75,14 +110,23 @@ def flags(folder, name: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two ranks with one server and without, then one rank that trains while its server generates, and the replay."""
-    folder, port = tmp_path_factory.mktemp("vllm_server"), free_port()
+    """Two ranks with one server and without, then one rank that trains while its server generates, and the replay; then
+    two ranks with two servers, one of which dies and comes back."""
+    folder, port, second = tmp_path_factory.mktemp("vllm_server"), free_port(), free_port()
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
-    server = ["--rollout_engine", "vllm_server", "--engine_urls", f"http://127.0.0.1:{port}"]
+    (folder / "killing.py").write_text(KILLING)
+    url, other = (f"http://127.0.0.1:{number}" for number in (port, second))
+    server = ["--rollout_engine", "vllm_server", "--engine_urls", url]
     frozen = ["--rollouts_from", f"{folder}/ahead/rollouts.jsonl"]
-    with serving(folder, port):
+    with serving(folder, port, second) as (_, victim):
+        asked = {"pid": victim.pid, "command": command_of(folder, second), "url": other}
+        (folder / "second.json").write_text(json.dumps(asked))
         train_many(2, [flags(folder, "server", *server)], folder, timeout=300)
+        killing = ["--reward_func", f"{folder}/killing.py", "--engine_urls", f"{url},{other}"]
+        output = train_many(2, [flags(folder, "killed", *server, *killing, "--reward_timeout", "300")], folder, 500)
+        (folder / "killed.log").write_text(output)
+        kill_group(int((folder / "third.json").read_text()))
         ahead = flags(folder, "ahead", *server, "--max_staleness", "2", "--save_steps", "2")
         train_many(1, [ahead, flags(folder, "replay", *frozen)], folder, timeout=300)
     train_many(2, [flags(folder, "inside", "--rollout_engine", "vllm")], folder, timeout=300)
@@ -103,6 +147,18 @@ def test_a_server_draws_the_samples_of_the_engine_inside(runs):
         assert row["rollout_logprob_diff_max"] < 1e-4, "the server has other weights than training"
     checksums = [row["weights_checksum"] for row in read_rows(folder / "server") if "loss" in row]
     assert len(set(checksums)) == STEPS
+
+
+def test_a_server_that_dies_and_one_that_is_back_change_no_sample(runs):
+    folder, _ = runs
+    output = (folder / "killed.log").read_text()
+    assert output.count("rollout server lost") >= 1 and output.count("is back") >= 1, output[-3000:]
+    undisturbed, killed = (read_rollouts(f"{folder}/{name}/rollouts.jsonl") for name in ("server", "killed"))
+    assert killed == undisturbed and len(killed) == STEPS
+    for row, other in zip(read_steps(folder / "killed"), read_steps(folder / "server"), strict=True):
+        assert all(row[key] == other[key] for key in ("loss", "grad_norm", "weights_checksum", "reward"))
+    left = subprocess.run(["pgrep", "-f", f"{folder}/demo/model"], capture_output=True, text=True).stdout.split()
+    assert not left, "the killed server left a process behind"
 
 
 def test_training_goes_on_while_the_server_generates(runs):

@@ -69,7 +69,8 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
         ("reward_timeout", bool(args.reward_func), "--reward_func"),
-        ("env_max_turns env_timeout env_concurrency", bool(args.env), "--env"),
+        ("env_max_turns env_timeout env_concurrency env_sandbox", bool(args.env), "--env"),
+        ("env_memory_mb", args.env_sandbox, "--env_sandbox"),
         ("remote_rm_timeout remote_rm_retries remote_rm_api_key", bool(args.remote_rm_url), "--remote_rm_url"),
     ]
     training_command.refuse_idle(args, rules, usual=PPO_DEFAULTS)

@@ -150,11 +150,15 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     if args.rollout_engine == "vllm":
         return _vllm_engine(args, setup, options)
     if args.rollout_engine == "vllm_server":
+        from trainer.distributed.collectives import wait_for_all
         from trainer.rollout.vllm_server import VLLMServerEngine
 
         del options["trust_remote_code"]  # a flag of serve_engine
         urls, max_len = args.engine_urls.split(","), args.prompt_max_len + args.generate_max_len
-        return VLLMServerEngine([url.strip() for url in urls], **options, max_len=max_len)
+        alone = bool(args.max_staleness)
+        engine = VLLMServerEngine([url.strip() for url in urls], **options, max_len=max_len, alone=alone)
+        wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
+        return engine
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
@@ -183,13 +187,18 @@ def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
 
 def _environments(args: PPOArguments, setup: training_command.Setup):
     from trainer.datasets.templates import chat_template
-    from trainer.rollout.environments import Caller, load_environment
+    from trainer.rollout.environments import SPARE_SECONDS, Caller, load_environment
     from trainer.rollout.episodes import Environments
 
     chat_template(setup.tokenizer)  # raises if there is none
     where = f"--env {args.env}"
-    call = Caller(where, args.env_timeout, args.env_concurrency)
-    make = load_environment(args.env)
+    timeout, make = args.env_timeout, load_environment(args.env)
+    if args.env_sandbox:
+        from trainer.rollout.env_process import ProcessEnvironment
+
+        make = functools.partial(ProcessEnvironment, args.env, args.env_memory_mb, timeout)
+        timeout += SPARE_SECONDS  # a process that hangs is lost before its call is late
+    call = Caller(where, timeout, args.env_concurrency)
     return Environments(make, call, where, setup.tokenizer, args.env_max_turns, args.prompt_max_len)
 
 

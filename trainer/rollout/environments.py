@@ -102,12 +102,12 @@ class Caller:
         except TimeoutError:  # an async function that never waits blocks the loop
             values = [self._late()]
         for value in values:
-            if isinstance(value, _Failure):
+            if isinstance(value, Failure):
                 raise UserError(self._where, f"{what}{value.found}", value.allowed)
         return values
 
-    def _late(self) -> "_Failure":
-        return _Failure(f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout")
+    def _late(self) -> "Failure":
+        return Failure(f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout")
 
     async def _all(self, functions: list) -> list:
         room = asyncio.Semaphore(self._concurrency)
@@ -121,20 +121,20 @@ class Caller:
                 except TimeoutError:
                     return self._late()
                 except asyncio.CancelledError as error:  # by the user's code
-                    return _Failure.of(error)
+                    return Failure.of(error)
 
         return await asyncio.gather(*map(one, functions))
 
 
 @dataclass
-class _Failure:
-    """What went wrong in the user's code, which may raise anything, and call sys.exit()."""
+class Failure:
+    """In place of a result: what went wrong in the user's code, which may raise anything, and call sys.exit()."""
 
     found: str
     allowed: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> "_Failure":
+    def of(cls, error: BaseException) -> "Failure":
         return cls(f" raised {told(error)}")
 
 
@@ -142,7 +142,7 @@ def _guarded(function: Callable) -> Any:
     try:
         return function()
     except BaseException as error:
-        return _Failure.of(error)
+        return Failure.of(error)
 
 
 async def _awaited(value) -> Any:
@@ -151,7 +151,7 @@ async def _awaited(value) -> Any:
     except asyncio.CancelledError:  # at the time limit
         raise
     except BaseException as error:
-        return _Failure.of(error)
+        return Failure.of(error)
 
 
 def reset(env: Any, task: dict) -> Any:
@@ -176,7 +176,10 @@ def read_step(value: Any) -> Step:
     """What `step` returned: messages; (messages, reward); (reward, done); or (messages, reward, done).
 
     Gymnasium's (observation, reward, terminated, truncated, info) is read too. Raises UserError for anything else.
+    A `Step` without messages ends an episode that is not done.
     """
+    if isinstance(value, Step):
+        return value
     if isinstance(value, tuple) and len(value) == 5:
         observation, reward, terminated, truncated, _ = value
         value = (_observed(observation), reward, bool(terminated or truncated))

@@ -101,7 +101,7 @@ def generate_episodes(
     its rewards.
 
     Raises:
-        UserError: an environment failed on one rank. All ranks raise the same error.
+        UserError: an environment or an engine failed on one rank. All ranks raise the same error.
     """
     per_engine = engine.ranks_per_engine
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), per_engine)
@@ -110,10 +110,13 @@ def generate_episodes(
     mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
     episodes = [Episode(first + number, asked[number]) for number in mine]
 
-    def exchanged(answer: Callable[[], list]) -> tuple[list, bool]:
-        """What the first rank of this engine answers, and whether any engine has an answer that is not the end."""
-        own, problem = [], None
-        if rank_in_engine == 0:
+    def exchanged(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
+        """What the first rank of this engine answers, and whether any engine has an answer that is not the end.
+
+        Raises the `problem` that a rank brings, on all ranks.
+        """
+        own = []
+        if rank_in_engine == 0 and problem is None:
             try:
                 own = answer()
             except UserError as error:
@@ -138,12 +141,16 @@ def generate_episodes(
         texts = [episode.prompt_ids + episode.ids for episode in going]
         seeds = [sample_seed(seed, rollout, episode.number, turn) for episode in going]
         room = [sampling.max_new_tokens - len(episode.ids) for episode in going]
-        completions = engine.generate(texts, sampling, seeds, room) if going else []
+        completions, problem = [], None
+        try:
+            completions = engine.generate(texts, sampling, seeds, room) if going else []
+        except UserError as error:
+            problem = error
         for episode, completion in zip(going, completions):
             episode.add_turn(completion)
         is_last = turn + 1 == environments.max_turns
         answer = functools.partial(_answer, environments, going, completions, sampling, is_last)
-        answered, any_going = exchanged(answer)
+        answered, any_going = exchanged(answer, problem)
         for episode, (next_ids, reward, done, metrics) in zip(going, answered):
             episode.score, episode.done, episode.over = episode.score + reward, done, not next_ids
             episode.ids += next_ids
@@ -185,7 +192,9 @@ def _answer(
     for (episode, response), completion, value in zip(pairs, completions, values):
         with _named(environments, "step", episode):
             step = read_step(value)
-            ids = [] if step.done or is_last else _next_ids(tokenizer, episode, response, completion, step, sampling)
+            ids: list[int] = []
+            if step.messages and not is_last:
+                ids = _next_ids(tokenizer, episode, response, completion, step, sampling)
             # a turn that follows needs room for one token or more
             ids = ids if response.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
         answers.append((ids, step.reward, step.done))

@@ -1,14 +1,17 @@
 """The engine of other processes: vLLM servers that `serve_engine` has started, on any machine. Input and output are tokens.
 
-Rank r uses the server number r modulo their count. The first rank that uses a server sends it the weights.
+Rank r uses the server number r modulo their count. The first rank that uses a server sends it the weights. A server that
+is gone gets no weights, and its requests go to the others. It is asked again at each sync, so one that is back is used again.
+Before ranks use a server, they ask for the checksum of its weights. So none ever draws from weights of before.
 """
 
+import http.client
 import json
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Optional
 from urllib.parse import urlsplit
 
@@ -21,7 +24,12 @@ from trainer.rollout.sampling import Completion, Sampling
 from trainer.rollout.weight_stream import WeightStream
 
 FLAG = "--engine_urls"
-TIMEOUT = 3600  # seconds for a response; a server that hangs ends the run then
+TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
+FACTS_TIMEOUT = 60  # seconds until a server has told what it holds
+
+
+class LostServer(UserError):
+    """A server does not answer, or its engine is dead."""
 
 
 class VLLMServerEngine:
@@ -29,24 +37,39 @@ class VLLMServerEngine:
 
     ranks_per_engine = 1
 
-    def __init__(self, urls: Sequence[str], *, dtype: torch.dtype, device: torch.device, batch_size: int, max_len: int):
-        """Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences."""
-        rank = dist.get_rank()
-        self.url, self._sends = urls[rank % len(urls)].rstrip("/"), rank < len(urls)
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int,
+        max_len: int,
+        alone: bool = False,
+    ):
+        """`alone`: the ranks update their servers at different times, so this rank uses its own one only.
+
+        Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences.
+        """
+        rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
+        first = rank % len(urls)
+        self._urls, self._sends = urls[first : first + 1] if alone else urls[first:] + urls[:first], rank < len(urls)
         self.dtype, self.device, self._batch_size = dtype, device, batch_size
-        facts = self._request("/collective_rpc", {"method": "facts_for_trainer"})["results"][0]
-        self._workers, expected = facts["workers"], str(dtype).removeprefix("torch.")
+        self._checksum = ""  # of the weights of the last update
+        self._gone: dict[str, UserError] = {}  # servers that are not used, and why
+        url, [facts, *_], expected = self._urls[0], self._facts(self._urls[0]), str(dtype).removeprefix("torch.")
         if facts["dtype"] != expected:
-            raise UserError(FLAG, f"{self.url} computes in {facts['dtype']}", f"{expected}, that of --param_dtype")
+            raise UserError(FLAG, f"{url} computes in {facts['dtype']}", f"{expected}, that of --param_dtype")
         if facts["max_len"] < max_len:
-            raise UserError(FLAG, f"{self.url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
+            raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Send (name, full tensor) pairs to the server, one at a time. Returns (checksum, bytes) of the tensors.
 
-        Raises RuntimeError if the server does not then hold, bit for bit, the tensors that were sent.
+        A server that is gone is left out. Raises RuntimeError if the server does not then hold, bit for bit, the tensors
+        that were sent.
         """
-        came, num_bytes = Checksum(), 0
+        came, num_bytes, results = Checksum(), 0, []
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal num_bytes
@@ -56,24 +79,33 @@ class VLLMServerEngine:
                 num_bytes += value.nbytes
                 yield name, value
 
-        if not self._sends:
-            for _ in watched():  # gathering a tensor needs all ranks
-                pass
-            return came.hexdigest(), num_bytes
-        self._request("/health")  # the stream would wait for a server that is gone
-        stream = WeightStream(self._own_address(), 0, 0, 1 + self._workers)
-        asked = {"method": "receive_trainer_weights", "args": [json.dumps([self._own_address(), stream.port])]}
-        with ThreadPoolExecutor(1) as pool:
-            received = pool.submit(self._request, "/collective_rpc", asked)
+        source = watched()
+        if self._sends:
             try:
-                stream.send(watched())
-            except RuntimeError:
-                received.result()  # raises what the server answered, if that is the cause
-                raise
-            results = received.result()["results"]
-        if any(result["checksum"] != came.hexdigest() for result in results):
+                results = self._send(source)
+                self._note_back(self._urls[0])
+            except UserError as error:
+                self._note_gone(self._urls[0], error)
+        for _ in source:  # gathering a tensor needs all ranks
+            pass
+        self._checksum = came.hexdigest()
+        if any(result["checksum"] != self._checksum for result in results):
             raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
-        return came.hexdigest(), num_bytes
+        return self._checksum, num_bytes
+
+    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
+        """What the workers of this rank's server say that they hold then. Raises LostServer."""
+        url, num_workers = self._urls[0], len(self._facts(self._urls[0]))
+        address = self._own_address(url)
+        stream = WeightStream(address, 0, 0, 1 + num_workers)
+        asked = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port])]}
+        with ThreadPoolExecutor(1) as pool:
+            received: Future = pool.submit(self._request, url, "/collective_rpc", asked)
+            try:
+                stream.send(tensors, while_waiting=lambda: received.done() and received.result())
+            except ConnectionError as error:
+                raise received.exception() or LostServer(FLAG, f"{url}: {error}") from None
+            return received.result()["results"]
 
     def sleep(self) -> None:
         """The server's memory is its own."""
@@ -88,13 +120,48 @@ class VLLMServerEngine:
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
     ) -> list[Completion]:
-        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds` and `limits`."""
+        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds` and `limits`.
+
+        Raises LostServer if no server is left that holds the weights of the last update.
+        """
         drawn = list(seeds) if sampling.temperature else [None] * len(prompts)
         most = list(limits) or [sampling.max_new_tokens] * len(prompts)
-        with ThreadPoolExecutor(self._batch_size) as pool:
-            return list(pool.map(lambda one: self._complete(sampling, *one), zip(prompts, drawn, most)))
+        holding = [url for url in self._urls if self._holds(url)]
 
-    def _complete(self, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int) -> Completion:
+        def complete(one: tuple) -> Completion:
+            for url in holding:
+                if url not in self._gone:
+                    try:
+                        return self._complete(url, sampling, *one)
+                    except LostServer as error:
+                        self._note_gone(url, error)
+            raise self._gone[self._urls[0]]
+
+        with ThreadPoolExecutor(self._batch_size) as pool:
+            return list(pool.map(complete, zip(prompts, drawn, most)))
+
+    def _holds(self, url: str) -> bool:
+        """Whether the server has the weights of the last update."""
+        try:
+            held = {facts["checksum"] for facts in self._facts(url)}
+        except LostServer as error:
+            self._note_gone(url, error)
+            return False
+        if held == {self._checksum}:
+            self._note_back(url)
+        else:
+            self._note_gone(url, LostServer(FLAG, f"{url} was started again, and has not got this run's weights yet"))
+        return url not in self._gone
+
+    def _note_gone(self, url: str, problem: UserError) -> None:
+        if self._gone.setdefault(url, problem) is problem:
+            print(f"rollout server lost, others take its requests: {problem.found}", flush=True)
+
+    def _note_back(self, url: str) -> None:
+        if self._gone.pop(url, None):
+            print(f"rollout server {url} is back", flush=True)
+
+    def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
         params = {
             "temperature": sampling.temperature,
             "max_tokens": limit,
@@ -107,26 +174,32 @@ class VLLMServerEngine:
             "seed": seed,
         }
         asked = {"token_ids": list(prompt), "sampling_params": params}
-        [choice] = self._request("/inference/v1/generate", asked)["choices"]
+        [choice] = self._request(url, "/inference/v1/generate", asked)["choices"]
         log_probs = [step["logprob"] for step in choice["logprobs"]["content"]]
         return Completion(choice["token_ids"], log_probs, choice["finish_reason"] == "stop")
 
-    def _own_address(self) -> str:
-        """The address of this machine that the server's machine can reach."""
-        place = urlsplit(self.url)
-        with socket.create_connection((place.hostname, place.port or 80), timeout=30) as connection:
-            return connection.getsockname()[0]
+    def _facts(self, url: str) -> list[dict]:
+        """What each worker of a server is, and the checksum of the weights that it holds."""
+        return self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)["results"]
 
-    def _request(self, path: str, body: Optional[dict] = None) -> Any:
-        """The JSON of the server's answer to a GET, or with `body` to a POST."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+    def _own_address(self, url: str) -> str:
+        """The address of this machine that the server's machine can reach."""
+        place = urlsplit(url)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                text = answer.read()
-                return json.loads(text) if text else None
+            with socket.create_connection((place.hostname, place.port or 80), timeout=30) as connection:
+                return connection.getsockname()[0]
+        except OSError as error:
+            raise LostServer(FLAG, f"{url}: {error}") from None
+
+    def _request(self, url: str, path: str, body: dict, timeout: float = TIMEOUT) -> Any:
+        """The JSON of the server's answer to a POST."""
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             told = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise UserError(FLAG, f"{self.url}{path}: status {error.code} {told}", "a server of serve_engine") from None
-        except (OSError, ValueError) as error:
-            raise UserError(FLAG, f"{self.url}{path}: {error}", "a running server of serve_engine") from None
+            kind = LostServer if error.code >= 500 else UserError
+            raise kind(FLAG, f"{url}{path}: status {error.code} {told}", "a server of serve_engine") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None

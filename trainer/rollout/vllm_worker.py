@@ -18,10 +18,13 @@ from trainer.rollout.weight_stream import WeightStream
 class WeightReceiver:
     """A part of vLLM's worker, so `self` is a worker of vLLM."""
 
+    trainer_checksum = ""  # of the weights that it holds now; empty until a trainer has sent some
+
     def facts_for_trainer(self) -> dict:
         config = self.model_config
         dtype, size = str(config.dtype).removeprefix("torch."), self.parallel_config.world_size
-        return {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size(), "workers": size}
+        facts = {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
+        return {**facts, "workers": size, "checksum": self.trainer_checksum}
 
     def receive_trainer_weights(self, asked: str) -> dict:
         """Load the tensors of a stream. `asked` is JSON of its host and port. Returns {"checksum", "bytes"}.
@@ -33,8 +36,9 @@ class WeightReceiver:
         if self.device.type == "cpu":
             use_plain_embeddings(model)
             check_experts(model)
-        stream = WeightStream(host, port, 1 + self.rank, 1 + self.parallel_config.world_size)
+        stream, self.trainer_checksum = WeightStream(host, port, 1 + self.rank, 1 + self.parallel_config.world_size), ""
         checksum, num_bytes = load_checked(model, stream.received(), self.model_config.dtype)
+        self.trainer_checksum = checksum
         return {"checksum": checksum, "bytes": num_bytes}
 
 

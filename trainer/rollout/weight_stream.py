@@ -4,9 +4,11 @@ The sender and the workers make a process group of their own, beside all others 
 update. The names of tensors go over its store, so nothing has to be known before the first tensor.
 """
 
+import contextlib
 import datetime
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,19 +25,32 @@ class WeightStream:
         self._store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=LIMIT, wait_for_workers=False)
         self.port = self._store.port
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Broadcast the tensors in the order of the iterable (from rank 0 to all ranks of the stream)."""
-        group, number = dist.ProcessGroupGloo(self._store, self._rank, self._size, LIMIT), 0
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], while_waiting: Callable[[], None]) -> None:
+        """Broadcast the tensors in the order of the iterable (from rank 0 to all ranks of the stream).
+
+        `while_waiting()` is called until all receivers have come. It raises if they will not.
+
+        Raises:
+            ConnectionError: a receiver is gone. The rest of the tensors is still in the iterable.
+        """
+        while not self._store.check([f"receiver {rank}" for rank in range(1, self._size)]):
+            while_waiting()
+            time.sleep(0.01)
+        with _of_connections():
+            group, number = dist.ProcessGroupGloo(self._store, self._rank, self._size, LIMIT), 0
         for number, (name, tensor) in enumerate(tensors, start=1):
             tensor = tensor.detach().cpu().contiguous()
             facts = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            self._store.set(f"tensor {number}", json.dumps(facts))
-            group.broadcast([tensor.view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
-        self._store.set(f"tensor {number + 1}", "null")
-        group.barrier().wait()  # the store must live until all have read from it
+            with _of_connections():
+                self._store.set(f"tensor {number}", json.dumps(facts))
+                group.broadcast([tensor.view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        with _of_connections():
+            self._store.set(f"tensor {number + 1}", "null")
+            group.barrier().wait()  # the store must live until all have read from it
 
     def received(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor on the CPU) of each tensor that comes, until the last one."""
+        self._store.set(f"receiver {self._rank}", "")
         group, number = dist.ProcessGroupGloo(self._store, self._rank, self._size, LIMIT), 1
         while (facts := json.loads(self._store.get(f"tensor {number}"))) is not None:
             name, dtype, shape = facts
@@ -44,3 +59,12 @@ class WeightStream:
             yield name, tensor
             number += 1
         group.barrier().wait()
+
+
+@contextlib.contextmanager
+def _of_connections() -> Iterator[None]:
+    """Errors of gloo inside are about the other end, and those of the iterable are not."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from None

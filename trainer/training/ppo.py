@@ -21,6 +21,7 @@ from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
 from trainer.rollout.placement import Part
 from trainer.rollout.rollouts_file import RolloutsLog
+from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.sync import sync_weights
 from trainer.training import advantages as adv
@@ -263,6 +264,7 @@ class PPORun:
     frozen_rollouts: Optional[list[list[Sample]]] = None
     eval_prompts: Optional[list[dict]] = None
     rollouts_log: Optional[RolloutsLog] = None
+    pages: Optional[SamplePages] = None
 
 
 def train_ppo(
@@ -374,6 +376,8 @@ def _updates(
             if "old_log_probs" not in flat:
                 flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", part)
             facts |= log_prob_facts(part, flat, state, options)
+            if run.pages:
+                facts |= run.pages.write(state.rollout, part.samples, flat["old_log_probs"])
         row = {**row, "mfu": None, **critic_row, **facts}
         log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
         if not math.isfinite(row["loss"]) and not row.get("skipped"):

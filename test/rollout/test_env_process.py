@@ -1,0 +1,138 @@
+"""--env_sandbox: the same episodes in processes; one that dies, hangs or eats memory costs its own episode only."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
+
+from trainer.datasets.prompts import COLUMN
+from trainer.errors import UserError
+from trainer.rollout.env_process import ProcessEnvironment
+from trainer.rollout.environments import Response, load_environment
+from trainer.rollout.episodes import generate_episodes
+
+ENVIRONMENT = """
+import os, socket, subprocess, sys, time
+
+class Environment:
+    tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
+
+    def reset(self, task):
+        self.turn, self.does, self.metrics = 0, task["does"], {}
+        if self.does == "die at once":
+            os._exit(1)
+        return [{"role": "user", "content": f"How much is 2 + 3? {task['nested']}"}]
+
+    async def step(self, response):
+        self.turn += 1
+        self.metrics["finished"] = float(response.finished)
+        if self.turn == 1:
+            return [{"role": "tool", "content": str(response.tool_calls[0]["arguments"]["a"] + 3)}], 0.25, False
+        if self.does == "die":
+            os._exit(1)
+        if self.does == "hang":
+            subprocess.Popen(["sleep", "1234"])
+            open(task_file, "w").write(str(os.getpid()))
+            time.sleep(60)
+        if self.does == "eat":
+            self.eaten = bytearray(1 << 40)
+        if self.does == "call out":
+            port = int(open(port_file).read())
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        if self.does == "raise":
+            raise KeyError("no sum")
+        return 1.0, True
+"""
+RIGHT = {"row": 0, "label": None, "prompt_ids": [1], COLUMN + "nested": [1, {"a": None}], COLUMN + "does": "well"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("env_process")
+    files = f"task_file, port_file = {str(folder / 'pid')!r}, {str(folder / 'port')!r}\n"
+    (folder / "env.py").write_text(files + ENVIRONMENT)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield folder
+    dist.destroy_process_group()
+
+
+def play(folder, *does: str, inside: bool = True, timeout: float = 20.0, made: list | None = None):
+    """An episode for each of `does`, with the turns of a model that knows the task."""
+    tokenizer, path = byte_tokenizer("qwen3"), str(folder / "env.py")
+    turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TURNS["qwen3"]]
+
+    def make():
+        env = ProcessEnvironment(path, 1024, timeout) if inside else load_environment(path)()
+        if made is not None:
+            made.append(env)
+        return env
+
+    prompts = [{**RIGHT, COLUMN + "does": name} for name in does]
+    envs, sampling = environments(make, tokenizer, timeout=timeout + 5), sampling_of(tokenizer, "qwen3")
+    return generate_episodes(envs, Script(turns), prompts, 1, sampling, seed=0, rollout=0)
+
+
+def test_processes_change_nothing(folder):
+    [here], [there] = play(folder, "well", inside=False), play(folder, "well")
+    assert there.metrics.pop("lost") == 0 and there == here and here.score == 1.25 and here.finished
+
+
+def test_a_process_that_is_lost_costs_its_episode_only(folder):
+    started, made = time.monotonic(), []
+    died, ate, hung, fine = play(folder, "die", "eat", "hang", "well", timeout=4.0, made=made)
+    assert time.monotonic() - started < 30
+    for sample in (died, ate, hung):
+        assert sample.metrics["lost"] == 1 and sample.score == 0.25 and not sample.finished and len(sample.turns) == 2
+    assert fine.metrics["lost"] == 0 and fine.score == 1.25 and fine.finished
+    time.sleep(0.2)
+    assert not is_running(int((folder / "pid").read_text())), "the one that hung is still there"
+    sleeping = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\0001234" in read(path)]
+    assert not sleeping, "what it started is still there"
+
+
+def test_kill_between_two_turns(folder):
+    """SIGKILL from outside, while the model writes."""
+    env = ProcessEnvironment(str(folder / "env.py"), 1024, 20.0)
+    assert env.reset({"nested": [], "does": "well"})[0]["role"] == "user" and env.tools
+    os.kill(env._process.pid, signal.SIGKILL)
+    call = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    step = env.step(Response("x", "x", [call], True))
+    assert not step.messages and not step.done and env.metrics == {"lost": 1.0}
+    env.close()
+
+
+def test_there_is_no_network(folder):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        (folder / "port").write_text(str(server.getsockname()[1]))
+        assert play(folder, "call out", inside=False)[0].score == 1.25
+        with pytest.raises(UserError, match=r"step raised OSError: \[Errno 101\] Network is unreachable"):
+            play(folder, "call out")
+
+
+@pytest.mark.parametrize(
+    "does, error", {"raise": r"step raised KeyError: 'no sum' \(line", "die at once": "reset lost its process"}.items()
+)
+def test_what_ends_the_run_is_one_line(folder, does, error):
+    made: list[ProcessEnvironment] = []
+    with pytest.raises(UserError, match=f"--env x.py: {error}"):
+        play(folder, "well", does, made=made)
+    for env in made:
+        env.close()
+
+
+def is_running(pid: int) -> bool:
+    return read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2][1:2] not in (b"", b"Z")
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,74 @@
+"""Weights for rollout servers: what comes is what was sent, and a receiver that dies leaves the rest to the sender."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+from trainer.rollout.weight_stream import WeightStream
+
+COUNT, SIZE = 12, 400_000
+OTHERS = [("int", torch.arange(7)), ("bf16", torch.randn(3, 5).bfloat16()), ("empty", torch.zeros(0, 4))]
+
+
+def tensors():
+    yield from OTHERS
+    for number in range(COUNT):
+        yield f"weight {number}", torch.full((SIZE,), float(number))
+
+
+def receive(port: int, rank: int, size: int, dies_after: int, answer) -> None:
+    for number, (name, tensor) in enumerate(WeightStream("127.0.0.1", port, rank, size).received(), start=1):
+        if number == dies_after:
+            os._exit(1)
+        answer.put((rank, name, tensor.dtype, list(tensor.shape), tensor.double().sum().item()))
+
+
+def stream_to(dies_after: list[int], source) -> list:
+    """Send `source` to a process for each entry, which dies after so many tensors. Returns what came."""
+    context = multiprocessing.get_context("spawn")
+    stream, answer = WeightStream("127.0.0.1", 0, 0, 1 + len(dies_after)), context.Queue()
+    processes = [
+        context.Process(target=receive, args=(stream.port, rank, 1 + len(dies_after), most, answer), daemon=True)
+        for rank, most in enumerate(dies_after, start=1)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 120
+
+    def while_waiting() -> None:
+        assert time.monotonic() < deadline
+
+    try:
+        stream.send(source, while_waiting)
+        return [answer.get(timeout=60) for _ in range(len(dies_after) * (COUNT + len(OTHERS)))]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_two_receivers_get_every_tensor():
+    came = stream_to([0, 0], tensors())
+    sent = [(name, t.dtype, list(t.shape), t.double().sum().item()) for name, t in tensors()]
+    for rank in (1, 2):
+        assert [rest for of, *rest in came if of == rank] == [list(row) for row in sent]
+
+
+def test_the_rest_of_the_weights_is_left_when_a_receiver_dies():
+    """Other ranks gather them too. So the sender has to go through all of them."""
+    source = tensors()
+    with pytest.raises(ConnectionError):
+        stream_to([6], source)
+    left = [name for name, _ in source]
+    assert 0 < len(left) < COUNT and left[-1] == f"weight {COUNT - 1}"
+
+
+def test_a_receiver_that_will_not_come_is_no_wait():
+    def gone() -> None:
+        raise ConnectionError("the server says no")
+
+    with pytest.raises(ConnectionError, match="says no"):
+        WeightStream("127.0.0.1", 0, 0, 2).send(tensors(), gone)

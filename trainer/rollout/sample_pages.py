@@ -1,0 +1,62 @@
+"""--sample_pages N: an HTML page for each rollout, to see in which tokens the engine and training do not agree."""
+
+import html
+import os
+from dataclasses import dataclass
+
+import torch
+
+from trainer.rollout.experience import Sample
+
+FOLDER = "samples"
+FULL = 0.5  # a difference of log-probs that has the full colour
+STYLE = """body{font:15px sans-serif;max-width:60em;margin:2em auto}pre{white-space:pre-wrap;font:13px monospace;
+border:1px solid #ccc;padding:.6em}.p{color:#777}.e{color:#06c}table{border-collapse:collapse}td{padding:0 1em 0 0}"""
+KEY = (
+    "Grey is the prompt, blue is the environment. The rest was generated. The redder a token, the more the log-probs of the "
+    "rollout engine and of training differ. Point at a token to see both."
+)
+
+
+@dataclass(frozen=True)
+class SamplePages:
+    """Writes the first `count` samples that this rank trains to `<output_dir>/samples/rollout_<number>.html`."""
+
+    output_dir: str
+    tokenizer: object
+    count: int
+
+    def write(self, rollout: int, samples: list[Sample], log_probs: torch.Tensor) -> dict[str, str]:
+        """`log_probs` are those of training, of the generated tokens of all samples. Returns a metric: the page's path."""
+        parts, start = [], 0
+        for sample in samples[: self.count]:
+            stop = start + len(sample.log_probs)
+            parts.append(self._sample(sample, log_probs[start:stop].tolist()))
+            start = stop
+        title, name = f"Rollout {rollout}", f"rollout_{rollout}.html"
+        page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><h1>{title}</h1><p>{KEY}</p>"
+        os.makedirs(os.path.join(self.output_dir, FOLDER), exist_ok=True)
+        with open(os.path.join(self.output_dir, FOLDER, name), "w") as file:
+            file.write(page + "".join(parts) + "\n")
+        return {"sample_page": f"{FOLDER}/{name}"}
+
+    def _sample(self, sample: Sample, trained: list[float]) -> str:
+        of_token = dict(zip(sample.generated(), zip(sample.log_probs, trained, strict=True), strict=True))
+        spans = [f'<span class="p">{self._text(sample.prompt_ids)}</span>']
+        for place, token in enumerate(sample.response_ids):
+            if place not in of_token:
+                spans.append(f'<span class="e">{self._text([token])}</span>')
+                continue
+            drawn, now = of_token[place]
+            share = min(abs(now - drawn) / FULL, 1.0)
+            told = f"token {token}: rollout {drawn:.4f}, training {now:.4f}"
+            spans.append(
+                f'<span style="background:rgba(230,0,0,{share:.3f})" title="{told}">{self._text([token])}</span>'
+            )
+        facts = {"score": f"{sample.score:.4g}", "finished": sample.finished, "label": sample.label}
+        facts |= {"turns": len(sample.turns) or None, "version": sample.version, **sample.metrics}
+        row = "".join(f"<td>{name}: <b>{html.escape(str(v))}</b></td>" for name, v in facts.items() if v is not None)
+        return f"<h2>Sample {sample.number}</h2><table><tr>{row}</tr></table><pre>{''.join(spans)}</pre>"
+
+    def _text(self, ids: list[int]) -> str:
+        return html.escape(self.tokenizer.decode(ids))
