@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, nargs=2, default=[1024, 768])
     parser.add_argument("--num_images", type=int, default=96)
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--image_workers", type=int, default=1)
+    parser.add_argument("--image_workers", type=int, default=2)
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 1.5, 3.0])
     return parser.parse_args()
 

@@ -129,7 +129,7 @@ def refuse_ppo_flags(args) -> None:
 
 def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
-        flag = "--image_workers" if args.image_workers > 1 else "--vision_learning_rate"
+        flag = "--image_workers" if args.image_workers != 2 else "--vision_learning_rate"
         flag = flag if args.freeze_vision else "--freeze_vision"
         raise UserError(flag, "would do nothing here: no row has an image", "rows with images, or leave it out")
     flags = vars(args)

@@ -92,7 +92,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run
             packed_capacity=capacity if args.packing_samples else None,
             shuffle=False,
         )
-        loader.num_workers = args.image_workers
+        loader.num_workers = args.image_workers if image_run else 1
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         samples = move(samples, trained_by(setup.strategy.meshes, loader))
         loader.dataset = as_set(samples)

@@ -181,7 +181,7 @@ def load_flag_rows(args, names: str, split: str, flag: str):
 
 def image_run_of(args, setup: Setup, *sets):
     """What rows with images change in this run. None if no set has images, and no flag is about them."""
-    asks = not args.freeze_vision or args.vision_learning_rate is not None or args.image_workers > 1
+    asks = not args.freeze_vision or args.vision_learning_rate is not None or args.image_workers != 2
     if not asks and not any("images" in found.column_names for found in sets if found):
         return None
     from trainer.cli.image_runs import ImageRun
@@ -221,7 +221,8 @@ def build_loader(
         shuffle=shuffle,
         **options,
     )
-    loader.num_workers = args.image_workers
+    if "images" in getattr(samples, "column_names", ()):  # a stream has none
+        loader.num_workers = args.image_workers
     return loader
 
 
