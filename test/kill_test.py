@@ -1,6 +1,6 @@
 """SIGKILL at random moments, during saves too, of one rank or of everything; then the same command again.
 
-    python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save]
+    python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save] [--vision]
 
 Runs of 60 steps on 2 ranks are killed `count` times in all and started again blindly, until each has ended. Every joined
 loss curve must be bitwise that of the undisturbed run, and after the death of one rank all must be gone within 30 s.
@@ -20,16 +20,20 @@ from pathlib import Path
 from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.datasets.demo import make_demo
+from trainer.datasets.vision_demo import make_vision_demo
 
 STEPS, SAVE_STEPS, RANKS = 60, 3, 2
 GONE_WITHIN_SECONDS = 30
+VISION = {"--freeze_vision", "false"}  # "-" sorts before "f"
 ROW_BYTES = 400  # of one step in metrics.jsonl, about
 
 
 def command_line(folder: Path, name: str, flags: list[str]) -> list[str]:
     demo = folder / "demo"
-    line = ["-m", "trainer.cli.train_sft", "--pretrain", f"{demo}/model", "--dataset", f"{demo}/sft.jsonl"]
-    line += ["--apply_chat_template", "--max_len", "128", "--max_samples", "200", "--max_steps", str(STEPS)]
+    data = ["--dataset", f"{demo}/train.jsonl"] if set(flags) >= VISION else ["--dataset", f"{demo}/sft.jsonl"]
+    data += [] if set(flags) >= VISION else ["--apply_chat_template"]
+    line = ["-m", "trainer.cli.train_sft", "--pretrain", f"{demo}/model", *data]
+    line += ["--max_len", "128", "--max_samples", "200", "--max_steps", str(STEPS)]
     line += ["--train_batch_size", "8", "--micro_train_batch_size", "4", "--learning_rate", "2e-3", "--no_save"]
     line += ["--save_steps", str(SAVE_STEPS), "--max_ckpt_num", "2", "--output_dir", str(folder / name)]
     return [*line, *flags]
@@ -128,7 +132,7 @@ def assert_same_curve(folder: Path, name: str) -> None:
 
 def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
     generator = random.Random(seed)
-    make_demo(str(folder / "demo"))
+    (make_vision_demo if set(flags) >= VISION else make_demo)(str(folder / "demo"))
     code, output = torchrun(RANKS, *command_line(folder, "undisturbed", flags), timeout=300)
     assert code == 0, output[-5000:]
     done = number = 0
@@ -145,10 +149,12 @@ def main() -> None:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--zero_stage")
     parser.add_argument("--async_save", action="store_true")
+    parser.add_argument("--vision", action="store_true", help="rows with images, and a tower that trains")
     parser.add_argument("--count", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     flags = ["--backend", args.backend, *(["--zero_stage", args.zero_stage] if args.zero_stage else [])]
+    flags += sorted(VISION) * args.vision
     with tempfile.TemporaryDirectory() as folder:
         kill_test(Path(folder), flags + ["--async_save"] * args.async_save, args.count, args.seed)
 

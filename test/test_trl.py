@@ -8,6 +8,7 @@ import importlib.util
 import json
 
 import pytest
+import vision_models
 from launch import read_steps, train_many, train_many_with_trl
 from safetensors.torch import load_file
 
@@ -48,6 +49,8 @@ CASES = {
     ),
     # TRL scores the last token that is not padding, which is ours as long as the pad token is not the eos token
     "reward": (["--loss", "sigmoid"], "Reward", {}, 1, "texts"),
+    # no convention differs: loss tokens of the whole batch are averaged, and images and their marks have no loss
+    "images": ([], "SFT", {}, 1, "images"),
     "reward-margin": (["--loss", "sigmoid", "--margin_key", "margin"], "Reward", {}, 1, "texts"),
 }  # fmt: skip
 
@@ -82,6 +85,29 @@ def write_data(folder, shared_data) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
 
 
+def write_images(folder) -> list[str]:
+    """Rows with one or two images of different sizes, and a tiny Qwen3-VL. Returns the flags of train_sft for them.
+
+    TRL's loss of an answer has all that the template puts behind it, ours ends with the stop token: this template puts
+    nothing behind it.
+    """
+    model, rows = folder / "qwen3_vl", []
+    vision_models.make_folder("qwen3_vl", model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template.replace("'<|im_end|>\n'", "'<|im_end|>'"))
+    for number in range(4 * STEPS):
+        paths = [str(folder / f"{number}-{place}.png") for place in range(1 + number % 2)]
+        for place, path in enumerate(paths):
+            vision_models.drawn(2 * number + place, (16 + 4 * (number % 5), 16 + 8 * place)).save(path)
+        question = [*({"type": "image"} for _ in paths), {"type": "text", "text": f"Which one is number {number}?"}]
+        answer = "The first." if number % 2 else f"There is only one, {number}."
+        talk = [{"role": "user", "content": question}]
+        talk.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        rows.append({"messages": talk, "images": paths})
+    (folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["train_sft", "--pretrain", str(model), "--freeze_vision", "false"]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_data):
     """The folder with <case>/ours and <case>/trl."""
@@ -93,6 +119,7 @@ def runs(tmp_path_factory, shared_data):
     for name, (flags, trainer, options, _, data) in CASES.items():
         command = "train_rm" if trainer == "Reward" else "train_dpo"
         argv = [command, "--pretrain", str(shared_data / "models/stories260K-hf"), *flags]
+        argv = write_images(folder) if trainer == "SFT" else argv
         argv += ["--dataset", str(folder / f"{data}.jsonl"), "--max_len", "128", "--no_shuffle", "--no_save"]
         argv += ["--train_batch_size", "4", "--max_steps", str(STEPS), "--param_dtype", "fp32", "--max_norm", "0"]
         argv += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_ratio", "0"]

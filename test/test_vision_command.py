@@ -7,14 +7,13 @@ import pytest
 import vision_models
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from trainer.cli import train_dpo, train_sft, training_command
-from trainer.cli.image_runs import ImageRun
+from trainer.cli import train_ppo, train_sft
+from trainer.cli.image_runs import ImageRun, refuse_ppo_flags
 from trainer.datasets import vision_demo
 from trainer.errors import UserError
 from trainer.models.vision_tower import check_tower
 
 REFUSED = {
-    "--ring_attn_size 2": "--ring_attn_size: with rows that have images",
     "--expert_parallel_size 2": "--expert_parallel_size: with rows that have images",
     "--tensor_parallel_size 2 --sequence_parallel": "--sequence_parallel: with rows that have images",
     "--load_in_4bit --lora_rank 2": "--load_in_4bit: with rows that have images",
@@ -40,34 +39,56 @@ def test_flags_that_do_not_work_with_images_are_refused(flags):
     assert str(found.value).startswith(REFUSED[flags])
 
 
-@pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4"])
+@pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--image_workers 4"])
 def test_flags_of_the_tower_are_refused_without_images(flags):
     args, _ = train_sft.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError, match="would do nothing here: no row has an image"):
         ImageRun(args, None)
 
 
-def test_other_commands_refuse_rows_with_images(tmp_path):
-    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c", "images": images} for images in ([], ["x.png"])]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", str(tmp_path / "pairs.jsonl")])
-    with pytest.raises(UserError, match=r"--dataset row 2: it has images \(allowed: rows without images; train_sft"):
-        training_command.load_text_rows(args, args.dataset, "train", "--dataset")
+REFUSED_BY_PPO = {
+    "--rollout_engine vllm": "--rollout_engine: with rows that have images",
+    "--advantage_estimator gae": "--advantage_estimator: with rows that have images",
+    "--reward_pretrain rm": "--reward_pretrain: with rows that have images",
+    "--ref_model other": "--ref_model: with rows that have images",
+    "--env calculator.py:Env": "--env: with rows that have images",
+    "--max_staleness 1": "--max_staleness: with rows that have images",
+}
 
 
-def test_packing_is_refused_where_images_are_seen_both_ways(tmp_path):
+@pytest.mark.parametrize("flags", REFUSED_BY_PPO)
+def test_flags_of_train_ppo_that_do_not_work_with_images_are_refused(flags):
+    estimator = [] if "estimator" in flags else ["--advantage_estimator", "group_norm"]
+    args, _ = train_ppo.parse(["--pretrain", "m", "--dataset", "d", *estimator, *flags.split()])
+    with pytest.raises(UserError) as found:
+        refuse_ppo_flags(args)
+    assert str(found.value).startswith(REFUSED_BY_PPO[flags])
+
+
+def test_a_reference_of_another_kind_is_refused(tmp_path):
+    run = object.__new__(ImageRun)
+    run.folder = vision_models.make_folder("qwen3_vl", tmp_path / "own")
+    other = vision_models.make_folder("smolvlm", tmp_path / "other")
+    run.check_kind(run.folder, "--ref_model")
+    with pytest.raises(UserError, match=r"--ref_model: a smolvlm, and rows have images \(allowed: a qwen3_vl"):
+        run.check_kind(other, "--ref_model")
+
+
+def test_packed_and_split_rows_are_refused_where_images_are_seen_both_ways(tmp_path):
     import torch
 
     for kind in ("gemma3", "gemma4", "qwen3_vl"):
         config = AutoConfig.from_pretrained(vision_models.make_folder(kind, tmp_path / kind))
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)
-        check_tower(model, packed=False, tp_size=2)
+        check_tower(model, packed=False, sp_size=1, tp_size=2)
         if kind == "qwen3_vl":
-            check_tower(model, packed=True, tp_size=1)
+            check_tower(model, packed=True, sp_size=2, tp_size=1)
             continue
         with pytest.raises(UserError, match=f"--packing_samples: in {kind}, a token of an image sees later ones"):
-            check_tower(model, packed=True, tp_size=1)
+            check_tower(model, packed=True, sp_size=1, tp_size=1)
+        with pytest.raises(UserError, match=f"--ring_attn_size: in {kind}, a token of an image sees later ones"):
+            check_tower(model, packed=False, sp_size=2, tp_size=1)
 
 
 def test_the_demo_is_the_same_for_the_same_seed_and_holds_numbers_out(tmp_path, monkeypatch):

@@ -14,9 +14,26 @@ import sys
 
 import torch
 from datasets import Dataset
+from PIL import Image
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -25,6 +42,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as RewardCollat
 from trl.trainer.utils import pad
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from trainer.datasets.image_processor import load_processor
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 
@@ -146,9 +164,51 @@ def train_grpo(argv: list[str], options: dict) -> None:
     save_file({k: p.detach().clone() for k, p in model.named_parameters()}, f"{args.output_dir}/weights.safetensors")
 
 
+def train_sft_on_images(argv: list[str]) -> None:
+    """SFTTrainer with its own collator, which renders, tokenizes and reads images by the processor's call.
+
+    Only the processor is loaded by this project: transformers cannot load it without torchvision.
+    """
+    args, _ = importlib.import_module("trainer.cli.train_sft").parse(argv[1:])
+    os.makedirs(args.output_dir, exist_ok=True)
+    processor, losses = load_processor(args.pretrain, AutoTokenizer.from_pretrained(args.pretrain)), []
+    processor.chat_template = processor.tokenizer.chat_template
+    with open(args.dataset) as file:
+        rows = [json.loads(line) for line in file]
+    data = [
+        {
+            "prompt": row["messages"][:-1],
+            "completion": row["messages"][-1:],
+            "images": [Image.open(path).convert("RGB") for path in row["images"]],
+        }
+        for row in rows
+    ]
+
+    class Recording(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    options = {"train_sampling_strategy": "sequential", "max_length": None}
+    model = AutoModelForImageTextToText.from_pretrained(args.pretrain, dtype=torch.float32)
+    Recording(
+        model=model,
+        args=make_config(SFTConfig, args, args.train_batch_size, options),
+        train_dataset=Dataset.from_list(data),
+        processing_class=processor,
+    ).train()
+    with open(f"{args.output_dir}/losses.json", "w") as file:
+        json.dump(losses, file)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(weights, f"{args.output_dir}/weights.safetensors")
+
+
 def train(argv: list[str], name: str, options: dict) -> None:
     if name == "GRPO":
         return train_grpo(argv, options)
+    if name == "SFT":
+        return train_sft_on_images(argv)
     command = importlib.import_module(f"trainer.cli.{argv[0]}")
     args, _ = command.parse(argv[1:])
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)

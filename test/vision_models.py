@@ -222,3 +222,21 @@ def write_rows(folder: Path) -> str:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def write_pairs(folder: Path) -> str:
+    """The rows with a second, worse answer to each prompt. Both answers share the prompt's images."""
+    rows = [json.loads(line) for line in Path(write_rows(folder)).read_text().splitlines()]
+    worse = ["No.", "A red house, or two of them.", "Maybe.", "What?", "Nothing", "It is not.", "Hm, yes!", "The first"]
+    pairs = [
+        {
+            "prompt": row["messages"][:-1],
+            "chosen": row["messages"][-1]["content"],
+            "rejected": answer,
+            "images": row["images"],
+        }
+        for row, answer in zip(rows, worse, strict=True)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(path)

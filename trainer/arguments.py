@@ -119,6 +119,7 @@ class VisionArguments:
     vision_learning_rate: Optional[float] = arg(
         None, "peak learning rate of the vision tower, with --freeze_vision false", type="PositiveFloat"
     )
+    image_workers: int = arg(2, "threads of each rank that prepare the images of coming batches", type="PositiveInt")
 
 
 @dataclass

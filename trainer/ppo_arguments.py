@@ -12,6 +12,7 @@ from trainer.arguments import (
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
+    VisionArguments,
     arg,
 )
 
@@ -227,6 +228,7 @@ class PPOArguments(
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    VisionArguments,
     CriticArguments,
     KLArguments,
     AdvantageArguments,

@@ -13,6 +13,7 @@ from trainer.arguments import (
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
+    VisionArguments,
     arg,
 )
 
@@ -87,6 +88,7 @@ class RMArguments(
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    VisionArguments,
     RewardArguments,
     PreferenceDataArguments,
     LengthArguments,
@@ -104,6 +106,7 @@ class DPOArguments(
     LayoutArguments,
     OptimizerArguments,
     BatchArguments,
+    VisionArguments,
     PreferenceArguments,
     PreferenceDataArguments,
     LengthArguments,

@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import vision_models
 import vision_reference
 
-from trainer.cli import train_sft
+from trainer.cli import train_dpo, train_sft
 from trainer.datasets.image_batches import ImageCollate
 from trainer.datasets.image_samples import ImageSamples
 from trainer.datasets.packing import shifted_labels
+from trainer.datasets.preference import SIDES, collate_pairs
 from trainer.datasets.sft_samples import render_sample
 from trainer.errors import UserError
 
@@ -166,6 +167,50 @@ def test_an_image_in_an_answer_and_images_without_a_template_are_refused(here):
         load(here, rows, "--input_key", "question", "--output_key", "answer")
     keys = ["--input_key", "question", "--output_key", "answer", "--apply_chat_template"]
     assert len(load(here, rows, *keys)[0][0]["images"]) == 1
+
+    with pytest.raises(UserError, match="row 1: column answer: an image in an answer"):
+        load(here, [{**rows[0], "question": "Draw!", "answer": "<image>"}], *keys)
+
+
+def load_pairs(here: Path, rows, *flags: str):
+    path, folder = here / "pairs.jsonl", str(here / "qwen3_vl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args, _ = train_dpo.parse(["--pretrain", folder, "--dataset", str(path), "--apply_chat_template", *flags])
+    return train_dpo.load_data(args, AutoTokenizer.from_pretrained(folder), str(path), "train", "--dataset")
+
+
+def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):
+    """As a prompt and two answers, as two conversations, and as single answers for KTO. Images are processed once."""
+    pair = {"prompt": "<image>?", "chosen": "Yes.", "rejected": "No!", "images": ["pictures/0.png"]}
+    talks = [[{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": pair[side]}] for side in SIDES]
+    [one], ledger = load_pairs(here, [pair])
+    [other], _ = load_pairs(here, [{**dict(zip(SIDES, talks, strict=True)), "images": pair["images"]}])
+    (good, bad), counts = load_pairs(here, [pair], "--loss", "kto")
+    assert one["digest"] == other["digest"] and one["images"][0].tobytes() == good["images"][0].tobytes()
+    assert (good["input_ids"], bad["input_ids"]) == (one["chosen_ids"], one["rejected_ids"])
+    assert (ledger.num_images, ledger.num_image_tokens) == (1, 2 * counts.num_image_tokens // counts.num_images)
+    processor = load_pairs(here, [pair])[0].processor
+    for side, sample in (("chosen", good), ("rejected", bad)):
+        row = {"messages": talks[SIDES.index(side)], "images": pair["images"]}
+        inputs, _ = vision_reference.inputs_of(row, here, processor)
+        assert sample["input_ids"] == inputs["input_ids"][0].tolist()
+    tensors = collate_pairs([one], 1, False, ImageCollate(processor))["images"]
+    assert torch.equal(tensors["pixel_values"], torch.cat([inputs["pixel_values"]] * 2))
+
+
+def test_a_bad_pair_is_one_line_with_its_number(here):
+    good = {"prompt": "<image>?", "chosen": "Yes.", "rejected": "No!", "images": ["pictures/0.png"]}
+    bad = {
+        "row 2: column images: 0 marks for 1 images": {"prompt": "Hi"},
+        "row 2: column rejected: an image in an answer": {"rejected": "<image>"},
+        "row 2: .*none.png: No such file": {"images": ["none.png"]},
+    }
+    for message, change in bad.items():
+        with pytest.raises(UserError, match=message):
+            load_pairs(here, [good, {**good, **change}])
+    long = {**good, "prompt": "<image>" * 6, "images": ["pictures/3.png"] * 6}
+    pairs, ledger = load_pairs(here, [good, long], "--max_len", "60")
+    assert len(pairs) == ledger.num_unfit == ledger.num_cut_away == 1
 
 
 def test_images_for_a_model_of_text_are_refused(here):

@@ -1,4 +1,4 @@
-"""What rows with images change in `train_sft`: the tokens, the micro-batches, the model, and what trains."""
+"""What rows with images change in a training command: the tokens, the micro-batches, the model, and what trains."""
 
 import functools
 from collections.abc import Callable
@@ -9,14 +9,25 @@ from trainer.errors import UserError
 def tokenizer_of_images(args) -> Callable:
     """`tokenize_images` for the model of --pretrain. It has the parameters of `tokenize_sft`."""
     from trainer.datasets.image_samples import tokenize_images
+
+    return functools.partial(tokenize_images, **_of_model(args))
+
+
+def tokenizer_of_answers(args, tokenize: Callable, answers: list[str]) -> Callable:
+    """`tokenize`, of pairs or of single answers in the columns `answers`, or of prompts, for rows with images."""
+    from trainer.datasets.image_answers import tokenize_image_answers
+
+    return functools.partial(tokenize_image_answers, tokenize=tokenize, answers=answers, **_of_model(args))
+
+
+def _of_model(args) -> dict:
     from trainer.models.model_loading import resolve_model_folder
 
-    return functools.partial(
-        tokenize_images,
-        folder=resolve_model_folder(args.pretrain),
-        remote_code=args.trust_remote_code,
-        own_template=bool(args.tokenizer_chat_template),
-    )
+    return {
+        "folder": resolve_model_folder(args.pretrain),
+        "remote_code": args.trust_remote_code,
+        "own_template": bool(args.tokenizer_chat_template),
+    }
 
 
 class ImageRun:
@@ -29,17 +40,38 @@ class ImageRun:
 
         with_images = [found for found in sets if found and "images" in found.column_names]
         _refuse_flags(args, bool(with_images))
-        self.args, self.strategy, self.auto_class = args, setup.strategy, AutoModelForImageTextToText
-        self.collate = ImageCollate(with_images[0].processor, packed=args.packing_samples)
+        self.args, self.strategy, self.folder = args, setup.strategy, setup.folder
+        self.auto_class = AutoModelForImageTextToText
+        self.collate = ImageCollate(with_images[0].processor, args.packing_samples, split=args.ring_attn_size > 1)
+        self.prompts = sets[0]  # of train_ppo
+
+    def check_kind(self, folder: str, flag: str) -> None:
+        """Raise UserError if the model of `folder`, which `flag` named, is of another kind than that of --pretrain."""
+        from transformers import AutoConfig
+
+        own, other = (AutoConfig.from_pretrained(path).model_type for path in (self.folder, folder))
+        if own != other:
+            raise UserError(flag, f"a {other}, and rows have images", f"a {own}, as --pretrain")
+
+    def fit(self, model) -> None:
+        """Check that the model's tower works with the flags, and let the micro-batches know the model."""
+        from trainer.models.vision_tower import check_tower, hide_documents
+
+        args, is_split = self.args, self.args.ring_attn_size > 1
+        check_tower(model, args.packing_samples, args.ring_attn_size, args.tensor_parallel_size)
+        if args.packing_samples or is_split:
+            hide_documents(model)
+        if is_split:
+            from trainer.models.split_images import take_own_images
+
+            take_own_images(model)
+        self.collate.use(model)
 
     def use(self, model) -> None:
-        """Freeze what does not train, say so, and let the micro-batches know the model."""
-        from trainer.models.vision_tower import check_tower, freeze_tower, hide_documents
+        """`fit` the model that trains, freeze what does not train, and say so."""
+        from trainer.models.vision_tower import freeze_tower
 
-        check_tower(model, self.args.packing_samples, self.args.tensor_parallel_size)
-        if self.args.packing_samples:
-            hide_documents(model)
-        self.collate.use(model)
+        self.fit(model)
         if self.args.lora_rank:
             self.strategy.print("images: the adapter trains; the vision tower and its projector are frozen")
         elif self.args.freeze_vision:
@@ -51,28 +83,64 @@ class ImageRun:
         else:
             self.strategy.print("images: the vision tower, its projector and the language model train")
 
+    def image_tokens(self) -> tuple[int, ...]:
+        """Tokens that stand for an image. A policy that draws one has no image to show: its response ends there."""
+        from trainer.datasets.image_processor import image_token_ids
 
-def refuse_images(rows, flag: str) -> None:
-    """Raise UserError if a row has an image."""
-    from trainer.datasets.image_samples import rows_with_images
+        return tuple(image_token_ids(self.collate.processor))
 
-    if numbers := rows_with_images(rows):
-        raise UserError(f"{flag} row {numbers[0]}", "it has images", "rows without images; train_sft takes images")
+    def rows_of_rollout(self, samples: list[dict], pad_token_id: int) -> dict:
+        """The micro-batch of samples of a rollout, with the images of their prompts."""
+        has_images = "images" in self.prompts.column_names  # else only those of --eval_dataset have
+        images = [self.prompts.images_of(sample["row"]) if has_images else [] for sample in samples]
+        samples = [{**sample, "images": own} for sample, own in zip(samples, images, strict=True)]
+        return self.collate(samples, pad_token_id)
+
+    def read_prompts(self, input_ids, mask, sources: list[tuple]) -> dict:
+        """What the rollout engine's model gets to read prompts; see `CachedRows`. `sources`: the images of each."""
+        from trainer.datasets.image_files import decode
+
+        found = self.collate.prompt_arguments(input_ids.cpu(), mask.cpu(), [list(map(decode, s)) for s in sources])
+        return {name: value.to(input_ids.device) for name, value in found.items()}
+
+
+def prompts_with_images(prompts, rows, columns: list[str]):
+    """Prompts of `tokenizer_of_answers` with the `columns` of their rows that rewards take."""
+    from trainer.datasets.image_answers import ImagePrompts
+    from trainer.datasets.prompts import with_columns
+
+    return ImagePrompts(with_columns(prompts.samples, rows, columns), prompts.rows, prompts.processor)
+
+
+def refuse_ppo_flags(args) -> None:
+    """Raise UserError for flags of train_ppo that do not work with images."""
+    refused = [
+        ("--rollout_engine", args.rollout_engine != "hf", "hf"),
+        ("--advantage_estimator", args.advantage_estimator == "gae", "one without a critic, such as group_norm"),
+        ("--reward_pretrain", bool(args.reward_pretrain), "--reward_func or --remote_rm_url"),
+        ("--ref_model", bool(args.ref_model), "leave it out: the reference is --pretrain"),
+        ("--env", bool(args.env), "leave it out"),
+        ("--max_staleness", bool(args.max_staleness), "0"),
+    ]
+    for flag, used, allowed in refused:
+        if used:
+            raise UserError(flag, "with rows that have images", allowed)
 
 
 def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
-        flag = "--vision_learning_rate" if args.freeze_vision else "--freeze_vision"
+        flag = "--image_workers" if args.image_workers != 2 else "--vision_learning_rate"
+        flag = flag if args.freeze_vision else "--freeze_vision"
         raise UserError(flag, "would do nothing here: no row has an image", "rows with images, or leave it out")
+    flags = vars(args)
     refused = [
-        ("--ring_attn_size", args.ring_attn_size > 1, "1"),
         ("--sequence_parallel", args.sequence_parallel, "leave it out"),
         ("--expert_parallel_size", args.expert_parallel_size > 1, "1"),
         ("--load_in_4bit", args.load_in_4bit, "leave it out"),
         ("--compile", args.compile, "leave it out"),
-        ("--aux_loss_coef", bool(args.aux_loss_coef), "0"),
-        ("--expert_bias_update_rate", bool(args.expert_bias_update_rate), "0"),
-        ("--parity_trace", bool(args.parity_trace), "leave it out"),
+        ("--aux_loss_coef", bool(flags.get("aux_loss_coef")), "0"),
+        ("--expert_bias_update_rate", bool(flags.get("expert_bias_update_rate")), "0"),
+        ("--parity_trace", bool(flags.get("parity_trace")), "leave it out"),
     ]
     for flag, used, allowed in refused:
         if used:

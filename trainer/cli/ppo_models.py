@@ -65,10 +65,10 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
     return frozen
 
 
-def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callable:
+def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run=None) -> Callable:
     """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and the samples, moved to where they train.
 
-    It communicates (all-to-all over the world).
+    It communicates (all-to-all over the world). `image_run`: prompts have images.
     """
     from trainer.rollout.experience import SampleSet, collate_samples
     from trainer.rollout.placement import move, trained_by
@@ -81,6 +81,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
             SampleSet, loss_agg=args.loss_agg, max_len=args.generate_max_len, mask_truncated=args.mask_truncated
         )
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
+        options["collate"] = image_run and image_run.rows_of_rollout
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
             as_set(samples),
@@ -91,6 +92,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup) -> Callab
             packed_capacity=capacity if args.packing_samples else None,
             shuffle=False,
         )
+        loader.num_workers = args.image_workers if image_run else 1
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         samples = move(samples, trained_by(setup.strategy.meshes, loader))
         loader.dataset = as_set(samples)
@@ -106,6 +108,7 @@ def build_roles(
     total_steps: int,
     make_batches: Callable,
     functions: dict[str, Callable],
+    image_run=None,
 ):
     """Load and shard all models one after the other, so that only one model is ever whole."""
     from transformers import AutoModelForCausalLM
@@ -113,20 +116,24 @@ def build_roles(
     from trainer.training.ema import WeightAverage
     from trainer.training.ppo_state import Roles
 
-    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
+    model = training_command.load_model(args, setup, setup.folder, auto_class)
     _check_length(args, model.config)
+    if image_run:
+        image_run.use(model)
     if args.lora_rank:
         add_adapter_of_flags(args, setup.strategy, model)
-    actor = tuple(training_command.prepare_training(args, setup.strategy, model, total_steps))
+    tower_lr = args.vision_learning_rate
+    actor = tuple(training_command.prepare_training(args, setup.strategy, model, total_steps, tower_lr))
     return Roles(
         actor=actor,
         average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
         score=build_reward(args, setup, make_batches, functions),
-        engine=_engine(args, setup) if args.eval_dataset or not args.rollouts_from else None,
+        engine=_engine(args, setup, image_run) if args.eval_dataset or not args.rollouts_from else None,
         environment=_environments(args, setup) if args.env else None,
         critic=_critic(args, setup, output_dir, total_steps) if args.advantage_estimator == "gae" else None,
         has_reference=bool(args.init_kl_coef),
-        reference=_reference(args, setup) if args.init_kl_coef and not reference_is_base(args) else None,
+        reference=_reference(args, setup, image_run) if args.init_kl_coef and not reference_is_base(args) else None,
         offload_actor_optimizer=args.offload_actor_optimizer,
         offload_critic=args.offload_critic,
     )
@@ -140,7 +147,7 @@ def _check_length(args: PPOArguments, config) -> None:
         raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")
 
 
-def _engine(args: PPOArguments, setup: training_command.Setup):
+def _engine(args: PPOArguments, setup: training_command.Setup, image_run=None):
     options = {
         "dtype": setup.strategy.param_dtype,
         "device": setup.strategy.device,
@@ -162,9 +169,13 @@ def _engine(args: PPOArguments, setup: training_command.Setup):
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
+    if image_run:
+        options |= {"auto_class": image_run.auto_class, "read_images": image_run.read_prompts}
     engine = HFEngine(setup.folder, setup.tokenizer, **options)
     if engine.kind_of_rows is UncachedRows:
         name = type(engine.model).__name__
+        if image_run:
+            raise UserError("--pretrain", f"prompts with images, and no cache for {name}", "another model")
         setup.strategy.print(f"rollout engine: no cache for {name}, so each token reads the whole text again")
     return engine
 
@@ -226,7 +237,7 @@ def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dic
     return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=args.tensor_parallel_size)
 
 
-def _reference(args: PPOArguments, setup: training_command.Setup):
+def _reference(args: PPOArguments, setup: training_command.Setup, image_run=None):
     from transformers import AutoModelForCausalLM
 
     from trainer.distributed.collectives import rank_0_first
@@ -240,7 +251,10 @@ def _reference(args: PPOArguments, setup: training_command.Setup):
         raise UserError(
             "--teacher", f"{args.teacher} has another vocabulary than --pretrain", "a model with the same one"
         )
-    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
+    auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
+    reference = training_command.load_model(args, setup, folder, auto_class, flag)
+    if image_run:
+        image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
 
 

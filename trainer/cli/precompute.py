@@ -9,11 +9,11 @@ from trainer.cli import training_command
 from trainer.cli.preference_data import build_pair_loader
 
 
-def with_reference(args, setup: training_command.Setup, folder: str, load_reference, sets: list) -> list:
+def with_reference(args, setup: training_command.Setup, folder: str, load_reference, sets: list, rows_of=None) -> list:
     """Return the sets of pairs with the reference's log-probs, from disk or from one pass. None stays None.
 
     The file name is a hash of the model in `folder`, the pairs and the dtype. `load_reference()` is called only if a
-    set is not on disk.
+    set is not on disk. `rows_of` makes rows of sequences with images.
     """
     from trainer.distributed.collectives import broadcast_object, rank_0_alone
     from trainer.training import reference_cache as cache
@@ -28,7 +28,7 @@ def with_reference(args, setup: training_command.Setup, folder: str, load_refere
         log_probs = broadcast_object(cache.read(path) if strategy.is_rank_0() else None)
         if log_probs is None:
             reference = reference or load_reference()
-            loader = build_pair_loader(args, setup, pairs, shuffle=False)
+            loader = build_pair_loader(args, setup, pairs, shuffle=False, rows_of=rows_of)
             log_probs = cache.compute(strategy, reference, loader, pairs, setup.sp_group)
             rank_0_alone(functools.partial(cache.write, path, log_probs))
             strategy.print(f"reference log-probs of {len(pairs)} pairs computed and saved in {path}")

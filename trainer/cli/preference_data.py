@@ -18,8 +18,13 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
     from trainer.datasets.preference import tokenize_preference
 
-    return tokenize_preference(
-        training_command.load_text_rows(args, names, split, flag),
+    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_preference
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import tokenizer_of_answers
+
+        tokenize = tokenizer_of_answers(args, tokenize_preference, [args.chosen_key, args.rejected_key])
+    return tokenize(
+        rows,
         tokenizer,
         flag=flag,
         prompt_key=args.prompt_key,
@@ -38,11 +43,15 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
     from trainer.datasets.unpaired import tokenize_unpaired, unpair
 
-    rows = training_command.load_text_rows(args, names, split, flag)
+    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_unpaired
     keys = {args.chosen_key, args.rejected_key}
     if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
         rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
-    return tokenize_unpaired(
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import tokenizer_of_answers
+
+        tokenize = tokenizer_of_answers(args, tokenize_unpaired, [args.completion_key])
+    return tokenize(
         rows,
         tokenizer,
         flag=flag,
@@ -56,15 +65,17 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     )
 
 
-def build_unpaired_loader(args, setup: training_command.Setup, samples, *, shuffle: bool):
+def build_unpaired_loader(args, setup: training_command.Setup, samples, *, shuffle: bool, rows_of=None):
+    """The loader of single answers. `rows_of` makes rows of sequences with images; see `collate_sequences`."""
     from trainer.datasets.unpaired import collate_unpaired
 
-    collate = functools.partial(collate_unpaired, packed=args.packing_samples, max_len=args.max_len)
+    collate = functools.partial(collate_unpaired, packed=args.packing_samples, max_len=args.max_len, collate=rows_of)
     return training_command.build_loader(args, setup, samples, collate, shuffle=shuffle, with_previous=True)
 
 
-def build_pair_loader(args, setup: training_command.Setup, pairs, *, shuffle: bool):
+def build_pair_loader(args, setup: training_command.Setup, pairs, *, shuffle: bool, rows_of=None):
+    """The loader of pairs. `rows_of` makes rows of sequences with images; see `collate_sequences`."""
     from trainer.datasets.preference import collate_pairs
 
-    collate = functools.partial(collate_pairs, packed=args.packing_samples)
+    collate = functools.partial(collate_pairs, packed=args.packing_samples, collate=rows_of)
     return training_command.build_loader(args, setup, pairs, collate, shuffle=shuffle, sequences_per_sample=2)

@@ -151,14 +151,19 @@ def reference_folder(args: DPOArguments, setup: training_command.Setup) -> str:
     return rank_0_first(lambda: resolve_model_folder(args.ref_model, "--ref_model"))
 
 
-def load_reference(args: DPOArguments, setup: training_command.Setup):
-    """The reference model, frozen and sharded like the policy."""
+def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=None):
+    """The reference model, frozen and sharded like the policy. `image_run`: rows have images."""
     from transformers import AutoModelForCausalLM
 
+    auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
     if args.ref_offload and setup.strategy.device.type == "cpu":
         setup.strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
     folder, flag = reference_folder(args, setup), "--ref_model" if args.ref_model else "--pretrain"
-    reference = training_command.load_model(args, setup, folder, AutoModelForCausalLM, flag)
+    if image_run and args.ref_model:
+        image_run.check_kind(folder, flag)
+    reference = training_command.load_model(args, setup, folder, auto_class, flag)
+    if image_run:
+        image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)
 
 
@@ -177,19 +182,23 @@ def run(argv: list[str]) -> None:
     is_kto = args.loss == "kto"
     render, build_loader = (render_answer, build_unpaired_loader) if is_kto else (render_pair, build_pair_loader)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render)
+    image_run = training_command.image_run_of(args, setup, samples, eval_samples)
+    auto_class, rows_of = (image_run.auto_class, image_run.collate) if image_run else (AutoModelForCausalLM, None)
     if args.precompute_ref_logps:
-        folder, load = reference_folder(args, setup), functools.partial(load_reference, args, setup)
-        samples, eval_samples = with_reference(args, setup, folder, load, [samples, eval_samples])
-    loader = build_loader(args, setup, samples, shuffle=not args.no_shuffle)
-    eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False)
+        folder, load = reference_folder(args, setup), functools.partial(load_reference, args, setup, image_run)
+        samples, eval_samples = with_reference(args, setup, folder, load, [samples, eval_samples], rows_of)
+    loader = build_loader(args, setup, samples, shuffle=not args.no_shuffle, rows_of=rows_of)
+    eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False, rows_of=rows_of)
     output_dir = training_command.open_run(args, setup, COMMAND)
-    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    model = training_command.load_model(args, setup, setup.folder, auto_class)
+    if image_run:
+        image_run.use(model)
     # with an adapter, its base is the reference, unless --ref_model names another model
     has_reference = needs_reference(args) and not args.precompute_ref_logps
     needs_model = has_reference and (args.ref_model or not args.lora_rank)
-    reference = load_reference(args, setup) if needs_model else None
+    reference = load_reference(args, setup, image_run) if needs_model else None
     loss_fn = make_loss(args, model.config, reference, setup.sp_group)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     training_command.train_and_save(args, setup, model, loss_fn, run_facts)
 
 

@@ -32,9 +32,13 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     from trainer.datasets.prompts import tokenize_prompts, with_columns
     from trainer.rollout.rewards import needs_labels, wanted_columns
 
-    rows = training_command.load_text_rows(args, names, split, flag)
+    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_prompts
+    if "images" in rows.column_names:
+        from trainer.cli.image_runs import prompts_with_images, tokenizer_of_answers
+
+        tokenize = tokenizer_of_answers(args, tokenize_prompts, [])
     columns = rows.column_names if args.env else wanted_columns(functions or {}, rows.column_names, flag)
-    prompts, ledger = tokenize_prompts(
+    prompts, ledger = tokenize(
         rows,
         tokenizer,
         flag=flag,
@@ -46,7 +50,8 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         num_proc=args.dataset_num_proc,
         needs_labels=needs_labels(args.reward_func),
     )
-    return with_columns(prompts, rows, columns), ledger
+    add_columns = prompts_with_images if "images" in prompts.column_names else with_columns
+    return add_columns(prompts, rows, columns), ledger
 
 
 def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
@@ -88,19 +93,25 @@ def run(argv: list[str]) -> None:
     functions = load_reward_functions(args.reward_func)
     load = functools.partial(load_data, functions=functions)
     prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load, render_prompt_text)
+    image_run = training_command.image_run_of(args, setup, prompts, eval_prompts)
+    if image_run:
+        from trainer.cli.image_runs import refuse_ppo_flags
+
+        refuse_ppo_flags(args)
+    more_stops = image_run.image_tokens() if image_run else ()
     frozen = build.frozen_rollouts(args)
     order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
     total_steps = build.count_steps(args, order, frozen)
     output_dir = training_command.open_run(args, setup, COMMAND)
-    make_batches = build.make_batches_of(args, setup)
-    options = ppo_options(args, build.stop_ids(setup))
+    make_batches = build.make_batches_of(args, setup, image_run)
+    options = ppo_options(args, (*build.stop_ids(setup), *more_stops))
     if args.aux_loss_coef:
         from trainer.checkpoints.model_folder import read_config
         from trainer.training.load_balance import experts_per_token
 
         top_k = experts_per_token(read_config(setup.folder, args.trust_remote_code))
         options = dataclasses.replace(options, experts_per_token=top_k)
-    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions)
+    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
     roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)

@@ -59,8 +59,10 @@ def run(argv: list[str]) -> None:
     setup = training_command.set_up(args, is_demo)
     strategy = setup.strategy
     pairs, eval_pairs, ledger = training_command.load_sets(args, setup, load_data, render_pair)
-    loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle)
-    eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False)
+    image_run = training_command.image_run_of(args, setup, pairs, eval_pairs)
+    rows_of = image_run.collate if image_run else None
+    loader = build_pair_loader(args, setup, pairs, shuffle=not args.no_shuffle, rows_of=rows_of)
+    eval_loader = eval_pairs and build_pair_loader(args, setup, eval_pairs, shuffle=False, rows_of=rows_of)
     output_dir = training_command.open_run(args, setup, COMMAND)
     initial = os.path.join(output_dir, "initial")
     rank_0_alone(
@@ -69,6 +71,8 @@ def run(argv: list[str]) -> None:
         )
     )
     model = training_command.load_model(args, setup, initial, AutoModelForSequenceClassification)
+    if image_run:
+        image_run.use(model)
     return_token_scores(model, args.compute_fp32_loss)
 
     def at_end(model) -> None:
@@ -82,7 +86,7 @@ def run(argv: list[str]) -> None:
             plot_scores(*scores.unbind(1), os.path.join(output_dir, "reward_histogram.png"))
 
     loss_fn = make_reward_loss(args.loss, setup.sp_group)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     training_command.train_and_save(args, setup, model, loss_fn, run_facts, at_end)
 
 

@@ -49,10 +49,6 @@ def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     )
 
 
-def _asks_for_vision(args: SFTArguments) -> bool:
-    return not args.freeze_vision or args.vision_learning_rate is not None
-
-
 def run(argv: list[str]) -> None:
     args, is_demo = parse(argv)
     quiet_libraries()
@@ -72,11 +68,8 @@ def run(argv: list[str]) -> None:
     setup = training_command.set_up(args, is_demo)
     samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
-    auto_class, image_run = AutoModelForCausalLM, None
-    if any("images" in found.column_names for found in (samples, eval_samples) if found) or _asks_for_vision(args):
-        from trainer.cli.image_runs import ImageRun
-
-        image_run = ImageRun(args, setup, samples, eval_samples)
+    auto_class, image_run = AutoModelForCausalLM, training_command.image_run_of(args, setup, samples, eval_samples)
+    if image_run:
         collate, auto_class = image_run.collate, image_run.auto_class
     if args.aux_loss_coef or args.expert_bias_update_rate:
         from trainer.training.load_balance import balance_batches

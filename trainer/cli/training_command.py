@@ -187,14 +187,14 @@ def load_flag_rows(args, names: str, split: str, flag: str):
     return load_rows(names, flag=flag, split=split, probs=probs, max_samples=args.max_samples, seed=args.seed)
 
 
-def load_text_rows(args, names: str, split: str, flag: str):
-    """The rows of a command that trains on texts only. Raises UserError if a row has an image."""
-    rows = load_flag_rows(args, names, split, flag)
-    if "images" in rows.column_names:
-        from trainer.cli.image_runs import refuse_images
+def image_run_of(args, setup: Setup, *sets):
+    """What rows with images change in this run. None if no set has images, and no flag is about them."""
+    asks = not args.freeze_vision or args.vision_learning_rate is not None or args.image_workers != 2
+    if not asks and not any("images" in found.column_names for found in sets if found):
+        return None
+    from trainer.cli.image_runs import ImageRun
 
-        refuse_images(rows, flag)
-    return rows
+    return ImageRun(args, setup, *sets)
 
 
 def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tuple[Any, Any, Any]:
@@ -219,7 +219,7 @@ def build_loader(
 ):
     """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
-    return setup.strategy.setup_dataloader(
+    loader = setup.strategy.setup_dataloader(
         samples,
         functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),
         batch_size=args.train_batch_size,
@@ -229,6 +229,9 @@ def build_loader(
         shuffle=shuffle,
         **options,
     )
+    if "images" in getattr(samples, "column_names", ()):  # a stream has none
+        loader.num_workers = args.image_workers
+    return loader
 
 
 def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain"):

@@ -1,5 +1,6 @@
 """Turn a prompt and an answer into tokens, and collate micro-batches. Paired and unpaired preferences share this."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,9 @@ def scored_position(input_ids: list[int], pad_token_id: int) -> int:
     return max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=len(input_ids) - 1)
 
 
-def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
+def collate_sequences(
+    sequences: list[dict], pad_token_id: int, packed: bool, collate: Callable | None = None
+) -> dict[str, torch.Tensor]:
     """Collate sequences (input_ids, loss_mask) into a micro-batch for one forward pass, padded or packed.
 
     To the result of `trainer.datasets.packing` it adds three tensors per token, each (rows, tokens):
@@ -110,9 +113,11 @@ def collate_sequences(sequences: list[dict], pad_token_id: int, packed: bool) ->
     - is_token: 1 for a token, 0 for padding.
     - is_last: 1 where a sequence is scored (see `scored_position`).
     They stay correct after a split over sequence-parallel ranks, so sums per sequence do too.
-    An empty list gives one token without target, with is_token and is_last 0.
+    An empty list gives one token without target, with is_token and is_last 0. `collate` may take the place of the two
+    functions of `trainer.datasets.packing`. A sequence that it adds at the end counts as padding.
     """
-    batch = (collate_packed if packed else collate_padded)(sequences, pad_token_id=pad_token_id)
+    collate = collate or (collate_packed if packed else collate_padded)
+    batch = collate(sequences, pad_token_id=pad_token_id)
     for name in ("sequence_ids", "is_token", "is_last"):
         batch[name] = torch.zeros_like(batch["input_ids"])
     start = 0

@@ -111,6 +111,7 @@ class GlobalBatchLoader:
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
         self._digests = column_of(dataset, "digest")
         self.epoch, self.next_index = 0, 0
+        self.num_workers = 1  # threads, each of which makes a batch ahead
 
     def __len__(self) -> int:
         """The number of global batches in one epoch. The last one may be short."""
@@ -130,13 +131,13 @@ class GlobalBatchLoader:
     def __iter__(self):
         """Yield the rest of the current epoch. Afterwards, the loader is at the start of the next epoch."""
         order = epoch_order(len(self.dataset), self.seed, self.epoch, self.shuffle)
-        ahead = {}  # batches by index: the next one is made while this one is used
-        with ThreadPoolExecutor(1) as worker:
+        ahead = {}  # batches by index: the next ones are made while this one is used
+        with ThreadPoolExecutor(self.num_workers) as workers:
             while self.next_index < len(self):
                 index = self.next_index
-                for i in range(index, min(index + 2, len(self))):
+                for i in range(index, min(index + 1 + self.num_workers, len(self))):
                     ids = order[i * self.batch_size : (i + 1) * self.batch_size].tolist()
-                    ahead[i] = ahead.get(i) or worker.submit(self.global_batch, ids, i)
+                    ahead[i] = ahead.get(i) or workers.submit(self.global_batch, ids, i)
                 self.next_index += 1
                 batch = ahead.pop(index).result()
                 batch.micro_batches = [self.place(micro_batch) for micro_batch in batch.micro_batches]

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trainer.datasets import sft_samples
 from trainer.datasets.image_files import (
     COLUMN,
@@ -39,8 +37,8 @@ MARK_IN_ROWS = "<image>"
 
 
 @dataclass
-class ImageLedger(sft_samples.DataLedger):
-    """The ledger of text, with counts of images. Images and image tokens are those of the samples that are left."""
+class ImageCounts:
+    """Counts of images, for the ledger of a set. Images and image tokens are those of the samples that are left."""
 
     num_images: int = 0
     num_image_tokens: int = 0
@@ -52,6 +50,11 @@ class ImageLedger(sft_samples.DataLedger):
             f"{super().summary()}; {self.num_images} images in {self.num_samples_with_images} samples, "
             f"{self.num_image_tokens} image tokens; {self.num_unfit} rows excluded whose images exceed --max_len"
         )
+
+
+@dataclass
+class ImageLedger(ImageCounts, sft_samples.DataLedger):
+    """The ledger of samples for supervised fine-tuning."""
 
 
 class ImageSamples:
@@ -72,6 +75,13 @@ class ImageSamples:
         sample = self.samples[item]
         sources = sources_of(self.rows[sample["row"]])[: sample["num_images"]] if sample["num_images"] else []
         return {**sample, COLUMN: [decode(source) for source in sources]}
+
+    def with_format(self, *args, **kwargs):
+        """The columns without images, in another format of the datasets library."""
+        return self.samples.with_format(*args, **kwargs)
+
+    def add_column(self, name: str, values: list) -> "ImageSamples":
+        return ImageSamples(self.samples.add_column(name, values), self.rows, self.processor)
 
 
 class ImageTokenizer:
@@ -182,22 +192,19 @@ def tokenize_images(
     """
     if not rows_with_images(rows):
         return sft_samples.tokenize_sft(rows, tokenizer, flag=flag, **options)
-    rows = _without_decoding(rows)
-    processor = load_processor(folder, copy.deepcopy(tokenizer), remote_code)
-    if processor.chat_template and not own_template:
-        tokenizer.chat_template = processor.chat_template
+    rows = without_decoding(rows)
+    processor = open_processor(tokenizer, folder, remote_code, own_template)
     if not options["apply_chat_template"] and (options["input_key"] or options["pretrain_mode"]):
         raise UserError(flag, "rows have images, and their texts no template", "--apply_chat_template")
     num_proc = options.pop("num_proc")
     kind = sft_samples.options_of(rows.column_names, tokenizer, flag, **options)
-    seen = [identity(source) for row in rows.select_columns(_own_columns(rows)) for source in _readable(row)]
-    state = [IMAGE_VERSION, sft_samples.TOKENIZER_VERSION, tokenizer_state(tokenizer), processor_state(processor)]
+    key = [*state_of(rows, processor), sft_samples.TOKENIZER_VERSION, tokenizer_state(tokenizer)]
     samples = map_cached(
         rows,
         _tokenize_row,
         folder="trainer_images",
-        key=[*state, dataclasses.asdict(kind), seen],
-        features=_features(),
+        key=[*key, dataclasses.asdict(kind)],
+        features=with_counts(sft_samples._features()),
         num_proc=num_proc,
         tokenizer=tokenizer,
         processor=processor,
@@ -207,23 +214,40 @@ def tokenize_images(
     return _left(rows, samples, processor, flag, kind.max_len)
 
 
+def open_processor(tokenizer: Any, folder: str, remote_code: bool, own_template: bool):
+    """The processor of a model folder. Its chat template becomes the tokenizer's, unless the user gave one."""
+    processor = load_processor(folder, copy.deepcopy(tokenizer), remote_code)
+    if processor.chat_template and not own_template:
+        tokenizer.chat_template = processor.chat_template
+    return processor
+
+
+def state_of(rows: "Dataset", processor: Any) -> list:
+    """All that decides the tokens of the images, besides the tokenizer and the rows themselves, as JSON values."""
+    seen = [identity(source) for row in rows.select_columns(_own_columns(rows)) for source in _readable(row)]
+    return [IMAGE_VERSION, processor_state(processor), seen]
+
+
+def counts_of(samples: "Dataset", num_unfit: int) -> dict[str, int]:
+    """The fields of `ImageCounts`, of samples that are left."""
+    columns = samples.with_format("numpy").select_columns(["num_images", "num_image_tokens"])[:]
+    return {
+        "num_images": int(columns["num_images"].sum()),
+        "num_image_tokens": int(columns["num_image_tokens"].sum()),
+        "num_samples_with_images": int((columns["num_images"] > 0).sum()),
+        "num_unfit": num_unfit,
+    }
+
+
 def _left(rows: "Dataset", samples: "Dataset", processor, flag: str, max_len: int) -> tuple[ImageSamples, ImageLedger]:
     """The samples with a loss token, and the ledger."""
-    extra = ["num_images", "num_image_tokens", "unfit"]
-    counts = samples.with_format("numpy").select_columns(extra)[:]
-    if counts["unfit"].all():
+    unfit = samples.with_format("numpy")["unfit"][:]
+    if unfit.all():
         found = f"the images of no row fit into {max_len} tokens"
         raise UserError("--max_len", found, "a larger number, or smaller images")
     left, ledger = sft_samples.with_loss(samples, flag, max_len)
-    kept = np.flatnonzero(samples.with_format("numpy")["num_loss_tokens"][:])
-    images = counts["num_images"][kept]
-    facts = {
-        "num_images": int(images.sum()),
-        "num_image_tokens": int(counts["num_image_tokens"][kept].sum()),
-        "num_samples_with_images": int((images > 0).sum()),
-        "num_unfit": int(counts["unfit"].sum()),
-    }
-    return ImageSamples(left, rows, processor), ImageLedger(**ledger.as_dict(), **facts)
+    counts = counts_of(left, int(unfit.sum()))
+    return ImageSamples(left, rows, processor), ImageLedger(**ledger.as_dict(), **counts)
 
 
 def _own_columns(rows: "Dataset") -> list[str]:
@@ -237,7 +261,7 @@ def _readable(row: Any) -> list:
         return []  # the row's tokenization says what is wrong with it
 
 
-def _without_decoding(rows: "Dataset") -> "Dataset":
+def without_decoding(rows: "Dataset") -> "Dataset":
     """The rows with images as bytes or paths, if the set keeps them as the datasets library's images."""
     from datasets import Image, List
 
@@ -249,43 +273,72 @@ def _without_decoding(rows: "Dataset") -> "Dataset":
     return rows
 
 
-def _features() -> "Features":
+def with_counts(features: dict) -> "Features":
+    """The features of a sample, and those that `image_facts` adds."""
     from datasets import Features, Value
 
     counts = {"num_images": Value("int64"), "num_image_tokens": Value("int64"), "unfit": Value("bool")}
-    return Features({**sft_samples._features(), **counts})
+    return Features({**features, **counts})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, processor: Any, options: Any, flag: str) -> dict[str, Any]:
-    where = f"{flag} row {index + 1}"
+    shown = [name for name in (options.input_key, options.output_key) if name is not None]
+    answers = [options.output_key] if options.output_key else []
+    row, of_row, contents = read_row(row, f"{flag} row {index + 1}", [shown], answers, tokenizer, processor)
+    found = sft_samples.tokenize_row(row, index, tokenizer=of_row, options=options, flag=flag)
+    found |= image_facts(found, [found["input_ids"]], of_row, contents)
+    if found["unfit"]:
+        found |= {"loss_mask": [0] * len(found["loss_mask"]), "num_loss_tokens": 0, "stop_trained": False}
+    return found
+
+
+def read_row(
+    row: Any, where: str, sides: list[list[str]], answers: list[str], tokenizer: Any, processor: Any
+) -> tuple[dict, ImageTokenizer, list[bytes]]:
+    """The row with MARK for each image in its columns, the tokenizer for this row, and the bytes of its images.
+
+    Each of `sides` are the columns of one conversation. It shows all images of the row. A text in one of the columns
+    `answers` is the assistant's. Raises: UserError that begins with `where`.
+    """
     try:
         sources = sources_of(row)
-        row = {**row, **_with_marks(row, options, len(sources))}
+        row = {**row, **_with_marks(row, sides, answers, len(sources))}
         contents = [content_of(source) for source in sources]
         images = [decode(source, content) for source, content in zip(sources, contents, strict=True)]
         with as_user_errors(f"column {COLUMN}"):
             replacements = process_images(processor, [images])[1] if images else []
     except UserError as error:
         raise UserError(f"{where}: {error.where}", error.found, error.allowed) from None
-    of_row = ImageTokenizer(tokenizer, processor, replacements)
-    found = sft_samples.tokenize_row(row, index, tokenizer=of_row, options=options, flag=flag)
-    own = set(image_token_ids(processor))
-    unfit = sum(token in own for token in found["input_ids"]) < of_row.num_image_tokens
-    if unfit:
-        found |= {"loss_mask": [0] * len(found["loss_mask"]), "num_loss_tokens": 0, "stop_trained": False}
-    found["digest"] = digest_with_images(found["digest"], contents[: of_row.num_images])
-    return {**found, "num_images": of_row.num_images, "num_image_tokens": of_row.num_image_tokens, "unfit": unfit}
+    return row, ImageTokenizer(tokenizer, processor, replacements), contents
 
 
-def _with_marks(row: Any, options: Any, num_images: int) -> dict[str, Any]:
-    """The columns of the conversation, with a text for each message in which MARK stands for an image."""
-    columns = [name for name in (options.input_key, options.output_key) if name is not None]
-    marked = {name: _marked(row[name], name) for name in columns}
-    num_marks = sum(map(_count, marked.values()))
-    if num_marks != num_images:
-        found = f"{num_marks} marks for {num_images} images"
-        raise UserError(f"column {COLUMN}", found, 'one <image>, or one part {"type": "image"}, for each image')
+def image_facts(found: dict, sides: list[list[int]], of_row: ImageTokenizer, contents: list[bytes]) -> dict[str, Any]:
+    """What a sample says of its images. `sides` are its token ids, `contents` the bytes of the row's images."""
+    own, num = set(image_token_ids(of_row._processor)), of_row.num_image_tokens
+    return {
+        "digest": digest_with_images(found["digest"], contents[: of_row.num_images]),
+        "num_images": of_row.num_images,
+        "num_image_tokens": num * len(sides),
+        "unfit": any(sum(token in own for token in ids) < num for ids in sides),
+    }
+
+
+def _with_marks(row: Any, sides: list[list[str]], answers: list[str], num_images: int) -> dict[str, Any]:
+    """The columns of the conversations, with a text for each message in which MARK stands for an image."""
+    marked = {name: _marked(row[name], name) for name in dict.fromkeys(name for side in sides for name in side)}
+    for name in answers:
+        if isinstance(marked[name], str) and MARK in marked[name]:
+            raise _in_answer(name)
+    for side in sides:
+        num_marks = sum(_count(marked[name]) for name in side)
+        if num_marks != num_images:
+            found = f"{num_marks} marks for {num_images} images"
+            raise UserError(f"column {COLUMN}", found, 'one <image>, or one part {"type": "image"}, for each image')
     return marked
+
+
+def _in_answer(name: str) -> UserError:
+    return UserError(f"column {name}", "an image in an answer", "images in the other messages")
 
 
 def _count(value: Any) -> int:
@@ -314,7 +367,7 @@ def _marked_message(message: Any, name: str) -> Any:
     elif isinstance(content, str):
         content = content.replace(MARK_IN_ROWS, MARK)
     if message.get("role", message.get("from")) in ("assistant", "gpt") and MARK in (content or ""):
-        raise UserError(f"column {name}", "an image in an answer", "images in the other messages")
+        raise _in_answer(name)
     return {**message, key: content}
 
 

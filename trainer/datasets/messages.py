@@ -29,7 +29,7 @@ def messages_of(value: Any, where: str) -> list[dict]:
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""  # only a tool call: templates differ on a missing content, but all accept ""
         if not isinstance(message.get("content"), str):
-            allowed = "a text; train_sft also takes parts of texts and images, in rows with a column images"
+            allowed = "a text; or parts of texts and images, in rows with a column images"
             raise UserError(f"{where} message {number}", "its content is not a text", allowed)
         messages.append(message)
     return messages

@@ -1,6 +1,7 @@
 """Turn rows of preferences into pairs of token samples (a chosen and a rejected answer), and a ledger of the rows."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ def tokenize_preference(
     max_len: int,
     num_proc: int | None = None,
     mean_flag: str | None = None,
+    map_rows: Callable = map_cached,
 ) -> tuple["Dataset", PreferenceLedger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
@@ -85,7 +87,7 @@ def tokenize_preference(
     if mean_flag and options.prompt_key is None and not options.chat:
         found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
         raise UserError("--prompt_key", found, "the column of the prompt, or conversations")
-    pairs = map_cached(
+    pairs = map_rows(
         rows,
         _tokenize_row,
         folder="trainer_preference",
@@ -173,7 +175,9 @@ def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) 
         raise UserError(where, "the conversations differ before their last message", "a shared prompt")
 
 
-def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[str, torch.Tensor]:
+def collate_pairs(
+    samples: list[dict], pad_token_id: int, packed: bool, collate: Callable | None = None
+) -> dict[str, torch.Tensor]:
     """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
 
     Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
@@ -181,11 +185,11 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
     reference. Their shape is (0,) if the pairs do not have them.
     """
     sides = [
-        {"input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
+        {**sample, "input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
         for side in SIDES
         for sample in samples
     ]
-    batch = collate_sequences(sides, pad_token_id, packed)
+    batch = collate_sequences(sides, pad_token_id, packed, collate)
     batch["rows"] = torch.tensor([sample["row"] for sample in samples], dtype=torch.long)
     for name in ("ref_chosen", "ref_rejected"):
         batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
@@ -195,5 +199,5 @@ def collate_pairs(samples: list[dict], pad_token_id: int, packed: bool) -> dict[
 
 def render_pair(pair: dict[str, Any], tokenizer: Any) -> str:
     """Decode both sides of a pair, with the loss tokens in [[ ]]."""
-    sides = ({"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_mask"]} for side in SIDES)
+    sides = ({**pair, "input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_mask"]} for side in SIDES)
     return "\n".join(f"{name}: {render_sample(side, tokenizer)}" for name, side in zip(SIDES, sides))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ def tokenize_prompts(
     max_len: int,
     num_proc: int | None = None,
     needs_labels: bool = False,
+    map_rows: Callable = map_cached,
 ) -> tuple["Dataset", PromptLedger]:
     """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
@@ -88,7 +90,7 @@ def tokenize_prompts(
             raise UserError("--input_template", "cannot be used with a chat template", "leave it out")
     else:
         check_input_template(input_template)
-    prompts = map_cached(
+    prompts = map_rows(
         rows,
         _tokenize_row,
         folder="trainer_prompts",

@@ -5,6 +5,8 @@ Under a causal mask, early tokens see few keys and late tokens see many. One ear
 the same work (Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2).
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +20,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
     of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding repeats the last of input_ids, since
     the embedding of token 0 may be zero, which Gemma 3n cannot divide by. It is IGNORE for labels, a count from 0 for
     positions, and 0 otherwise. Entries that are not per token do not change.
-    A micro-batch within the micro-batch is split separately. `cu_seqlens` still describes the whole row, because every
+    A micro-batch within the micro-batch is split separately. Of `images`, every rank keeps the pixels. `cu_seqlens` still describes the whole row, because every
     rank needs it. The padding becomes its last document.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
@@ -41,10 +43,18 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
         split["max_length"] = max(batch["max_length"], padding)
     for name, tensor in split.items():
         if isinstance(tensor, dict):
-            split[name] = split_micro_batch(tensor, sp_rank, sp_size)
+            part = functools.partial(_split_images, padding=padding) if name == "images" else split_micro_batch
+            split[name] = part(tensor, sp_rank=sp_rank, sp_size=sp_size)
         elif isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
             split[name] = zigzag_shard(_padded(name, tensor, padding), sp_rank, sp_size)
     return split
+
+
+def _split_images(images: dict, *, padding: int, sp_rank: int, sp_size: int) -> dict:
+    """Split what is per token, with tokens as the last dimension. The padding is no image, at position 0."""
+    fillers = {"position_ids": 0, "mm_token_type_ids": 0, "token_type_ids": 0, "image_places": -1}
+    padded = {name: F.pad(images[name], (0, padding), value=fillers[name]) for name in fillers if name in images}
+    return images | {name: zigzag_shard(tensor, sp_rank, sp_size, tensor.ndim - 1) for name, tensor in padded.items()}
 
 
 def zigzag_shard(tensor: torch.Tensor, sp_rank: int, sp_size: int, dim: int = 1) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Turn rows of single answers, each good or bad, into token samples and micro-batches for KTO, with a ledger."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ def tokenize_unpaired(
     apply_chat_template: bool,
     max_len: int,
     num_proc: int | None = None,
+    map_rows: Callable = map_cached,
 ) -> tuple["Dataset", UnpairedLedger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
@@ -83,7 +85,7 @@ def tokenize_unpaired(
     options = answer_options(
         rows, tokenizer, prompt_key, (completion_key,), input_template, apply_chat_template, max_len
     )
-    samples = map_cached(
+    samples = map_rows(
         rows,
         _tokenize_row,
         folder="trainer_unpaired",
@@ -151,23 +153,25 @@ def _tokenize_row(
 
 def mismatched(sample: dict, max_len: int) -> dict:
     """Join the prompt of `sample` and the answer of `sample["previous"]`, cut to max_len tokens."""
-    previous, parts = sample["previous"], {}
+    previous, parts = sample["previous"], dict(sample)
     for name in ("input_ids", "loss_mask"):
         parts[name] = (list(sample[name][: sample["start"]]) + list(previous[name][previous["start"] :]))[:max_len]
     parts["loss_mask"][0] = 0  # without a prompt, nothing predicts the first token
     return parts
 
 
-def collate_unpaired(samples: list[dict], pad_token_id: int, packed: bool, max_len: int) -> dict:
+def collate_unpaired(
+    samples: list[dict], pad_token_id: int, packed: bool, max_len: int, collate: Callable | None = None
+) -> dict:
     """Collate n answers into a micro-batch for one forward pass (see `collate_sequences`), padded or packed.
 
     Per answer (n,): desirable, 1 or 0. "mismatched" is a separate micro-batch: each prompt with the answer of the
     sample before it in the global batch. Each sample has that sample as `previous`.
     """
-    batch: dict = collate_sequences(samples, pad_token_id, packed)
+    batch: dict = collate_sequences(samples, pad_token_id, packed, collate)
     batch["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
     others = [mismatched(sample, max_len) for sample in samples]
-    batch["mismatched"] = {**collate_sequences(others, pad_token_id, packed), "num_sequences": len(samples)}
+    batch["mismatched"] = {**collate_sequences(others, pad_token_id, packed, collate), "num_sequences": len(samples)}
     return batch
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.datasets.demo import CHAT_TEMPLATE, END_TOKEN, PAD_TOKEN, START_TOKEN
 from trainer.errors import UserError
 
-GENERATOR_VERSION = 1  # raise this if the same seed would give other bytes
+GENERATOR_VERSION = 2  # raise this if the same seed would give other bytes
 NUM_ROWS = {"train": 3000, "eval": 200}
 NUM_HELD_OUT = 100  # of the 1110 numbers with one to three digits; those of one digit are all trained
 CELL = 16  # pixels of a digit's cell, in width and height: one image token
@@ -47,6 +47,8 @@ IMAGE_PROCESSOR = {
 def make_vision_demo(output_dir: str, seed: int = 0) -> None:
     """Write `model`, `train.jsonl`, `eval.jsonl` and their pictures into `output_dir`.
 
+    `prompts.jsonl` and `prompts_eval.jsonl` are the same rows for train_ppo: without an answer, with a label.
+
     A folder that already holds this demo is not changed. Raises: UserError if the folder holds anything else.
     """
     target, facts = Path(output_dir).resolve(), {"generator_version": GENERATOR_VERSION, "seed": seed}
@@ -60,6 +62,9 @@ def make_vision_demo(output_dir: str, seed: int = 0) -> None:
     (unfinished / "pictures").mkdir(parents=True)
     for split, rows in make_rows(unfinished, seed).items():
         (unfinished / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        asked = [{**row, "messages": row["messages"][:1], "label": row["messages"][1]["content"]} for row in rows]
+        name = "prompts.jsonl" if split == "train" else f"prompts_{split}.jsonl"
+        (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in asked))
     write_model(unfinished / "model", seed)
     (unfinished / "demo.json").write_text(json.dumps(facts))
     if target.exists():

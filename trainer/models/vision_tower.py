@@ -34,11 +34,12 @@ def freeze_tower(model) -> int:
     return sum(map(full_size, frozen))
 
 
-def check_tower(model, packed: bool, tp_size: int) -> None:
-    """Raise UserError if packed rows or tensor parallelism do not work with this model's images."""
+def check_tower(model, packed: bool, sp_size: int, tp_size: int) -> None:
+    """Raise UserError if packed rows, split rows or tensor parallelism do not work with this model's images."""
     kind = model.config.model_type
-    if packed and _sees_images_both_ways(model):
-        raise UserError("--packing_samples", f"in {kind}, a token of an image sees later ones", "leave it out")
+    for flag, used, allowed in (("--packing_samples", packed, "leave it out"), ("--ring_attn_size", sp_size > 1, "1")):
+        if used and _sees_images_both_ways(model):
+            raise UserError(flag, f"in {kind}, a token of an image sees later ones", allowed)
     if tp_size > 1 and any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
         raise UserError("--tensor_parallel_size", f"the vision tower of {kind} has torch's own attention", "1")
 
@@ -50,8 +51,8 @@ def _sees_images_both_ways(model) -> bool:
 
 
 def hide_documents(model) -> None:
-    """Keep the documents of a packed row from the vision tower, in place. What it packs are images."""
-    if model.config.get_text_config()._attn_implementation == "varlen":
+    """Keep the documents and the splitting of rows from the vision tower, in place. What it packs are images."""
+    if model.config.get_text_config()._attn_implementation in ("varlen", "ring", "ulysses", "ring_package"):
         model.set_attn_implementation({"vision_config": "sdpa"})
     names = ("cu_seqlens", "cu_seqlens_host", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     model.get_encoder(modality="image").register_forward_pre_hook(

@@ -118,23 +118,31 @@ def can_cache(model) -> bool:
 
 
 class CachedRows:
-    """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once."""
+    """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once.
 
-    def __init__(self, model, prompts: Sequence[Sequence[int]], pad_token_id: int, max_new_tokens: int):
+    `images` are those of each prompt, if it has some. `read(ids, mask, images)` gives further arguments to read them.
+    """
+
+    def __init__(
+        self, model, prompts: Sequence[Sequence[int]], pad_token_id: int, max_new_tokens: int, images=(), read=None
+    ):
         self.model, self.known = model, inspect.signature(model.forward).parameters
         # equal prompts have one row; their rows then continue from copies of the same cache
-        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        self.copies = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
-        longest = max(map(len, places))
-        ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in places]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in places]
+        keys = list(zip(map(tuple, prompts), images or [()] * len(prompts), strict=True))
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        self.copies = torch.tensor([places[key] for key in keys], device=model.device)
+        longest = max(len(prompt) for prompt, _ in places)
+        ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt, _ in places]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in places]
         self.ids, self.mask = (torch.tensor(rows, device=model.device) for rows in (ids, mask))
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        self.extra = read(self.ids, self.mask, [images for _, images in places]) if read else {}
+        self.positions = self.extra.pop("position_ids", self.positions)  # Qwen: (3, rows, tokens)
         self.cache = make_cache(model.config, longest + max_new_tokens)
 
     def first(self) -> torch.Tensor:
         """The logits (rows, vocab) after each prompt."""
-        logits = self._logits(self.ids)
+        logits = self._logits(self.ids, **self.extra)
         if len(self.ids) == len(self.copies):
             return logits
         self.keep(self.copies)
@@ -143,17 +151,17 @@ class CachedRows:
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row. The logits (rows, vocab) after it."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        self.positions = self.positions[:, -1:] + 1
+        self.positions = self.positions[..., -1:] + 1
         return self._logits(tokens[:, None])
 
     def keep(self, rows: torch.Tensor) -> None:
         """Continue only with these rows, in this order."""
         self.cache.reorder_cache(rows)
-        self.mask, self.positions = self.mask[rows], self.positions[rows]
+        self.mask, self.positions = self.mask[rows], self.positions[..., rows, :]
 
-    def _logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _logits(self, input_ids: torch.Tensor, **extra) -> torch.Tensor:
         options = {"position_ids": self.positions, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in self.known}
+        options = {name: value for name, value in options.items() if name in self.known} | extra
         out = self.model(
             input_ids=input_ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **options
         )

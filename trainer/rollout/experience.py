@@ -98,7 +98,9 @@ def continue_prompts(
 ) -> list[Sample]:
     """The sample of each (number, prompt). Only the engine may communicate."""
     seeds = [sample_seed(seed, rollout, number) for number, _ in asked]
-    completions: list[Completion] = engine.generate([prompt["prompt_ids"] for _, prompt in asked], sampling, seeds)
+    images = {"images": [prompt["images"] for _, prompt in asked]} if asked and "images" in asked[0][1] else {}
+    ids = [prompt["prompt_ids"] for _, prompt in asked]
+    completions: list[Completion] = engine.generate(ids, sampling, seeds, **images)
     return [
         Sample(
             number=number,
@@ -164,9 +166,9 @@ def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
 
 
 def collate_samples(
-    samples: list[dict], pad_token_id: int, packed: bool, scoring_pad: Optional[int] = None
+    samples: list[dict], pad_token_id: int, packed: bool, scoring_pad: Optional[int] = None, collate=None
 ) -> dict[str, torch.Tensor]:
-    """A micro-batch of samples, padded or packed. Labels are the generated tokens.
+    """A micro-batch of samples, padded or packed. Labels are the generated tokens. `collate`: as in `collate_sequences`.
 
     It adds to the result of `trainer.datasets.packing`, per token (rows, tokens):
     - sequence_ids: the number of the token's sample in the micro-batch
@@ -179,7 +181,8 @@ def collate_samples(
     Per sample (n,), it adds response_lengths, sample_numbers and has_loss. A split over sequence-parallel ranks pads the values
     per token with 0. There is no label at these places.
     """
-    batch = (collate_packed if packed else collate_padded)(samples, pad_token_id=pad_token_id)
+    collate = collate or (collate_packed if packed else collate_padded)
+    batch = collate(samples, pad_token_id=pad_token_id)
     names = ("sequence_ids", "is_token", "response_index", "is_last")
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in names}
     weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
@@ -220,6 +223,7 @@ class SampleSet:
                 "num_tokens": size.tokens,
                 "num_loss_tokens": num_targets(size.generated, loss_agg) * has_loss,
                 "digest": size.digest,
+                "row": sample.row,
             }
             if sample.here:
                 input_ids = sample.prompt_ids + sample.response_ids

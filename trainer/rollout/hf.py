@@ -4,7 +4,8 @@ It works on any platform and with any layout of the training weights. The price 
 rank, in the compute dtype. Input and output are tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Optional
 
 import torch
 
@@ -32,16 +33,22 @@ class HFEngine:
         device: torch.device,
         batch_size: int,
         trust_remote_code: bool = False,
+        auto_class=None,
+        read_images: Optional[Callable] = None,
     ):
-        """Build the model of a Hugging Face folder without weights. `update_weights` brings them."""
+        """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
+
+        Prompts with images need the `auto_class` of such models, and `read_images(ids, mask, images)`, see `CachedRows`.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        auto_class = auto_class or AutoModelForCausalLM
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, trust_remote_code) else "eager"
+        attention = "sdpa" if has_sdpa(folder, auto_class, trust_remote_code) else "eager"
         options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            in_fp32 = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+            in_fp32 = auto_class.from_config(config, dtype=torch.float32, **options)
+            model = auto_class.from_config(config, dtype=dtype, **options)
         if attention == "sdpa":  # only now: transformers has accepted sdpa for this model
             model.set_attn_implementation(register_attention())
         model.to_empty(device=device)
@@ -49,7 +56,7 @@ class HFEngine:
         restore_computed_buffers(model, device, {name: buffer.dtype for name, buffer in in_fp32.named_buffers()})
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
-        self.kind_of_rows = CachedRows if can_cache(model) else UncachedRows
+        self.kind_of_rows, self.read_images = CachedRows if can_cache(model) else UncachedRows, read_images
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
@@ -86,24 +93,27 @@ class HFEngine:
         sampling: Sampling,
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
+        images: Sequence[tuple] = (),
     ) -> list[Completion]:
         """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none.
 
         `limits` are the largest numbers of new tokens, one per prompt, where they are below that of `sampling`.
+        `images` say where those of each prompt are, for `read_images`.
         """
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
             most = limits[part] or [sampling.max_new_tokens] * len(prompts[part])
-            completions += self._generate_batch(prompts[part], sampling, seeds[part], most)
+            completions += self._generate_batch(prompts[part], sampling, seeds[part], most, images[part])
         return completions
 
     @torch.no_grad()
-    def _generate_batch(self, prompts, sampling: Sampling, seeds, limits) -> list[Completion]:
+    def _generate_batch(self, prompts, sampling: Sampling, seeds, limits, images) -> list[Completion]:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
-        going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits))
+        own = {"images": images, "read": self.read_images} if images else {}
+        going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits), **own)
         tokens = None
         for step in range(max(limits)):
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)

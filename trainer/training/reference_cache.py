@@ -34,7 +34,8 @@ def model_hash(folder: str) -> str:
 def cache_file(model: str, pairs, param_dtype: str) -> str:
     """The path of the cached log-probs of `pairs` under the model with the hash `model`.
 
-    The key covers the token ids and masks of both sides, and so the effects of template, --max_len and tokenizer.
+    The key covers the token ids and masks of both sides, and so the effects of template, --max_len and tokenizer. It
+    also covers the images.
     """
     import datasets
 
@@ -42,6 +43,8 @@ def cache_file(model: str, pairs, param_dtype: str) -> str:
     for column in ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"):
         for values in pairs.with_format("numpy")[column]:
             digest.update(len(values).to_bytes(8, "little") + np.asarray(values, dtype="<i4").tobytes())
+    if "images" in pairs.column_names:
+        digest.update("".join(pairs["digest"]).encode())  # of the images too
     folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_reference")
     return os.path.join(folder, f"{digest.hexdigest()}.safetensors")
 
