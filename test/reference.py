@@ -179,6 +179,9 @@ def main(argv: list[str]) -> None:
     if args.lora_rank:
         model = add_lora(model, args)
     model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has
+    for layer in model.modules():
+        if hasattr(layer, "quant_state"):  # in eval mode on a CPU, bitsandbytes takes a kernel that rounds to bf16
+            layer.train()
     choices = record_choices(model) if args.expert_bias_update_rate else []
     named = trained(model)
     decayed = [parameter for _, parameter in named if parameter.ndim >= 2]
