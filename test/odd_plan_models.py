@@ -38,6 +38,10 @@ MODELS = {
         "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16, "head_dim": 8,
     }),
     "qwen3_5": ("Qwen3_5Text", {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **DELTA_NET}),
+    "gemma4_experts": ("Gemma4Text", {  # router and experts stand in the layer, as in gemma-4-26B-A4B
+        "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "sliding_window": 8, "num_experts": 4, "top_k_experts": 2,
+        "enable_moe_block": True, "moe_intermediate_size": 16,
+    }),
     "gemma4_images": ("Gemma4", {  # tensor parallelism cuts the text part only
         **dict.fromkeys(SIZES), "audio_config": None,
         "text_config": {**SIZES, "head_dim": 8, "global_head_dim": 4, "layer_types": 2 * ["full_attention"], "hidden_size_per_layer_input": 0},

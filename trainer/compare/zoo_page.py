@@ -54,6 +54,7 @@ python -m trainer.compare.zoo --models qwen3 mamba2 --configurations ring2 lora 
 ```
 
 `test/test_zoo.py` runs a few models in every test run. `trainer/compare/zoo_models.py` holds the list of models.
+`trainer/compare/zoo_unusual.py` holds configs that no published model has. `--models llama-9-heads` runs one of them.
 """
 
 

@@ -218,8 +218,8 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     cut = [(_parent(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
     split = {block for block, style in cut if style == "colwise" and patterns[block] not in layers}
     gathered = {block for block, _ in cut if patterns[block] not in layers} - split
-    mixtures = {_parent(name) for name, pattern in patterns.items() if plan.get(pattern) == "experts"}
-    mixtures = {name for name in mixtures if patterns[name] not in layers}
+    with_experts = {_parent(name) for name, pattern in patterns.items() if plan.get(pattern) == "experts"}
+    mixtures = {name for name in with_experts if patterns[name] not in layers}  # in Gemma 4, it is the layer itself
     whole = set()  # blocks that each tp rank computes in full
     for name, parameter in model.named_parameters():
         owner = _parent(name)
@@ -230,7 +230,7 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
             continue
         layer = next((at for at in _paths(owner) if patterns[at] in layers), None)
         block = ".".join(owner.split(".")[: layer.count(".") + 2]) if layer else ""
-        is_of_experts = layer and re.search("expert|router", name)
+        is_of_experts = layer not in {None, *with_experts} and re.search("expert|router", name)
         if _is_within(owner, split) or any(_is_within(at, {block}) for at in split) or is_of_experts:
             kind = type(model).__name__
             raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "1")

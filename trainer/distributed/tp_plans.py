@@ -68,7 +68,8 @@ _WHOLE_OUTSIDE = {*_GATHERED.values(), "colwise_rep", "rowwise_rep"}  # all head
 
 def heads_divide(config, tp: int) -> bool:
     """Return whether each of `tp` ranks can have its own heads and KV heads, in every layer of a model of this config."""
-    names = ("num_attention_heads", "num_key_value_heads")
+    kinds = ("num_attention_heads", "num_key_value_heads")
+    names = (*kinds, *(f"swa_{kind}" for kind in kinds))  # MiMo's layers with windows have heads of their own
     values = [getattr(layer, name, None) or [] for name in names for layer in layer_configs(config.get_text_config())]
     return all(heads % tp == 0 for value in values for heads in (value if isinstance(value, list) else [value]))
 
