@@ -24,6 +24,9 @@ class Environment:
 
     def reset(self, task):
         self.turn, self.does, self.metrics = 0, task["does"], {}
+        if self.does == "die once" and not os.path.exists(task_file + "-died"):
+            open(task_file + "-died", "w")
+            os._exit(1)
         if self.does == "die at once":
             os._exit(1)
         return [{"role": "user", "content": f"How much is 2 + 3? {task['nested']}"}]
@@ -104,6 +107,11 @@ def test_kill_between_two_turns(folder):
     step = env.step(Response("x", "x", [call], True))
     assert not step.messages and not step.done and env.metrics == {"lost": 1.0}
     env.close()
+
+
+def test_a_process_that_is_lost_in_reset_is_started_again(folder):
+    [sample] = play(folder, "die once")
+    assert sample.score == 1.25 and sample.metrics["lost"] == 0 and (folder / "pid-died").exists()
 
 
 def test_there_is_no_network(folder):

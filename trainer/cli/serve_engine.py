@@ -11,6 +11,7 @@ from typing import Literal, Optional
 
 from trainer.arguments import arg, parse_arguments
 from trainer.cli.entry import run_command
+from trainer.distributed.lifeline import end_with_parent
 from trainer.errors import UserError
 
 WORKER = "trainer.rollout.vllm_worker.WeightReceiver"
@@ -41,6 +42,7 @@ def run(argv: list[str]) -> None:
         raise UserError("serve_engine", "vllm is not installed", "pip install -e '.[vllm]'")
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, by which weights come
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # so that its processes run the end of this file
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
     sys.argv = ["serve_engine", *server_flags(args)]
@@ -80,6 +82,9 @@ def server_flags(args: EngineArguments) -> list[str]:
 def main() -> None:
     run_command(run)
 
+
+if __name__ == "__mp_main__":  # in vLLM's own processes; those of a killed server would keep its GPU memory
+    end_with_parent()
 
 if __name__ == "__main__":
     main()

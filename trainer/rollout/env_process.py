@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 from typing import Any, Optional
 
 from trainer.distributed.lifeline import end_with_parent
@@ -18,6 +19,7 @@ from trainer.rollout.environments import Failure, Response, Step, load_environme
 from trainer.rollout.rewards import told
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+STARTS = 3  # processes that may be lost in `reset`, one after the other
 LOST = {"lost": 1.0}  # a metric of every such environment
 
 
@@ -31,7 +33,19 @@ class ProcessEnvironment:
         self.metrics: dict[str, float] = {"lost": 0.0}
 
     def reset(self, task: dict) -> Any:
-        """The first messages, or a `Failure`: if even this call fails, no episode would be sound."""
+        """The first messages, or a `Failure`: if even this call fails in several processes, no episode would be sound."""
+        deadline, answer = time.monotonic() + self._timeout, None
+        for _ in range(STARTS):
+            answer = answer or self._begin(task, deadline)
+        if answer is None:
+            return Failure(" lost its process, or took too long", "a larger --env_memory_mb or --env_timeout")
+        if "error" in answer:
+            return Failure(answer["error"])
+        self.tools = answer["tools"]
+        return answer["messages"]
+
+    def _begin(self, task: dict, deadline: float) -> Optional[dict]:
+        """The answer of a new process to `reset`, or None if it is lost."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["trainer.rollout.env_process"])
         self._connection, its_end = context.Pipe()
@@ -39,19 +53,12 @@ class ProcessEnvironment:
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         its_end.close()
-        answer = self._ask({"reset": task})
-        if answer is None:
-            allowed = "a larger --env_memory_mb or --env_timeout"
-            return Failure(" lost its process, or took too long", allowed)
-        if "error" in answer:
-            return Failure(answer["error"])
-        self.tools = answer["tools"]
-        return answer["messages"]
+        return self._ask({"reset": task}, max(0.0, deadline - time.monotonic()))
 
     def step(self, response: Response) -> Any:
         """What the environment's `step` gave, or the end of the episode if the process is lost."""
         asked = {"text": str(response), "raw": response.raw, "calls": response.tool_calls}
-        answer = self._ask({"step": {**asked, "finished": response.finished}})
+        answer = self._ask({"step": {**asked, "finished": response.finished}}, self._timeout)
         if answer is None:
             self.metrics |= LOST
             return Step()
@@ -70,11 +77,11 @@ class ProcessEnvironment:
             self._connection.close()
             self._process = None
 
-    def _ask(self, request: dict) -> Optional[dict]:
+    def _ask(self, request: dict, timeout: float) -> Optional[dict]:
         """The answer, or None if the process is gone or takes longer than the limit."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             self._connection.send_bytes(json.dumps(request, default=str).encode())
-            if self._connection.poll(self._timeout):
+            if self._connection.poll(timeout):
                 answer = json.loads(self._connection.recv_bytes())
                 return answer if isinstance(answer, dict) else None
         self.close()
