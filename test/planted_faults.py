@@ -44,12 +44,14 @@ LAYOUTS = {
     "fsdp2-ulysses2-packed": (2, (*FSDP2, *ULYSSES, *PACKED)),
     "fsdp2-tp2-ring2": (4, (*FSDP2, *TP, *SP)),
     "fsdp2-1r-mb4-recompute": (1, (*FSDP2, "--micro_train_batch_size", "4", "--gradient_checkpointing")),
+    "fsdp2-2r-compiled": (2, (*FSDP2, "--compile")),
     "z0-2r": (2, zero(0)),
     "z1-tp2": (2, (*zero(1), *TP)),
     "z1-tp2-packed": (2, (*zero(1), *TP, *PACKED)),
     "z2-2r-packed": (2, (*zero(2), *PACKED)),
     "z2-ring2": (2, (*zero(2), *SP)),
     "z2-ring2-packed": (2, (*zero(2), *SP, *PACKED)),
+    "z2-2r-packed-compiled": (2, (*zero(2), *PACKED, "--compile")),
     "z3-2r": (2, zero(3)),
 }
 LAYOUTS |= {f"{name}-bf16": (ranks, (*flags, *BF16)) for name, (ranks, flags) in LAYOUTS.items()}

@@ -21,7 +21,7 @@ import compare_backends
 from trainer.compare.locate import locate as run_locate
 from trainer.compare.traced_pair import TracedRun, constant_ratio
 from trainer.errors import UserError
-from trainer.training.module_trace import PARTS, _signs, trace_first_step
+from trainer.training.module_trace import PARTS, _CompiledHook, _signs, trace_first_step
 
 CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
           "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps",
@@ -171,7 +171,18 @@ def test_what_cannot_be_traced_is_refused(wrong):
         "aux_loss_coef": 0.0,
     }
     with pytest.raises(UserError, match="--parity_trace: with"):
-        trace_first_step(SimpleNamespace(**usual | wrong), None, None)
+        trace_first_step(SimpleNamespace(**usual | wrong), SimpleNamespace(sizes=SimpleNamespace(tp=2)), None)
+
+
+def test_a_compiled_module_is_noted_behind_its_code():
+    layer, x, noted = torch.nn.Linear(3, 2), torch.randn(4, 3), []
+    expected = layer(x)
+    layer.compile(backend="eager")
+    compiled = layer._compiled_call_impl
+    hook = _CompiledHook(layer, lambda module, inputs, output: noted.append((module, output)))
+    assert torch.equal(layer(x), expected) and noted[0][0] is layer and torch.equal(noted[0][1], expected)
+    hook.remove()
+    assert torch.equal(layer(x), expected) and len(noted) == 1 and layer._compiled_call_impl is compiled
 
 
 def test_signatures_estimate_differences_and_add_up():

@@ -45,8 +45,8 @@ def trace_first_step(args, strategy, loss_fn):
         raise UserError(FLAG, "with --aux_loss_coef, whose loss runs each micro-batch twice", "one of them")
     if args.param_dtype == "fp16":
         raise UserError(FLAG, "with --param_dtype fp16: its loss scale differs from run to run", "bf16, fp32")
-    if args.compile:
-        raise UserError(FLAG, "with --compile: its hooks would be compiled too", "one of them")
+    if args.compile and strategy.sizes.tp > 1:
+        raise UserError(FLAG, "with --compile and tensor parallelism", "one of them")
     facts = {"dtype": args.param_dtype, "optim": args.optim, "max_norm": args.max_norm, "betas": args.adam_betas}
     return FirstStep(strategy, args.parity_trace, loss_fn, facts)
 
@@ -113,10 +113,15 @@ class FirstStep:
         """Put a hook on every module."""
         if self.strategy.sizes.tp > 1:
             self.shapes = _whole_shapes(model)
-        layers = set(model._no_split_modules or [])
+        layers, compiled = set(model._no_split_modules or []), ()
         for name, module in model.named_modules():
             self.num_layers += type(module).__name__ in layers
-            if name:
+            if name.startswith(compiled):
+                continue  # a hook would be compiled too
+            if module._compiled_call_impl is not None:
+                compiled += (f"{name}.",)
+                self.hooks.append(_CompiledHook(module, functools.partial(self._after, name)))
+            elif name:
                 self.hooks.append(module.register_forward_hook(functools.partial(self._after, name)))
 
     def _after(self, name: str, module, inputs, output) -> None:
@@ -265,6 +270,23 @@ class FirstStep:
         parts = [torch.empty_like(padded) for _ in ranks] if self.strategy.is_rank_0() else None
         dist.gather(padded, parts, group=collectives.make_patient_group(dist.group.WORLD))
         return parts and [part[: rank["num_tokens"]] for part, rank in zip(parts, ranks)]
+
+
+class _CompiledHook:
+    """Calls `after` behind a module that --compile has compiled, and outside of its compiled code."""
+
+    def __init__(self, module, after):
+        self.module, self.call = module, module._compiled_call_impl
+
+        def call_and_tell(*inputs, **options):
+            output = self.call(*inputs, **options)
+            after(module, inputs, output)
+            return output
+
+        module._compiled_call_impl = call_and_tell
+
+    def remove(self) -> None:
+        self.module._compiled_call_impl = self.call
 
 
 class _Table:
