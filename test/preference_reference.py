@@ -143,7 +143,7 @@ def main(argv: list[str]) -> None:
                 loss = loss / len(batch)
                 loss.backward()
                 losses.append(loss.item())
-            if args.aux_loss_coef:
+            if vars(args).get("aux_loss_coef"):
                 sides = ("chosen_ids", "rejected_ids") if args.loss != "kto" else ("input_ids",)
                 answers = [{"input_ids": sample[side]} for sample in batch for side in sides]
                 balance = args.aux_loss_coef * balance_loss(model, answers)

@@ -144,7 +144,9 @@ def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
         trust_remote_code=False, gpu_memory_utilization=0.7,
     )  # fmt: skip
     flags = serve_engine.server_flags(args)
-    assert flags[-2:] == ["--gpu-memory-utilization", "0.7"] and "--enforce-eager" not in flags
+    assert (
+        flags[-4:] == ["--gpu-memory-utilization", "0.7", "--moe-backend", "triton"] and "--enforce-eager" not in flags
+    )
 
 
 def test_vllm_chooses_its_batch_on_a_gpu_and_strict_mode_rests_while_it_starts(calls, monkeypatch, tmp_path):

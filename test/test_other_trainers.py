@@ -4,6 +4,7 @@ The installed TRL and HF Trainer train a tiny model in this process. The formats
 sources print them.
 """
 
+import io
 import json
 import os
 import pickle
@@ -16,8 +17,10 @@ import pytest
 import torch
 from doc_blocks import read_blocks, statements
 from launch import ROOT
+from transformers import SchedulerType
 
 import compare_backends
+from trainer.compare import their_config
 from trainer.compare.adapters import HFTrainerAdapter, audit, audit_text
 from trainer.compare.logs import read_run
 from trainer.compare.plain_reference import make_job
@@ -207,6 +210,15 @@ def test_a_trl_run_agrees_with_the_plain_loop(trl_run, folder, capsys):
     assert "theirs agrees with the plain loop at all 6 logged steps" in capsys.readouterr().out
     found = json.loads((folder / "out.json").read_text())
     assert found["steps"] == STEPS and found["max_rel_loss"] < 1e-6 and found["max_rel_grad_norm"] < 1e-5
+
+
+def test_an_enumeration_may_be_pickled_by_its_name():
+    class ByName:
+        def __reduce__(self):  # as Python 3.11.2 writes SchedulerType.COSINE
+            return getattr, (SchedulerType, "COSINE")
+
+    for value in (ByName(), SchedulerType.COSINE):
+        assert their_config._plain(their_config._Reader(io.BytesIO(pickle.dumps(value))).load()) == "cosine"
 
 
 def test_an_hf_run_with_other_options_agrees_with_the_plain_loop(rows, folder, capsys):

@@ -15,6 +15,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 from transformers.initialization import no_init_weights
 
+from trainer.cli.entry import end_well
 from trainer.datasets.global_batches import to_device
 from trainer.datasets.packing import collate_packed, collate_padded
 from trainer.datasets.preference import collate_pairs
@@ -152,3 +153,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_well()  # at interpreter shutdown, a thread of torch can abort the process

@@ -1,11 +1,11 @@
 """Weights for rollout servers: what comes is what was sent, and a receiver that dies leaves the rest to the sender."""
 
 import multiprocessing
-import os
 import time
 
 import pytest
 import torch
+from weight_receiver import receive
 
 from trainer.rollout.weight_stream import WeightStream
 
@@ -17,13 +17,6 @@ def tensors():
     yield from OTHERS
     for number in range(COUNT):
         yield f"weight {number}", torch.full((SIZE,), float(number))
-
-
-def receive(port: int, rank: int, size: int, dies_after: int, answer) -> None:
-    for number, (name, tensor) in enumerate(WeightStream("127.0.0.1", port, rank, size).received(), start=1):
-        if number == dies_after:
-            os._exit(1)
-        answer.put((rank, name, tensor.dtype, list(tensor.shape), tensor.double().sum().item()))
 
 
 def stream_to(dies_after: list[int], source) -> list:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from launch import ROOT, forked, read_rows, read_steps
+from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.cli import train_ppo
 from trainer.cli.ppo_flags import validate
@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
     (folder / "slow.json").write_text(json.dumps([["train_ppo", *line] for line in lines[:2]]))
     (folder / "lines.json").write_text(json.dumps([["train_ppo", *line] for line in lines[2:]]))
     slow, usual = ["0.8", "0.8", str(folder / "slow.json")], ["0", "0", str(folder / "lines.json")]
-    code, output = forked(2, str(ROOT / "test/slow_engine.py"), *slow, *usual, timeout=300)
+    code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), *slow, *usual, timeout=300)
     assert code == 1 and "run 4 of this launch begins" in output, output[-5000:]  # the failing reward is the last
     return folder, output
 

@@ -92,8 +92,10 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An enumeration is pickled as its class with one value."""
+    """An enumeration is pickled as its class with one value. Python 3.11.2 writes getattr, the class and the name."""
     if isinstance(value, _Record):
+        if len(value.values) == 2 and isinstance(value.values[1], str):
+            return value.values[1].lower()  # names of transformers are their values in capitals
         return value.values[0] if len(value.values) == 1 else None
     return value
 
