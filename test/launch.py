@@ -92,11 +92,11 @@ def forked(num_ranks: int, *arguments: str, timeout: float = 300, cache: str = "
     return 1, f"{log.read_text()}\n{ending['kind']}: {ending['text']}"
 
 
-def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float) -> str:
-    """Run several train_sft command lines in one set of ranks; returns the output."""
+def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float, launch=forked) -> str:
+    """Run several train_sft command lines in one set of ranks, started by `forked` or `torchrun`; returns the output."""
     runs = folder / f"runs-{uuid.uuid4()}.json"
     runs.write_text(json.dumps(command_lines))
-    code, output = forked(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
+    code, output = launch(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
     assert code == 0, output[-6000:]
     return output
 

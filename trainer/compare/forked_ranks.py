@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -57,7 +58,8 @@ def import_libraries() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     for name in LATE_IMPORTS:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):  # peft is an extra
+            importlib.import_module(name)
     get_checkpoint_conversion_mapping("llama")  # compiles the patterns of every architecture, once
     torch.set_num_threads(1)
     gc.freeze()

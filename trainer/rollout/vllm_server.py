@@ -154,7 +154,8 @@ class VLLMServerEngine:
         return url not in self._gone
 
     def _note_gone(self, url: str, problem: UserError) -> None:
-        if self._gone.setdefault(url, problem) is problem:
+        known, self._gone[url] = self._gone.get(url), problem
+        if known is None or str(known) != str(problem):
             print(f"rollout server lost, others take its requests: {problem.found}", flush=True)
 
     def _note_back(self, url: str) -> None:
