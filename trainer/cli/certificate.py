@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.cli.run_rows import up_to
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE
 
@@ -49,7 +50,7 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
             row = json.loads(line)
             if row.get("event") in ("start", "resume"):
                 starts.append({**(starts[-1] if starts else {}), "step": 0, **row})
-                rows = {step: kept for step, kept in rows.items() if step <= starts[-1]["step"]}
+                rows = up_to(starts[-1]["step"], rows)
             elif "loss" in row:
                 _ = row["batch_hash"], row["grad_norm"], range(row["step"])
                 rows[row["step"]] = row

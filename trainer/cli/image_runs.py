@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from trainer.arguments import VisionArguments
 from trainer.errors import UserError
 
 
@@ -13,8 +14,10 @@ def tokenizer_of_images(args) -> Callable:
     return functools.partial(tokenize_images, **_of_model(args))
 
 
-def tokenizer_of_answers(args, tokenize: Callable, answers: list[str]) -> Callable:
-    """`tokenize`, of pairs or of single answers in the columns `answers`, or of prompts, for rows with images."""
+def tokenizer_of_answers(args, rows, tokenize: Callable, answers: list[str]) -> Callable:
+    """`tokenize`, of pairs or of single answers in the columns `answers`, or of prompts; its form for rows with images."""
+    if "images" not in rows.column_names:
+        return tokenize
     from trainer.datasets.image_answers import tokenize_image_answers
 
     return functools.partial(tokenize_image_answers, tokenize=tokenize, answers=answers, **_of_model(args))
@@ -129,9 +132,8 @@ def refuse_ppo_flags(args) -> None:
 
 def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
-        flag = "--image_workers" if args.image_workers != 2 else "--vision_learning_rate"
-        flag = flag if args.freeze_vision else "--freeze_vision"
-        raise UserError(flag, "would do nothing here: no row has an image", "rows with images, or leave it out")
+        flag = next(name for name, usual in vars(VisionArguments()).items() if vars(args)[name] != usual)
+        raise UserError(f"--{flag}", "would do nothing here: no row has an image", "rows with images, or leave it out")
     flags = vars(args)
     refused = [
         ("--sequence_parallel", args.sequence_parallel, "leave it out"),

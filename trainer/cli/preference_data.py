@@ -3,6 +3,7 @@
 import functools
 
 from trainer.cli import training_command
+from trainer.cli.image_runs import tokenizer_of_answers
 from trainer.errors import UserError
 
 
@@ -18,12 +19,8 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
     from trainer.datasets.preference import tokenize_preference
 
-    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_preference
-    if "images" in rows.column_names:
-        from trainer.cli.image_runs import tokenizer_of_answers
-
-        tokenize = tokenizer_of_answers(args, tokenize_preference, [args.chosen_key, args.rejected_key])
-    return tokenize(
+    rows = training_command.load_flag_rows(args, names, split, flag)
+    return tokenizer_of_answers(args, rows, tokenize_preference, [args.chosen_key, args.rejected_key])(
         rows,
         tokenizer,
         flag=flag,
@@ -43,15 +40,11 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
     from trainer.datasets.unpaired import tokenize_unpaired, unpair
 
-    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_unpaired
+    rows = training_command.load_flag_rows(args, names, split, flag)
     keys = {args.chosen_key, args.rejected_key}
     if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
         rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
-    if "images" in rows.column_names:
-        from trainer.cli.image_runs import tokenizer_of_answers
-
-        tokenize = tokenizer_of_answers(args, tokenize_unpaired, [args.completion_key])
-    return tokenize(
+    return tokenizer_of_answers(args, rows, tokenize_unpaired, [args.completion_key])(
         rows,
         tokenizer,
         flag=flag,

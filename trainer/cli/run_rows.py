@@ -80,8 +80,12 @@ def _add_event(run: RunRows, row: dict) -> None:
     if row["event"] == "start":
         run.start = row
     if row["event"] in ("start", "resume"):
-        last = _step({"step": 0, **row})
-        run.steps = {step: kept for step, kept in run.steps.items() if step <= last}
+        run.steps = up_to(_step({"step": 0, **row}), run.steps)
+
+
+def up_to(last: int, steps: dict[int, dict]) -> dict[int, dict]:
+    """The rows by step that stay when a run starts, or goes on, behind step `last`. It does later steps again."""
+    return {step: row for step, row in steps.items() if step <= last}
 
 
 def last_samples(folder: str, count: int) -> list[dict]:

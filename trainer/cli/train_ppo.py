@@ -11,6 +11,7 @@ from typing import Optional
 
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
+from trainer.cli.image_runs import prompts_with_images, refuse_ppo_flags, tokenizer_of_answers
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
 from trainer.cli.presets import told, with_preset, with_teacher
 from trainer.ppo_arguments import PPOArguments
@@ -32,13 +33,9 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     from trainer.datasets.prompts import tokenize_prompts, with_columns
     from trainer.rollout.rewards import needs_labels, wanted_columns
 
-    rows, tokenize = training_command.load_flag_rows(args, names, split, flag), tokenize_prompts
-    if "images" in rows.column_names:
-        from trainer.cli.image_runs import prompts_with_images, tokenizer_of_answers
-
-        tokenize = tokenizer_of_answers(args, tokenize_prompts, [])
+    rows = training_command.load_flag_rows(args, names, split, flag)
     columns = rows.column_names if args.env else wanted_columns(functions or {}, rows.column_names, flag)
-    prompts, ledger = tokenize(
+    prompts, ledger = tokenizer_of_answers(args, rows, tokenize_prompts, [])(
         rows,
         tokenizer,
         flag=flag,
@@ -95,8 +92,6 @@ def run(argv: list[str]) -> None:
     prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load, render_prompt_text)
     image_run = training_command.image_run_of(args, setup, prompts, eval_prompts)
     if image_run:
-        from trainer.cli.image_runs import refuse_ppo_flags
-
         refuse_ppo_flags(args)
     more_stops = image_run.image_tokens() if image_run else ()
     frozen = build.frozen_rollouts(args)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from trainer.arguments import parse_arguments
+from trainer.arguments import VisionArguments, parse_arguments
 from trainer.errors import UserError
 
 DEMO_DIR = "demo"
@@ -189,7 +189,7 @@ def load_flag_rows(args, names: str, split: str, flag: str):
 
 def image_run_of(args, setup: Setup, *sets):
     """What rows with images change in this run. None if no set has images, and no flag is about them."""
-    asks = not args.freeze_vision or args.vision_learning_rate is not None or args.image_workers != 2
+    asks = any(vars(args)[name] != usual for name, usual in vars(VisionArguments()).items())
     if not asks and not any("images" in found.column_names for found in sets if found):
         return None
     from trainer.cli.image_runs import ImageRun

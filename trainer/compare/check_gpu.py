@@ -227,13 +227,13 @@ def memory(machine: Machine, until: float) -> Iterator[Row]:
 
 def features(machine: Machine, until: float) -> Iterator[Row]:
     demo, plain = machine.demo(), []
-    for name, feature in FEATURES.items():
+    for number, (name, feature) in enumerate(FEATURES.items()):
         if machine.tiny and name not in TINY_FEATURES:
             continue
         if feature.needs and find_spec(feature.needs) is None:
             yield Row(name, f"{feature.needs} is not installed", "", False)
             continue
-        folder = machine.scratch / f"features-{len(list(machine.scratch.glob('features-*')))}"
+        folder = machine.scratch / f"features-{number}"
         words = [f"trainer.cli.{feature.command}", "--pretrain", str(demo / "model"), "--no_save", "--max_steps", "4"]
         words += ["--dataset", str(demo / feature.data), "--train_batch_size", "16", "--micro_train_batch_size", "4"]
         words += [*(("--max_len", "128") if feature.command != "train_ppo" else ()), "--device", machine.device]

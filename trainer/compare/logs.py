@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cli.run_rows import up_to
 from trainer.compare.foreign_logs import foreign_text_rows, read_foreign, resolution
 from trainer.errors import UserError
 
@@ -83,7 +84,7 @@ def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:
         where = f"{path} line {number}"
         row = _parse_json(where, line)
         if row.get("event") in ("start", "resume"):  # later steps of an earlier start do not belong to this run
-            rows = {step: kept for step, kept in rows.items() if step <= row.get("step", 0)}
+            rows = up_to(row.get("step", 0), rows)
         if "event" in row or ("loss" not in row and any(name.startswith("eval_") for name in row)):
             continue
         step = row.get("step")
