@@ -28,7 +28,7 @@ from trainer.datasets.templates import load_chat_template
 def sample_loss(model, sample: dict) -> torch.Tensor:
     """Sum of -log p over the loss tokens of one sample: logits at t predict token t + 1."""
     input_ids, loss_mask = torch.tensor([sample["input_ids"]]), torch.tensor(sample["loss_mask"]).bool()
-    logits = model(input_ids=input_ids).logits[0, :-1].float()
+    logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float()
     losses = F.cross_entropy(logits, input_ids[0, 1:], reduction="none")
     return losses[loss_mask[1:]].sum()
 
@@ -38,7 +38,7 @@ def balance_loss(model, batch: list[dict]) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     inputs = [torch.tensor([sample["input_ids"]]) for sample in batch]
-    logits = [model(input_ids=ids, output_router_logits=True).router_logits for ids in inputs]
+    logits = [model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits for ids in inputs]
     layers = tuple(torch.cat(layer) for layer in zip(*logits))
     return load_balancing_loss_func(layers, layers[0].shape[-1], model.config.num_experts_per_tok)
 

@@ -10,8 +10,9 @@ import pytest
 from launch import ROOT, run_process
 from transformers import FalconH1Config, GptOssConfig
 
-from trainer.compare.check_model import LAYOUTS, MAX_ROLLOUT_KL, judge_rl
+from trainer.compare.check_model import LAYOUTS
 from trainer.compare.forked_ranks import Ending
+from trainer.compare.zoo_rl import MAX_ROLLOUT_KL, judge_rl
 from trainer.datasets.demo import make_demo
 
 # The same command on a trainer with a planted fault: every loss counts one percent too much.
@@ -105,4 +106,4 @@ def test_an_engine_with_other_log_probs_is_wrong(tmp_path, kl, verdict):
 
 def test_the_page_lists_every_run():
     page = (ROOT / "docs/check.md").read_text()
-    assert all(f"\n{name} " in page for name in [*LAYOUTS, "weights", "rl"] if name != "tp2-ring2")
+    assert all(f"\n{name} " in page for name in [*LAYOUTS, "weights"] if name != "tp2-ring2")

@@ -23,18 +23,9 @@ from trainer.compare.forked_ranks import import_libraries, run_ranks
 from trainer.errors import UserError
 
 LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can ask for it
-RL, TEMPLATES, WEIGHTS = "rl", "templates", "weights"
+TEMPLATES, WEIGHTS = "templates", "weights"
 LAYOUTS = [configuration.name for configuration in zoo.CONFIGURATIONS]
 WORDS = {"pass": "works", "refused": "refused", "wrong": "WRONG", "crash": "CRASH", "unchecked": "works?"}
-# on the same weights, in fp32, the rollout engine and the policy give the same log-probs
-MAX_ROLLOUT_KL = 1e-6
-REWARD = """
-def reward_func(prompts, responses, labels):
-    return [sum(character.isdigit() for character in response) for response in responses]
-"""
-PPO = """--reward_func {reward} --label_key label --apply_chat_template --param_dtype fp32 --max_samples 8 --no_save
-    --prompt_max_len 64 --generate_max_len 8 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8
-    --micro_train_batch_size 2 --advantage_estimator reinforce --max_steps 1 --learning_rate 1e-3 --backend fsdp2"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     work_dir = Path(options.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     bad = True
     try:
-        unknown = next((name for name in options.only or () if name not in [*LAYOUTS, RL, TEMPLATES, WEIGHTS]), None)
+        unknown = next((name for name in options.only or () if name not in [*LAYOUTS, TEMPLATES, WEIGHTS]), None)
         if unknown:
-            raise UserError("--only", unknown, ", ".join([*LAYOUTS, RL, TEMPLATES, WEIGHTS]))
+            raise UserError("--only", unknown, ", ".join([*LAYOUTS, TEMPLATES, WEIGHTS]))
         work_dir.mkdir(parents=True, exist_ok=True)
         rows = check(options.model, options.only, work_dir, options.timeout)
         if options.json:
@@ -90,7 +81,7 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
         shown = flags if verdict == "pass" and flags else f"{flags}: {note}" if verdict == "unchecked" else note
         print(f"{name:<14} {WORDS[verdict]:<8} {shown}", flush=True)
 
-    wanted = only or [name for name in [WEIGHTS, TEMPLATES, *LAYOUTS, RL] if name not in LEFT_OUT]
+    wanted = only or [name for name in [WEIGHTS, TEMPLATES, *LAYOUTS] if name not in LEFT_OUT]
     folder = _ask(lambda: find_folder(model), work_dir / "folder.json", timeout)
     print(f"{model}: imports, then a tiny model of its kind in each layout", flush=True)
     import_libraries()
@@ -116,7 +107,7 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
         tell("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
     if not configs:
         return rows
-    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, tell, RL in wanted)
+    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, tell)
     return rows
 
 
@@ -307,7 +298,7 @@ CONVERSATIONS = (
 # --- the tiny model
 
 
-def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, tell: Callable, with_rl: bool) -> None:
+def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, tell: Callable) -> None:
     """Run a tiny model of the first of `configs` that can be built and trained alone."""
     from trainer.models.tiny import shrink
 
@@ -325,42 +316,9 @@ def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float,
             continue
         row = zoo.run_model("model", names, work_dir, timeout, tiny, tell_cell)
         if row["problem"] is None:
-            if with_rl:
-                run_rl(work_dir, timeout, tell)
             return
         problems.append(f"{config.model_type}: {row['problem']}")
     raise UserError("MODEL", f"its architecture cannot be shrunk ({'; '.join(problems)})", "another model")
-
-
-def run_rl(work_dir: Path, timeout: float, tell: Callable) -> None:
-    """One step of train_ppo on the tiny model, with the hf engine."""
-    (work_dir / "reward.py").write_text(REWARD)
-    folder = work_dir / "model"
-    line = ["--pretrain", f"{folder}/model", "--dataset", f"{work_dir}/demo/prompts.jsonl"]
-    line += [*PPO.format(reward=work_dir / "reward.py").split(), "--output_dir", f"{folder}/{RL}"]
-
-    def train() -> None:
-        from trainer.cli import train_ppo
-
-        train_ppo.run(line)
-
-    ending = run_ranks(train, 1, folder / f"{RL}.log", timeout)
-    flags = "train_ppo --rollout_engine hf (1 rank)"
-    if ending.kind in ("refused", "done"):
-        tell(RL, *judge_rl(ending, folder), flags)
-    else:
-        tell(RL, "crash", ending.text, flags)
-
-
-def judge_rl(ending, folder: Path) -> tuple[str, str]:
-    """(verdict, note) of a run of train_ppo that ended in order."""
-    if ending.kind == "refused":
-        return "refused", ending.text
-    rows = map(json.loads, (folder / RL / "metrics.jsonl").read_text().splitlines())
-    row = next(row for row in rows if "rollout_kl" in row)
-    if not abs(row["rollout_kl"]) <= MAX_ROLLOUT_KL:
-        return "wrong", f"rollout_kl {row['rollout_kl']:.3g}: the engine computes other log-probs than the policy"
-    return "pass", f"rollout_kl {row['rollout_kl']:.1g}"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
   python -m trainer.compare.zoo --configurations ring2 lora  only these cells; the other cells stay
 
 Each cell is a run of train_sft on a tiny random model, in fp32, on CPU. It is compared with the plain single-process
-loop: losses, gradients of the first step, final weights. Results are kept beside the page, in a JSON file.
+loop: losses, gradients of the first step, final weights. The cell rl is a step of train_ppo: engine and policy must
+agree. Results are kept beside the page, in a JSON file.
 Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
 """
 
@@ -29,6 +30,7 @@ from trainer.compare.logs import read_run
 from trainer.compare.matrix import Configuration
 from trainer.compare.parity import Comparison, Thresholds, compare_runs
 from trainer.compare.zoo_models import SKIPPED, tiny_config, zoo_names
+from trainer.compare.zoo_rl import RL, judge_rl, run_rl
 from trainer.compare.zoo_unusual import UNUSUAL, unusual_config
 from trainer.errors import UserError
 
@@ -51,6 +53,7 @@ CONFIGURATIONS = (
     Configuration("tp2-ring2", 4, (*FSDP2, *TP, *RING)),
     Configuration("lora", 2, (*FSDP2, *LORA)),
     Configuration(SAVE, 2, FSDP2),
+    RL,
 )
 BATCHES = "--max_samples 16 --max_len 64 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 2"
 TRAINING = (
@@ -243,6 +246,8 @@ def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: fl
 
 
 def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path, timeout: float) -> Ending:
+    if configuration == RL:
+        return run_rl(work_dir, folder, timeout)
     flags = [*_flags(work_dir, folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
 
     def train() -> None:
@@ -255,6 +260,8 @@ def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path,
 
 def _judge(configuration: Configuration, run: str, reference: Ending, ending: Ending, folder: Path, timeout: float):
     """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
+    if configuration == RL:
+        return judge_rl(ending, folder)
     if reference.kind != "done" and ending.kind == "done":
         return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
     verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))

@@ -17,7 +17,8 @@ Search this page for the name of your model. A model of another name belongs to 
 
 Each row is a tiny random model of one architecture, with every kind of layer that the published models have. Each cell is
 a run of `train_sft` on it, in fp32, on CPU. The run is compared with the plain single-process loop: the losses to 1e-5,
-the gradients of the first step and the final weights to 1e-4.
+the gradients of the first step and the final weights to 1e-4. The last column is a step of `train_ppo`: the log-probs of the
+rollout engine and of the policy must agree.
 
 - **yes**: the run gives what the plain loop gives.
 - **no**: the trainer refuses it before the first step, in one line. [The reasons](#reasons) are below the tables.
@@ -37,7 +38,7 @@ holds their configs.
 LEGEND = """
 ## The columns
 
-| Column | Flags of `train_sft` | Ranks |
+| Column | Flags of `train_sft`, or the command | Ranks |
 |---|---|---:|
 """
 AGAIN = """

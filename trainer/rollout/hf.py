@@ -49,14 +49,17 @@ class HFEngine:
         with torch.device("meta"):
             in_fp32 = auto_class.from_config(config, dtype=torch.float32, **options)
             model = auto_class.from_config(config, dtype=dtype, **options)
-        if attention == "sdpa":  # only now: transformers has accepted sdpa for this model
+        cached = can_cache(model)
+        # only now: transformers has accepted sdpa for this model. Without a cache it stays: DeepSeek-V3.2 selects tokens
+        # for attention functions that it knows by name, and lets all others see every token.
+        if attention == "sdpa" and cached:
             model.set_attn_implementation(register_attention())
         model.to_empty(device=device)
         model.tie_weights(recompute_mapping=False)
         restore_computed_buffers(model, device, {name: buffer.dtype for name, buffer in in_fp32.named_buffers()})
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
-        self.kind_of_rows, self.read_images = CachedRows if can_cache(model) else UncachedRows, read_images
+        self.kind_of_rows, self.read_images = CachedRows if cached else UncachedRows, read_images
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
