@@ -54,8 +54,13 @@ CONFIGS = {
         vocab_size=300, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1,
         chunk_size=16, pad_token_id=0, initializer_range=0.2,
     ),
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(  # attends to the 4 tokens that its indexer selects
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, num_hidden_layers=2, first_k_dense_replace=2,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+        index_n_heads=8, index_head_dim=8, index_topk=4,
+    ),
 }  # fmt: skip
-UNCACHED = {"nemotron_h", "recurrent_gemma", "mamba2"}
+UNCACHED = {"nemotron_h", "recurrent_gemma", "mamba2", "deepseek_v32"}
 # one is shorter than the convolutions, one longer than the windows and chunks; two are equal
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], list(range(40, 62)), [5, 6, 7]]
 TRAINED = ("qwen3_5", "nemotron_h", "gpt_oss", "gemma4", "lfm2")
