@@ -15,7 +15,6 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
-    Phi3Config,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
 )
@@ -106,13 +105,7 @@ def test_models_that_a_shard_cannot_compute_are_refused():
         Qwen3NextConfig(),
     ):
         validate_split_model(config)
-    long_rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
-        "original_max_position_embeddings": 4096,
-    }  # fmt: skip
     for config, found in (
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
-        (Phi3Config(rope_parameters=long_rope), "longrope"),
         (LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]), "chunked_attention"),
         (RecurrentGemmaConfig(), "recurrent"),
         (BloomConfig(), "its own kind of attention"),

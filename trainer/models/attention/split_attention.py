@@ -3,7 +3,6 @@
 import torch.distributed as dist
 from transformers import AttentionInterface
 
-from trainer.errors import UserError
 from trainer.models.attention.attention_call import read_call
 from trainer.models.attention.ring import ring_attention
 from trainer.models.attention.ulysses import ulysses_attention
@@ -32,14 +31,6 @@ def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = 
 
 
 def validate_split_model(config) -> None:
-    """Raise UserError for a transformers config whose layers would silently compute wrong results from a shard.
-
-    The frequencies of dynamic and long rotary embeddings depend on the largest position of a batch. It differs between
-    ranks.
-    """
+    """Raise UserError for a transformers config whose layers would silently compute wrong results from a shard."""
     validate_attention_layers(config, "--ring_attn_size", "1")
     validate_registered_attention(config, "--ring_attn_size", "1")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rope_types = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
-    for found in sorted(rope_types & {"dynamic", "longrope"}):
-        raise UserError("--ring_attn_size", f"{config.model_type} with {found} rotary embeddings", "1")
