@@ -22,7 +22,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 def phi3() -> Phi3ForCausalLM:
     torch.manual_seed(0)
-    return Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters=dict(LONG))).eval()
+    return Phi3ForCausalLM(Phi3Config(**SIZES, original_max_position_embeddings=8, rope_parameters=dict(LONG))).eval()
 
 
 def sft(max_len: int, packing: bool = False, ring: int = 1) -> SimpleNamespace:

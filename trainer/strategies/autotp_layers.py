@@ -79,10 +79,20 @@ def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, compiles: 
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
     validate_experts(model, tp_mesh.size(), compiles)
-    with _our_layers(plan):
+    with _our_layers(plan), _readable(model.config.get_text_config()):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)
     return result
+
+
+@contextlib.contextmanager
+def _readable(config) -> Iterator[None]:
+    """Let AutoTP read the number of KV heads, in this context, where it differs between layers. `_our_layers` ignores it."""
+    config.allow_global_per_layer_attribute_access = True
+    try:
+        yield
+    finally:
+        del vars(config)["allow_global_per_layer_attribute_access"]
 
 
 def _accept_scaled_embedding(model) -> None:
