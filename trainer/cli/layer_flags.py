@@ -1,8 +1,10 @@
-"""What the flags change in the layers of a loaded model: recomputation, packed documents, split sequences."""
+"""What the flags change in the layers of a loaded model: recomputation, rotary embeddings, packed documents, split sequences."""
 
 
 def change_layers(args, model, sp_group) -> None:
     """Change the layers of `model`. `sp_group` are the ranks that split each sequence, or None."""
+    from trainer.models.rotary_lengths import fit_rotary
+
     if args.gradient_checkpointing or args.selective_checkpointing:
         from trainer.models.activations import recompute_layers
 
@@ -11,6 +13,7 @@ def change_layers(args, model, sp_group) -> None:
             from trainer.models.activation_offload import offload_layer_inputs
 
             offload_layer_inputs(model)
+    fit_rotary(args, model)
     if args.packing_samples or sp_group:
         from trainer.models.attention.choice import fit_attention
         from trainer.models.recurrent_layers import restart_at_documents

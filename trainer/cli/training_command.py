@@ -268,11 +268,9 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     disable_dropout(model)
-    if "longrope" in (rope := str(getattr(model.config.get_text_config(), "rope_parameters", ""))) or "dynamic" in rope:
-        from trainer.models.rotary_lengths import fit_rotary
-
-        fit_rotary(args, model)
-    if args.gradient_checkpointing or args.selective_checkpointing or args.packing_samples or setup.sp_group:
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", ""))
+    changes = (args.gradient_checkpointing, args.selective_checkpointing, args.packing_samples, setup.sp_group)
+    if any(changes) or "longrope" in rope or "dynamic" in rope:
         from trainer.cli.layer_flags import change_layers
 
         change_layers(args, model, setup.sp_group)

@@ -18,18 +18,20 @@ def fit_rotary(args, model) -> None:
     Raises UserError if texts may be longer than those of pre-training, and the length of each is not known: in padded
     rows, in split sequences, in a rollout. `dynamic` frequencies also depend on all texts before.
     """
+    rolls_out = "max_len" not in vars(args)  # train_ppo
+    longest = args.prompt_max_len + args.generate_max_len if rolls_out else args.max_len
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         for found in sorted(kinds & {"dynamic", "longrope"}):
             original = _original_length(module)
-            longest = getattr(args, "max_len", None) or args.prompt_max_len + args.generate_max_len
             if longest <= original:
                 continue
-            is_known = hasattr(args, "max_len") and args.packing_samples and args.ring_attn_size == 1
+            is_known = not rolls_out and args.packing_samples and args.ring_attn_size == 1
             if found == "dynamic" or kind != found or not is_known:
-                flag = "--max_len" if hasattr(args, "max_len") else "--prompt_max_len + --generate_max_len"
-                packed = ", or --packing_samples without --ring_attn_size" if found == "longrope" else ""
+                flag = "--prompt_max_len + --generate_max_len" if rolls_out else "--max_len"
+                can_pack = found == "longrope" and not rolls_out
+                packed = ", or --packing_samples without --ring_attn_size" if can_pack else ""
                 problem = f"{longest} with {found} rotary embeddings, which change with the longest text of a batch"
                 raise UserError(flag, problem, f"up to {original}{packed}")
             module.forward = _of_each_document(module, original)
