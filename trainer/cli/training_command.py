@@ -268,10 +268,11 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         setup.strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
     disable_dropout(model)
-    if args.gradient_checkpointing or args.selective_checkpointing or args.packing_samples or setup.sp_group:
+    recomputes = args.gradient_checkpointing or args.selective_checkpointing
+    if recomputes or args.packing_samples or setup.sp_group or args.tensor_parallel_size > 1:
         from trainer.cli.layer_flags import change_layers
 
-        change_layers(args, model, setup.sp_group)
+        change_layers(args, model, setup.sp_group, setup.strategy)
     return model
 
 
