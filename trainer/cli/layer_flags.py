@@ -1,10 +1,11 @@
 """What the flags change in the layers of a loaded model: recomputation, rotary embeddings, packed documents, split sequences."""
 
 
-def change_layers(args, model, sp_group) -> None:
+def change_layers(args, model, sp_group, strategy) -> None:
     """Change the layers of `model`. `sp_group` are the ranks that split each sequence, or None."""
     from trainer.models.rotary_lengths import fit_rotary
 
+    tp_group = strategy.meshes.root["tp"].get_group() if args.tensor_parallel_size > 1 else None
     if args.gradient_checkpointing or args.selective_checkpointing:
         from trainer.models.activations import recompute_layers
 
@@ -19,4 +20,8 @@ def change_layers(args, model, sp_group) -> None:
         from trainer.models.recurrent_layers import restart_at_documents
 
         fit_attention(model, is_split=sp_group is not None)
-        restart_at_documents(model, sp_group)
+        restart_at_documents(model, sp_group, tp_group)
+    elif tp_group is not None:
+        from trainer.models.recurrent_layers import share_heads
+
+        share_heads(model, tp_group)

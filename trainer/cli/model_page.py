@@ -28,6 +28,7 @@ def model_page(args, strategy, model) -> str:
 
         options = {"use_hf_tp_plan": args.use_hf_tp_plan, "sequence_parallel": args.sequence_parallel}
         facts.append((f"plan of tp {tp}", plan_summary(resolve_tp_plan(skeleton, **options))))
+    facts += shared_mixers(skeleton, tp, args.ring_attn_size)
     refused = refusals(skeleton, folder, args.trust_remote_code)
     return format_facts([*facts, *(("refused", line) for line in refused)] + [("refused", "nothing")] * (not refused))
 
@@ -99,6 +100,19 @@ def _blocks(layer) -> str:
     """The classes of the parts of a layer, without norms."""
     parts = [type(part).__name__ for part in layer.children() if next(part.parameters(), None) is not None]
     return ", ".join(dict.fromkeys(part for part in parts if "Norm" not in part))
+
+
+def shared_mixers(model, tp: int, sp: int) -> list[tuple[str, str]]:
+    """How many ranks share the heads of linear attention, Mamba or convolutions. No line without such layers."""
+    from trainer.models.head_shares import shared_over
+    from trainer.models.recurrent_layers import mixers_of
+
+    found = Counter((type(mixer).__name__, shared_over(mixer, tp, sp)) for mixer in mixers_of(model))
+    return [
+        (f"heads of {kind}", f"{count} layers, over {ways[0]} ranks of tp and {ways[1]} of sp")
+        for (kind, ways), count in found.items()
+        if tp * sp > 1
+    ]
 
 
 def plan_summary(plan: dict[str, str]) -> str:

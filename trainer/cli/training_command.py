@@ -270,10 +270,10 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     disable_dropout(model)
     rope = str(getattr(model.config.get_text_config(), "rope_parameters", ""))
     changes = (args.gradient_checkpointing, args.selective_checkpointing, args.packing_samples, setup.sp_group)
-    if any(changes) or "longrope" in rope or "dynamic" in rope:
+    if any(changes) or args.tensor_parallel_size > 1 or "longrope" in rope or "dynamic" in rope:
         from trainer.cli.layer_flags import change_layers
 
-        change_layers(args, model, setup.sp_group)
+        change_layers(args, model, setup.sp_group, setup.strategy)
     return model
 
 

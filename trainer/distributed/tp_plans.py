@@ -1,7 +1,8 @@
 """Tensor-parallel plans of model types for which transformers has none, or one that does not cover all parameters.
 
 They have the format of `base_model_tp_plan`: names relative to the base model, without its prefix. Blocks without an
-entry, such as Mamba-2 mixers and short convolutions, are computed in full by every tp rank.
+entry, such as Mamba-2 mixers and short convolutions, are stored in full on every tp rank. `models/head_shares.py` lets
+each rank compute its own heads of them.
 """
 
 import re

@@ -6,8 +6,10 @@ mixers of transformers do not change, and every kind of them is served by the sa
 
 - Packed documents become the rows of batches that are padded on the right. A causal mixer gives real tokens the same
   values with or without padding on their right. Documents of like length share a batch.
-- The hidden states of a split sequence are gathered over sp, and put in the order of the text. Every rank computes the
-  whole sequence and keeps its own tokens. Its loss is that of its own tokens, so gradients are counted once.
+- The hidden states of a split sequence are gathered over sp, and put in the order of the text. Every rank of sp and of tp
+  computes its own heads for all tokens (`head_shares`). The sum over the ranks is scattered over sp again.
+- Where heads cannot be shared out, every rank computes the whole mixer and keeps its own tokens. Its loss is that of its
+  own tokens, so gradients are counted once.
 """
 
 import contextlib
@@ -22,7 +24,9 @@ import torch.nn.functional as F
 
 from trainer.datasets.global_batches import copied
 from trainer.datasets.sequence_split import natural_order, zigzag_shard
+from trainer.distributed.gradient_collectives import Gather, ScatterSum, Sum, SumGradients
 from trainer.errors import UserError
+from trainer.models.head_shares import OwnHeads
 
 # model_type of transformers -> class of its mixers. Each maps hidden states (rows, tokens, hidden) to the same shape,
 # alone or as the first item of a tuple.
@@ -55,30 +59,53 @@ def known_layers(config) -> set[str]:
     return WITH_MIXER | TOKEN_BY_TOKEN if config.get_text_config().model_type in MIXERS else set()
 
 
-def restart_at_documents(model: torch.nn.Module, sp_group: Optional[dist.ProcessGroup] = None) -> None:
+def restart_at_documents(
+    model: torch.nn.Module,
+    sp_group: Optional[dist.ProcessGroup] = None,
+    tp_group: Optional[dist.ProcessGroup] = None,
+) -> None:
     """Make the mixers of a transformers model restart at packed documents, and see whole sequences if `sp_group` splits
-    them. Changes the `forward` of modules in place, and nothing for a model without mixers.
+    them. The ranks of both groups share the heads. Changes the `forward` of modules in place, and nothing for a model
+    without mixers.
 
     Call this after activation checkpointing is switched on, and before a strategy wraps the model. Raises UserError for
     a model whose mixers have unknown classes.
     """
     config = model.config.get_text_config()
-    mixers = [module for module in model.modules() if type(module).__name__ == MIXERS.get(config.model_type)]
+    mixers = mixers_of(model)
     expected = sum(layer in WITH_MIXER for layer in getattr(config, "layer_types", None) or ())
     if len(mixers) != expected:  # remote code with the model_type of transformers' own model
         found = f"{config.model_type} has {expected} layers with a state, of which {len(mixers)} are known"
         raise UserError("--packing_samples, --ring_attn_size", found, "leave them out")
     if not mixers:
         return
-    row = _Row()
+    row = Row()
     for module in {model, model.base_model}:
         module.forward = _noting_documents(module.forward, row)
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = _keeping_documents(module._gradient_checkpointing_func, row)
-    for mixer in mixers:
+    change_mixers(mixers, row, sp_group, tp_group)
+
+
+def share_heads(model: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """Let the ranks of `tp_group` share the heads of mixers. For whole sequences without packing; see above."""
+    change_mixers(mixers_of(model), Row(), None, tp_group)
+
+
+def mixers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the mixers of a model with linear attention, state spaces or convolutions, in order."""
+    kind = MIXERS.get(model.config.get_text_config().model_type)
+    return [module for module in model.modules() if type(module).__name__ == kind]
+
+
+def change_mixers(mixers: list[torch.nn.Module], row: "Row", sp_group, tp_group) -> list[OwnHeads]:
+    """Make mixers restart at the documents of `row`, and compute the heads of this rank."""
+    heads = [OwnHeads(mixer, tp_group, sp_group) for mixer in mixers]
+    for mixer, own in zip(mixers, heads):
         _gather_as_a_whole(mixer)
-        mixer.forward = _restarting(mixer.forward, row, sp_group)
+        mixer.forward = _restarting(mixer.forward, row, sp_group, own)
+    return heads
 
 
 def _gather_as_a_whole(mixer: torch.nn.Module) -> None:
@@ -93,7 +120,7 @@ def _gather_as_a_whole(mixer: torch.nn.Module) -> None:
     mixer._z3_leaf = True
 
 
-class _Row:
+class Row:
     """The documents of the packed row that the model computes now. `batches` is None for rows that are not packed."""
 
     batches: Optional["Batches"] = None
@@ -107,7 +134,7 @@ class _Row:
             self.batches = before
 
 
-def _noting_documents(forward: Callable, row: _Row) -> Callable:
+def _noting_documents(forward: Callable, row: Row) -> Callable:
     """Return the forward of a model that notes the documents of its inputs. An inner model inherits them."""
 
     @functools.wraps(forward)
@@ -119,7 +146,7 @@ def _noting_documents(forward: Callable, row: _Row) -> Callable:
     return noting
 
 
-def _keeping_documents(checkpoint: Callable, row: _Row) -> Callable:
+def _keeping_documents(checkpoint: Callable, row: Row) -> Callable:
     """Return a checkpoint function that computes a layer again for the documents of its own forward pass."""
 
     def keeping(layer: Callable, *args):
@@ -134,23 +161,30 @@ def _keeping_documents(checkpoint: Callable, row: _Row) -> Callable:
     return keeping
 
 
-def _restarting(forward: Callable, row: _Row, sp_group: Optional[dist.ProcessGroup]) -> Callable:
+def _restarting(forward: Callable, row: Row, sp_group: Optional[dist.ProcessGroup], heads: OwnHeads) -> Callable:
     """Return the forward of a mixer that computes whole documents, each from an empty state."""
 
     @torch.compiler.disable  # documents have new lengths in every batch
     @functools.wraps(forward)
     def restarting(hidden_states, *args, **kwargs):
-        whole = hidden_states if sp_group is None else _gather_tokens(hidden_states, sp_group)
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_ROW}
         rest: list = []  # what the mixer returns beside its output, such as its last state
+        with heads.taken(caches=any(kwargs.get(name) is not None for name in CACHES)) as own:
+            tp, over_sp = (heads.tp, heads.sp is not None) if own else (None, False)
+            compute = own.forward if own else forward
 
-        def mix(batch: torch.Tensor) -> torch.Tensor:
-            out = forward(batch, *args, **kwargs)
-            out, rest[:] = (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
-            return out
+            def mix(batch: torch.Tensor) -> torch.Tensor:
+                out = compute(batch, *args, **kwargs)
+                out, rest[:] = (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
+                return out
 
-        out = mix(whole) if row.batches is None else _in_batches(mix, whole, row.batches)
-        out = out if sp_group is None else zigzag_shard(out, sp_group.rank(), sp_group.size())
+            if tp:
+                (hidden_states,) = SumGradients.apply(tp, hidden_states)
+            whole = hidden_states if sp_group is None else _gather_tokens(hidden_states, sp_group)
+            out = mix(whole) if row.batches is None else _in_batches(mix, whole, row.batches)
+        if sp_group is not None:
+            out = _own_tokens(out, sp_group, is_part=over_sp)
+        out = Sum.apply(out, tp) if tp else out
         return (out, *rest) if rest else out
 
     return restarting
@@ -158,6 +192,7 @@ def _restarting(forward: Callable, row: _Row, sp_group: Optional[dist.ProcessGro
 
 # arguments that describe the packed row; kernels would apply them to the batches
 OF_ROW = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "cu_seqlens_host", "seq_idx"}
+CACHES = ("cache_params", "past_key_values")  # arguments with the states of a generation
 
 
 # --- packed documents
@@ -205,21 +240,11 @@ def _in_batches(forward: Callable, hidden: torch.Tensor, batches: Batches) -> to
 
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Zigzag shards (rows, tokens / sp, hidden) -> (rows, tokens, hidden) in the order of the text (all-gather)."""
-    return natural_order(torch.cat(_AllGather.apply(hidden, group).chunk(group.size()), dim=1), group.size())
+    return natural_order(torch.cat(Gather.apply(hidden, group).chunk(group.size()), dim=1), group.size())
 
 
-class _AllGather(torch.autograd.Function):
-    """(rows, ...) of each rank -> (ranks * rows, ...) on all. The gradient of a part is the sum of all ranks' for it."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx, grad):
-        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
+def _own_tokens(out: torch.Tensor, group: dist.ProcessGroup, is_part: bool) -> torch.Tensor:
+    """(rows, tokens, hidden) in the order of the text -> this rank's zigzag shard. Parts are summed (reduce-scatter)."""
+    if not is_part:
+        return zigzag_shard(out, group.rank(), group.size())
+    return ScatterSum.apply(torch.cat([zigzag_shard(out, rank, group.size()) for rank in range(group.size())]), group)
