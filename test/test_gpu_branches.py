@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from launch import ROOT
+from undone_mends import UNDONE
 
 SCRIPT = ROOT / "scripts/gpu_branches.py"
 SOURCE = """
@@ -61,6 +62,12 @@ def test_every_branch_has_its_line_on_the_page(script):
     for _, who in named:
         for test in re.findall(r"`(test_\w+\.py)`", who):
             assert list((ROOT / "test").rglob(test)), test
+
+
+def test_every_mend_that_can_be_undone_is_still_in_the_code():
+    """`python test/undone_mends.py` undoes each one, and sees its test fail."""
+    assert [u.name for u in UNDONE if (ROOT / u.file).read_text().count(u.mended) != 1] == []
+    assert {re.sub("[a-z]", "", u.name) for u in UNDONE} == {str(number) for number in range(1, 16)}
 
 
 def test_lines_that_run_are_noted(script, tmp_path):

@@ -8,18 +8,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import LlamaConfig, masking_utils
 
+from trainer import strategies
+from trainer.arguments import SFTArguments
 from trainer.checkpoints import run_state
-from trainer.cli import doctor, doctor_machine, ppo_models, serve_engine
+from trainer.cli import auto_layout, doctor, doctor_machine, gpu_settings, plan, ppo_models, precompute, serve_engine
 from trainer.cli.gpu_settings import set_up_gpu
+from trainer.cli.training_command import set_up
+from trainer.datasets.demo import make_demo
 from trainer.datasets.global_batches import copied
 from trainer.distributed import determinism, mesh
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
+from trainer.metrics import Rows
+from trainer.models.attention import flash_limits
 from trainer.rollout import vllm
 from trainer.rollout.hf import HFEngine
 from trainer.rollout.vllm import VLLMEngine
+from trainer.training import loop
+from trainer.training.checkpointing import Progress
 
 CARD = torch.device("cuda", 1)
 
@@ -190,3 +198,70 @@ def test_engines_give_the_gpu_back_while_training(calls):
     for act in (engine.sleep, engine.sleep, engine.wake, engine.wake):  # twice is once
         act()
     assert calls.found == [("sleep", 1), ("wake_up",)]
+
+
+def test_ranks_on_one_gpu_share_its_memory_in_a_plan(calls, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * plan.GB))
+    machine, reserve = auto_layout.machine_of_ranks(CARD), plan.build_parser().get_default("reserve")
+    assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * plan.GB)
+    assert ("get_device_properties", CARD) in calls.found
+
+
+def test_the_memory_of_a_reference_is_free_before_the_policy_trains(calls, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    calls.note(torch.cuda, "empty_cache")
+    calls.note(dist, "get_world_size", 1)
+    setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD, is_rank_0=lambda: True))
+    assert precompute.with_reference(None, setup, str(tmp_path), None, [None]) == [None]
+    assert calls.found[-1] == ("empty_cache",)
+
+
+def test_a_run_on_a_gpu_is_set_up_for_it(calls, monkeypatch, tmp_path):
+    make_demo(str(tmp_path))
+    strategy = SimpleNamespace(device=CARD, sizes=SimpleNamespace(dp=1, world_size=1))
+    strategy.setup_distributed = lambda: calls.found.append(("setup_distributed",))
+    monkeypatch.setattr(strategies, "get_strategy", lambda args: strategy)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    calls.note(dist, "get_world_size", 1)
+    calls.note(dist, "get_rank", 0)
+    calls.note(gpu_settings, "set_up_gpu")
+    args = SFTArguments(pretrain=str(tmp_path / "model"), adam_offload=True)
+    setup = set_up(args, is_demo=False, vllm=False)
+    made = [call for call in calls.found if call[0].startswith("set")]
+    assert made == [("setup_distributed",), ("set_up_gpu", True, False)] and setup.attention == "sdpa"
+    args.cpu_matmul = "mkl"
+    with pytest.raises(UserError, match="--cpu_matmul: mkl on cuda"):
+        set_up(args, is_demo=False)
+
+
+def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):
+    for name, result in (("get_device_name", "NVIDIA H100 80GB HBM3"), ("max_memory_allocated", 5)):
+        calls.note(torch.cuda, name, result)
+    calls.note(dist, "get_world_size", 1)
+    model, rows = torch.nn.Linear(2, 1), Rows()
+    strategy = SimpleNamespace(device=CARD, is_rank_0=lambda: True, all_reduce=lambda sums: sums)
+    strategy.backward = lambda loss, model, **_: loss.backward()
+    strategy.unreached_parameters = lambda model: []
+    strategy.optimizer_step = lambda *_: 1.0
+    batch = SimpleNamespace(
+        micro_batches=[torch.ones(3, 2)], num_targets=3, num_tokens=1000, epoch=0, batch_hash="", sample_ids=[]
+    )
+    scheduler = SimpleNamespace(get_last_lr=lambda: [0.1])
+    checkpoints = SimpleNamespace(after_step=lambda *_: None, finish=lambda: None)
+    options = {"metrics": rows, "checkpoints": checkpoints, "progress": Progress(), "flops_per_token": 6e9}
+    loss = lambda model, rows: (model(rows).sum(), torch.tensor(len(rows)))  # noqa: E731
+    loop.train(strategy, model, None, scheduler, [batch], loss, loop.LoopOptions(total_steps=1), **options)
+    [row] = rows.found
+    assert row["mfu"] == pytest.approx(6e9 * row["tokens_per_second"] / 989e12) and row["peak_memory_bytes"] == 5
+    assert ("get_device_name", CARD) in calls.found and ("max_memory_allocated", CARD) in calls.found
+
+
+def test_flash_attention_needs_a_gpu_of_its_time(calls, monkeypatch):
+    monkeypatch.setattr(flash_limits, "flash_fault", lambda version: None)  # the package is there
+    calls.note(torch.cuda, "get_device_capability", (9, 0))
+    flash_limits.validate_flash_attention("flash_attention_2", "bf16", "cuda")
+    calls.note(torch.cuda, "get_device_capability", (7, 5))
+    with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
+        flash_limits.validate_flash_attention("flash_attention_2", "bf16", "cuda")

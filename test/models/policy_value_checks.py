@@ -1,6 +1,7 @@
 """Chunks of logits on layouts: test_policy_values.py runs `policy_value_checks.py FOLDER`. Ranks are forks of it.
 
-On each layout, log-probs, entropies and gradients are computed over all logits, and by chunks of five rows.
+On each layout, log-probs, entropies and gradients are computed over all logits, and by chunks of five rows. With tp on
+fsdp2, the losses of SFT upcast no more than five rows of bf16 logits at a time.
 """
 
 import functools
@@ -8,7 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from largest_tensor import LargestTensor
 
 from trainer.compare.forked_ranks import import_libraries, run_ranks
 from trainer.datasets.demo import make_demo
@@ -20,6 +25,17 @@ LAYOUTS = {
     "z1-tp2": (2, "deepspeed", {"zero_stage": 1, "tensor_parallel_size": 2}),
     "z3-dp2": (2, "deepspeed", {"zero_stage": 3}),
 }
+
+
+def check_upcast(tp_mesh, labels: torch.Tensor) -> None:
+    """The losses of SFT from bf16 logits that are cut over tp."""
+    from trainer.models.token_losses import token_log_probs
+
+    local = torch.randn(*labels.shape, 149, dtype=torch.bfloat16, requires_grad=True)
+    logits = DTensor.from_local(local, tp_mesh, [Shard(2)], run_check=False)
+    with LargestTensor() as largest:
+        token_log_probs(logits, labels).sum().backward()
+    assert local.grad.abs().sum() > 0 and 4 * 149 <= largest.most <= 5 * 149, largest.most
 
 
 def one_rank(folder: str, backend: str, options: dict) -> None:
@@ -62,6 +78,8 @@ def one_rank(folder: str, backend: str, options: dict) -> None:
         results.append((log_probs.detach(), entropies.detach(), grads))
         strategy.optimizer_step(optimizer, model, scheduler)
     assert len(calls) == 1, "only the second run has chunks"
+    if backend == "fsdp2" and strategy.sizes.tp > 1:
+        check_upcast(strategy.meshes.params["tp"], labels)
     (log_probs, entropies, grads), (found_log_probs, found_entropies, found_grads) = results
     torch.testing.assert_close(found_log_probs, log_probs, rtol=0, atol=1e-5)
     torch.testing.assert_close(found_entropies, entropies, rtol=0, atol=1e-5)

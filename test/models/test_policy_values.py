@@ -4,9 +4,8 @@ import sys
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from launch import ROOT, run_process
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.models import token_losses
@@ -14,20 +13,6 @@ from trainer.models.policy_loss import PolicyOptions
 from trainer.training.roles import make_policy_loss
 
 VOCAB, TOKENS = 997, 64
-
-
-class LargestTensor(TorchDispatchMode):
-    """The most elements of a tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.most = max([self.most, *sizes])
-        return result
 
 
 def make_model():

@@ -1,6 +1,7 @@
 """Peak memory of a step on FSDP2 with groups for embedding and head, and without, run by test_group_memory.py.
 
-`torchrun group_memory.py FOLDER` trains a model with a large vocabulary twice and writes FOLDER/peaks.json.
+`torchrun group_memory.py FOLDER VOCABULARY WIDTH LAYERS` trains a Llama with a large vocabulary twice. It prints, and writes to
+FOLDER/peaks.json, the peak in bytes and the all-gathers of the last step of each run.
 """
 
 import json
@@ -10,25 +11,45 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trainer.cli import train_sft
 from trainer.cli.entry import run_command
+from trainer.datasets.demo import make_demo
+from trainer.distributed import mesh
 from trainer.strategies import fsdp2
 from trainer.training import loop
 
 
+def make_model(folder: Path, vocab: int, width: int, layers: int) -> None:
+    make_demo(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+
 def main(argv: list[str]) -> None:
     folder, peaks = Path(argv[0]), {}
+    mesh.start_process_group(torch.device("cpu"), "auto")
+    if dist.get_rank() == 0:
+        make_model(folder, *map(int, argv[1:]))
+    dist.barrier()
     train_step, fully_shard = loop.train_step, fsdp2.fully_shard
     for name in ("split", "whole"):
 
         def measured(strategy, model, optimizer, *rest, name=name):
-            tracker = MemTracker()
+            tracker, calls = MemTracker(), CommDebugMode()
             tracker.track_external(model, optimizer)
-            with tracker:
+            with calls, tracker:
                 row = train_step(strategy, model, optimizer, *rest)
             by_device = tracker.get_tracker_snapshot("peak")
-            peaks[name] = max(sizes["Total"] for sizes in by_device.values())  # of the last step
+            gathers = calls.get_comm_counts()[torch.ops.c10d._allgather_base_]
+            peaks[name] = max(sizes["Total"] for sizes in by_device.values()), gathers
             return row
 
         def without_ends(module, **options):
@@ -42,6 +63,8 @@ def main(argv: list[str]) -> None:
         )  # fmt: skip
     if dist.get_rank() == 0:
         (folder / "peaks.json").write_text(json.dumps(peaks))
+        for name, (peak, gathers) in peaks.items():
+            print(f"{name}: {peak / 2**20:.1f} MiB, {gathers} all-gathers")
 
 
 if __name__ == "__main__":

@@ -184,6 +184,8 @@ class FSDP2Strategy:
             ):
                 for end in ends:  # otherwise the root would hold both, whole, for the whole step
                     fully_shard(end, **options)
+            if any(p.requires_grad for p in model.parameters()):  # its backward pass begins where its forward pass ends
+                options["reshard_after_forward"] = False
             fully_shard(model, **options)
         self._load_shards(model, offload)
 

@@ -150,3 +150,26 @@ def test_blocks_of_a_split_row_add_up(kernel_calls, softcap):
             whole.append(block_backward(dout, *block, SCALE, causal, None, softcap))
     grads = whole[0][0].double() + whole[1][0], *(torch.cat(pair, 2) for pair in list(zip(*whole))[1:])
     assert_close([out, *grads], [expected, *torch.autograd.grad(expected, leaves, dout.double())], torch.bfloat16)
+
+
+def test_blocks_are_deterministic_in_strict_mode(kernel_calls, monkeypatch):
+    if kernel_calls is None or not kernels.has_flash_attn():
+        pytest.skip("flash-attn gets a flag; torch's kernel looks at the mode itself")
+    from flash_attn import flash_attn_interface
+
+    given, backward = [], flash_attn_interface._flash_attn_backward
+
+    def noted(*args, deterministic, **options):
+        given.append(deterministic)
+        return backward(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(flash_attn_interface, "_flash_attn_backward", noted)
+    query, key, value, dout = (tensor.detach() for tensor in inputs(8, torch.bfloat16))
+    for strict in (False, True):
+        torch.use_deterministic_algorithms(strict)
+        try:
+            out, lse = block_forward(query, key, value, SCALE, True, None)
+            block_backward(dout, query, key, value, out, lse, SCALE, True, None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert given == [False, True]
