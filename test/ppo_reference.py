@@ -7,12 +7,15 @@ A transformers model, torch AdamW and this file, which writes every formula out 
 parsing of flags, the new head of the critic, and nothing of the training.
 """
 
+import base64
+import functools
 import json
 import math
 import os
 import statistics
 import sys
 
+import numpy as np
 import torch
 from reference import add_lora, balance_loss, dump, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
@@ -22,8 +25,30 @@ from trainer.cli.train_ppo import parse
 from trainer.models.reward import make_initial_reward_model
 
 
+def replay_routing(model) -> None:
+    """From now on, each router sends the first tokens to the experts in its `forced`, and later ones to the best of all."""
+
+    def forward(gate, hidden):
+        logits = hidden.flatten(0, -2) @ gate.weight.T
+        probabilities, chosen = torch.softmax(logits, -1), []
+        for token, row in enumerate(probabilities.tolist()):
+            best = sorted(range(len(row)), key=lambda expert: -row[expert])[: gate.top_k]
+            chosen.append(gate.forced[token] if token < len(gate.forced) else best)
+        weights = torch.stack([row[experts] for row, experts in zip(probabilities, chosen)])
+        weights = weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights
+        return logits, weights, torch.tensor(chosen)
+
+    model.gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    for gate in model.gates:
+        gate.forward = functools.partial(forward, gate)
+
+
 def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
     ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
+    for layer, gate in enumerate(vars(model).get("gates", [])):
+        shape, text = sample["experts"]
+        experts = np.frombuffer(base64.b64decode(text), np.int16).reshape(shape)  # (tokens, layers, k)
+        gate.forced = experts[:, layer].tolist()
     logits = model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature
     for row, kept in enumerate(sample.get("kept_ids", [])):  # what truncated sampling drew from
         left_out = sorted(set(range(logits.shape[1])) - set(kept))
@@ -149,6 +174,8 @@ def main(argv: list[str]) -> None:
     args, _ = parse(argv)
     os.makedirs(args.output_dir, exist_ok=True)
     model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+    if args.routing_replay:
+        replay_routing(model)
     model = add_lora(model, args) if args.lora_rank else model
     actor, critic = Trained(args, model, args.learning_rate), None
     if args.advantage_estimator == "gae":

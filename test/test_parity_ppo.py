@@ -5,11 +5,13 @@ so its tolerance of 1e-5 is relative to the mean of |advantage|, which is about 
 else is compared has the tolerances of test_parity.py. Each run also evaluates, so that weights go from every layout to the rollout engine, before the first step and after the last.
 """
 
+import base64
 import json
 import math
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from launch import ROOT, forked, read_rows, read_steps, train_many
@@ -32,6 +34,8 @@ ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS
 CUT = ["--top_p", "0.9", "--top_k", "50", "--min_p", "0.01", "--mask_truncated"]
 ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT]}
 ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
+ALGORITHMS |= {"grporeplay": [*ALGORITHMS["grpo"], "--routing_replay"]}
+MIXTURES_OF = ("grpomoe", "grporeplay")
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 FULL_GRID = [
     f"{algorithm}-{backend}-{mesh}" for algorithm in ("grpo", "ppo") for backend in BACKENDS for mesh in MESHES
@@ -52,6 +56,9 @@ GRID += [
     "ppocut-z1-dp2",
 ]
 MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
+# on experts that were drawn at random, so that nothing is right by chance
+MIXTURES += [f"grporeplay-{layout}" for layout in ("fsdp2-sp2", "fsdp2-ep2", "fsdp2-tp2", "z1-tp2", "z3-dp2")]
+LAYOUTS = LAYOUTS | {"ep2": (2, ["--expert_parallel_size", "2"])}
 PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
 
 
@@ -87,19 +94,32 @@ def write_rollouts(path, shared_data, **truncation) -> None:
     path.write_text("".join(lines))
 
 
+def add_random_experts(path, target) -> None:
+    """For the mixture of 2 layers, 4 experts and 2 of them for a token. The last token of a sample has none."""
+    rows, generator = [json.loads(line) for line in path.read_text().splitlines()], np.random.default_rng(0)
+    for row in rows:
+        tokens = len(row["prompt_ids"]) + len(row["response_ids"]) - 1
+        experts = generator.random((tokens, 2, 4)).argsort(-1)[..., :2].astype(np.int16)
+        row["experts"] = [experts.shape, base64.b64encode(experts.tobytes()).decode()]
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def command_line(name: str, folder, data) -> list[str]:
     """Flags of a run named as in GRID; "grpo-reference" is the plain loop's."""
     algorithm, *parts = name.split("-")
     flags = [
         "--pretrain",
-        f"{folder}/mixture" if algorithm == "grpomoe" else f"{data}/models/stories260K-hf",
+        f"{folder}/mixture" if algorithm in MIXTURES_OF else f"{data}/models/stories260K-hf",
         "--dataset",
         f"{data}/gsm8k/test.jsonl",
         "--max_samples",
         "16",
     ]
     flags += ["--input_key", "question", "--label_key", "answer", "--prompt_max_len", "256", "--generate_max_len", "24"]
-    flags += ["--rollouts_from", f"{folder}/frozen{'-cut' * algorithm.endswith('cut')}.jsonl"]
+    flags += [
+        "--rollouts_from",
+        f"{folder}/frozen{'-cut' * algorithm.endswith('cut')}{'-experts' * (algorithm == 'grporeplay')}.jsonl",
+    ]
     flags += ["--rollout_batch_size", str(PROMPTS)]
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
     flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
@@ -109,6 +129,7 @@ def command_line(name: str, folder, data) -> list[str]:
         flags += [*BACKENDS[parts[0]], *layout, "--check_replicas_every", "2", "--reward_func", "math"]
         flags += ["--eval_dataset", f"{data}/gsm8k/test.jsonl", "--eval_steps", "100"]
         flags += ["--packing_samples"] if parts[0] != "z1" else []
+        flags += ["--gradient_checkpointing"] if algorithm == "grporeplay" else []
     run = f"{folder}/{name}"
     return ["train_ppo", *flags, "--output_dir", run, "--save_path", f"{run}/model", "--parity_dump", f"{run}/parity"]
 
@@ -121,6 +142,7 @@ def run_grid(names: list[str], folder, data) -> None:
     """The plain loops, then all runs of one number of ranks after the other."""
     write_rollouts(folder / "frozen.jsonl", data)
     write_rollouts(folder / "frozen-cut.jsonl", data, top_p=0.9, top_k=50, min_p=0.01)
+    add_random_experts(folder / "frozen.jsonl", folder / "frozen-experts.jsonl")
     make_mixture_of_experts(folder / "mixture", data / "models/stories260K-hf")
     for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
         line = command_line(f"{algorithm}-reference", folder, data)[1:]

@@ -68,6 +68,9 @@ class RolloutArguments:
     offload_actor_optimizer: bool = arg(
         False, "keep the optimizer states of the policy in host memory while responses are generated"
     )
+    routing_replay: bool = arg(
+        False, "mixture of experts: training sends each token to the experts that it had in the rollout"
+    )
     sample_pages: int = arg(0, "samples of each rollout in an HTML page, with token log-probs", type="NonNegativeInt")
     rollouts_from: Optional[str] = arg(
         None,

@@ -124,6 +124,7 @@ def refuse_ppo_flags(args) -> None:
         ("--ref_model", bool(args.ref_model), "leave it out: the reference is --pretrain"),
         ("--env", bool(args.env), "leave it out"),
         ("--max_staleness", bool(args.max_staleness), "0"),
+        ("--routing_replay", args.routing_replay, "leave it out"),
     ]
     for flag, used, allowed in refused:
         if used:

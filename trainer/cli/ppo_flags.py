@@ -40,6 +40,7 @@ def validate(args: PPOArguments) -> None:
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
     _validate_staleness(args)
+    _validate_routing_replay(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
@@ -158,6 +159,18 @@ def _validate_staleness(args: PPOArguments) -> None:
     if args.tis_cap is None:
         found = f"missing with --max_staleness {args.max_staleness}: older weights draw other tokens"
         raise UserError("--tis_cap", found, "a largest weight, such as 2")
+
+
+def _validate_routing_replay(args: PPOArguments) -> None:
+    others = {
+        f"--rollout_engine {args.rollout_engine}": args.rollout_engine != "hf",  # only this engine records experts
+        "--env": args.env,  # experts of the tokens of an environment would come from another turn
+        "--aux_loss_coef": args.aux_loss_coef,  # its loads are those of the experts that the router itself prefers
+        "--sequence_parallel": args.sequence_parallel,
+        "--compile": args.compile,
+    }
+    for other in (flag for flag, value in others.items() if value and args.routing_replay):
+        raise UserError("--routing_replay", f"with {other}", "one of them")
 
 
 def _validate_rewards(args: PPOArguments) -> None:

@@ -58,6 +58,9 @@ def frozen_rollouts(args: PPOArguments) -> Optional[list]:
         if bool(sample.kept_ids) != sampling_of(args).truncates:
             found = f"{args.rollouts_from} was made {'with' if sample.kept_ids else 'without'} truncated sampling"
             raise UserError("--top_p, --top_k, --min_p", found, "the values of the run that made the rollouts")
+        if args.routing_replay and sample.experts is None:
+            found = f"{args.rollouts_from} was made without it"
+            raise UserError("--routing_replay", found, "rollouts with it, or leave it out")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollouts_from}"
@@ -123,10 +126,11 @@ def build_roles(
         image_run.use(model)
     if args.lora_rank:
         add_adapter_of_flags(args, setup.strategy, model)
-    tower_lr = args.vision_learning_rate
+    tower_lr, config = args.vision_learning_rate, model.config
     actor = tuple(training_command.prepare_training(args, setup.strategy, model, total_steps, tower_lr))
     return Roles(
         actor=actor,
+        routers=_routers(actor[0], config) if args.routing_replay else None,
         average=WeightAverage(setup.strategy, *actor[:2], args.ema_beta) if args.ema_beta is not None else None,
         score=build_reward(args, setup, make_batches, functions),
         engine=_engine(args, setup, image_run) if args.eval_dataset or not args.rollouts_from else None,
@@ -137,6 +141,12 @@ def build_roles(
         offload_actor_optimizer=args.offload_actor_optimizer,
         offload_critic=args.offload_critic,
     )
+
+
+def _routers(actor, config):
+    from trainer.models.routing_replay import Routers
+
+    return Routers(actor, config)
 
 
 def _check_length(args: PPOArguments, config) -> None:
@@ -171,9 +181,11 @@ def _engine(args: PPOArguments, setup: training_command.Setup, image_run=None):
 
     if image_run:
         options |= {"auto_class": image_run.auto_class, "read_images": image_run.read_prompts}
-    engine = HFEngine(setup.folder, setup.tokenizer, **options)
+    engine = HFEngine(setup.folder, setup.tokenizer, **options, record_experts=args.routing_replay)
     if engine.kind_of_rows is UncachedRows:
         name = type(engine.model).__name__
+        if args.routing_replay:
+            raise UserError("--routing_replay", f"no cache for {name}", "leave it out, or another model")
         if image_run:
             raise UserError("--pretrain", f"prompts with images, and no cache for {name}", "another model")
         setup.strategy.print(f"rollout engine: no cache for {name}, so each token reads the whole text again")

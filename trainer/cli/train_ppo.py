@@ -107,6 +107,8 @@ def run(argv: list[str]) -> None:
         top_k = experts_per_token(read_config(setup.folder, args.trust_remote_code))
         options = dataclasses.replace(options, experts_per_token=top_k)
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
+    if roles.routers and frozen:
+        roles.routers.check(sample.experts for samples in frozen for sample in samples)
     roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
     state = RLState(order, args.init_kl_coef, facts=facts)

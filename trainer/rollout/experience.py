@@ -5,6 +5,7 @@ those tokens. The other is a flat vector of the generated tokens of all samples 
 sample. Plain code computes advantages from it. `collect` and `spread` convert between the two forms.
 """
 
+import base64
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -47,6 +48,7 @@ class Sample:
     holder: Optional[int] = field(default=None, compare=False)
     sizes: Optional[Sizes] = field(default=None, compare=False)
     version: Optional[int] = None  # with --max_staleness: the rollouts that the drawing policy was trained on
+    experts: Optional[torch.Tensor] = field(default=None, compare=False)  # as in Completion, with --routing_replay
 
     def size(self) -> Sizes:
         self.sizes = self.sizes or measure(self)
@@ -112,6 +114,7 @@ def continue_prompts(
             label=prompt["label"],
             kept_ids=completion.kept_ids,
             columns=columns_of(prompt),
+            experts=completion.experts,
         )
         for (number, prompt), completion in zip(asked, completions)
     ]
@@ -177,6 +180,7 @@ def collate_samples(
     - is_last: 1 where a reward model scores the sample, see `answers.scored_position`. `scoring_pad` is the reward
       model's pad token, if it has another one. The score is always the reward of the last response token.
     - loss_weights: see `policy_loss.token_weights`
+    - experts (rows, tokens, layers, k), if samples have them: 1 + the expert, or 0 if it is not known
 
     Per sample (n,), it adds response_lengths, sample_numbers and has_loss. A split over sequence-parallel ranks pads the values
     per token with 0. There is no label at these places.
@@ -198,11 +202,23 @@ def collate_samples(
         predicting = first + torch.tensor(sample["loss_mask"]).nonzero().squeeze(1) - 1
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
         weights[row, predicting] = sample["loss_weight"]
+    if samples and samples[0].get("experts") is not None:
+        extra["experts"] = _experts(samples, batch["input_ids"].shape, packed)
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
     numbers = torch.tensor([sample["number"] for sample in samples], dtype=torch.int64)
     has_loss = torch.tensor([sample["loss_weight"] > 0 for sample in samples], dtype=torch.bool)
     of_samples = {"response_lengths": lengths, "sample_numbers": numbers, "has_loss": has_loss}
     return {**batch, **extra, "loss_weights": weights, **of_samples}
+
+
+def _experts(samples: list[dict], shape: torch.Size, packed: bool) -> torch.Tensor:
+    """The experts of samples, where their tokens are in a micro-batch of (rows, tokens). See `collate_samples`."""
+    experts, start = torch.zeros(*shape, *samples[0]["experts"].shape[1:], dtype=torch.int16), 0
+    for number, sample in enumerate(samples):
+        row, first = (0, start) if packed else (number, 0)
+        experts[row, first : first + len(sample["experts"])] = sample["experts"] + 1
+        start += len(sample["input_ids"])
+    return experts
 
 
 class SampleSet:
@@ -231,7 +247,7 @@ class SampleSet:
                 for place in sample.generated():
                     loss_mask[len(sample.prompt_ids) + place] = 1
                 row |= {"input_ids": input_ids, "loss_mask": loss_mask, "number": number, "offset": offset}
-                row |= {"response_length": size.generated, "loss_weight": weight * has_loss}
+                row |= {"response_length": size.generated, "loss_weight": weight * has_loss, "experts": sample.experts}
                 offset += size.generated
             self._rows.append(row)
         self.num_response_tokens = offset  # of the samples with tokens here
@@ -304,9 +320,20 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
     left_out = ["columns", "here", "holder", "sizes"] + [
         name for name in ("kept_ids", "turns") if not getattr(sample, name)
     ]
-    left_out += ["version"] * (sample.version is None)
+    left_out += [name for name in ("version", "experts") if getattr(sample, name) is None]
     values = {name: value for name, value in vars(sample).items() if name not in left_out}
+    if sample.experts is not None:
+        values["experts"] = [list(sample.experts.shape), encoded(sample.experts)]
     return {"rollout": rollout, **texts, **values}
+
+
+def encoded(experts: torch.Tensor) -> str:
+    """int16 numbers as text. The file is for Python readers: `np.frombuffer(base64.b64decode(text), np.int16)`."""
+    return base64.b64encode(experts.numpy().tobytes()).decode()
+
+
+def decoded(shape: list[int], text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).view(shape)
 
 
 def as_table(samples: list[Sample], tokenizer) -> list[dict]:

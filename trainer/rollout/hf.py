@@ -35,10 +35,12 @@ class HFEngine:
         trust_remote_code: bool = False,
         auto_class=None,
         read_images: Optional[Callable] = None,
+        record_experts: bool = False,
     ):
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
         Prompts with images need the `auto_class` of such models, and `read_images(ids, mask, images)`, see `CachedRows`.
+        `record_experts`: completions tell the experts of their tokens.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,6 +62,12 @@ class HFEngine:
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
         self.kind_of_rows, self.read_images = CachedRows if cached else UncachedRows, read_images
+        self.routers = None
+        if record_experts:
+            from trainer.models.routing_replay import Routers
+
+            self.routers = Routers(model, config)
+            self.routers.records = True
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
@@ -117,6 +125,10 @@ class HFEngine:
         rows = list(range(len(prompts)))  # which prompts are still being continued
         own = {"images": images, "read": self.read_images} if images else {}
         going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits), **own)
+        if self.routers:
+            from trainer.models.routing_replay import RecordedRows
+
+            going = RecordedRows(going, self.routers, prompts)
         tokens = None
         for step in range(max(limits)):
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
@@ -136,6 +148,8 @@ class HFEngine:
                 kept = torch.tensor(going_on, device=self.device)
                 going.keep(kept)
                 tokens, rows = tokens[kept], [rows[index] for index in going_on]
+        if self.routers:
+            going.note(completions)
         return completions
 
     def _append(self, rows: list[tuple], tokens, log_probs, kept_ids, sampling: Sampling) -> list[int]:

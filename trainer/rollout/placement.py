@@ -43,7 +43,7 @@ def measure(sample) -> Sizes:
 def without_tokens(sample):
     """The sample as ranks know it that do not have its tokens."""
     empty = {name: [] for name in (*IDS, *LOCAL)}
-    return replace(sample, **empty, label=None, columns={}, here=False, sizes=sample.size())
+    return replace(sample, **empty, experts=None, label=None, columns={}, here=False, sizes=sample.size())
 
 
 def share(mine: list) -> list:

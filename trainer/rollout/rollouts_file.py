@@ -6,7 +6,7 @@ import os
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
-from trainer.rollout.experience import Sample, as_row, as_table
+from trainer.rollout.experience import Sample, as_row, as_table, decoded
 from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards import LARGEST_SCORE
 
@@ -62,16 +62,20 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                     row = json.loads(line)
                     row = {"kept_ids": [], "turns": [], "version": None, **row}
                     sample = Sample(**{name: row[name] for name in names})
+                    if "experts" in row:
+                        sample.experts = decoded(*row["experts"])
                     tokens = [sample.response_ids[place] for place in sample.generated()]
                     if not tokens or len(tokens) != len(sample.log_probs):
                         raise ValueError("a response without tokens, or without a log-prob for each token")
                     sets = sample.kept_ids or [[token] for token in tokens]
                     if not all(token in ids for token, ids in zip(tokens, sets, strict=True)):
                         raise ValueError("a token that is not in the set of its draw")
+                    if sample.experts is not None and len(sample.experts) >= sample.size().tokens:
+                        raise ValueError("experts of more tokens than there are")
                     if not abs(sample.score) <= LARGEST_SCORE:
                         raise ValueError(f"a score of {sample.score}")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
-                except (ValueError, KeyError, TypeError, IndexError) as error:
+                except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
                     if line.strip() and line.endswith("\n"):
                         found = f"line {number}: {type(error).__name__} {error}"
                         raise UserError(f"{FLAG} {path}", found, "a rollouts.jsonl of train_ppo") from None

@@ -7,6 +7,7 @@ and the other samples in the batch do not change it.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Optional
 
 import torch
 
@@ -34,13 +35,15 @@ class Sampling:
 class Completion:
     """The tokens of a response, their log-probs under the distribution of the draw, and whether the response ended.
 
-    If sampling truncates, `kept_ids` has for each token the tokens that it was drawn from.
+    If sampling truncates, `kept_ids` has for each token the tokens that it was drawn from. `experts` are those of each
+    token of prompt and response but the last one, (tokens, layers, k), if the engine records them.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finished: bool
     kept_ids: list[list[int]] = field(default_factory=list)
+    experts: Optional[torch.Tensor] = None
 
 
 def sample_seed(seed: int, rollout: int, sample: int, turn: int = 0) -> int:

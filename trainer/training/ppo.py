@@ -151,13 +151,14 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
     The old log-probs are then from the update's own forward pass, and the loss notes them.
     """
-    log_probs, actor = functools.partial(policy_log_probs, temperature=options.policy.temperature), roles.actor[0]
+    log_probs = functools.partial(policy_log_probs, temperature=options.policy.temperature, routers=roles.routers)
+    actor = roles.actor[0]
     models: dict[str, tuple] = {}
     corrects = options.tis_cap is not None or options.rollout_kl_max is not None
     if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects:
         models["old_log_probs"] = (contextlib.nullcontext(actor), log_probs)
     if roles.has_reference:
-        models["ref_log_probs"] = (fixed_model(actor, roles.reference), log_probs)
+        models["ref_log_probs"] = (fixed_model(actor, roles.reference), functools.partial(log_probs, replays=False))
     if roles.critic is not None:
         models["old_values"] = (contextlib.nullcontext(roles.critic[0]), critic_values)
     flat = {}
@@ -352,7 +353,8 @@ def _updates(
 ) -> None:
     """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
     strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
-    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, run.sp_group, _note_old_log_probs)
+    rest = run.sp_group, _note_old_log_probs, roles.routers
+    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, *rest)
     if options.aux_loss_coef:
         from trainer.training.load_balance import balanced_policy
 

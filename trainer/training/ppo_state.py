@@ -55,6 +55,7 @@ class Roles:
     has_reference: bool = False
     reference: object = None  # None if there is no reference, or if the actor without its adapter is the reference
     average: Optional[WeightAverage] = None  # of the actor's weights
+    routers: object = None  # of the actor, with --routing_replay: a `routing_replay.Routers`
     offload_actor_optimizer: bool = False  # while responses are generated
     offload_critic: bool = False  # while responses are generated
     ahead: Optional[RolloutsAhead] = None  # with --max_staleness; it uses the engine

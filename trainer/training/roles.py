@@ -15,8 +15,13 @@ from trainer.models.sequence_sums import counts_here, sum_by_sequence
 from trainer.training.advantages import kl_estimate
 
 
-def policy_log_probs(model, micro_batch: dict, temperature: float) -> torch.Tensor:
-    """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from."""
+def policy_log_probs(model, micro_batch: dict, temperature: float, routers=None, replays=True) -> torch.Tensor:
+    """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from.
+
+    `routers` are those of the model, with --routing_replay. They choose the experts of the rollout if it `replays`.
+    """
+    if routers:
+        routers.use(micro_batch if replays else {})
     return policy_values(model, micro_batch, temperature)[0]
 
 
@@ -50,18 +55,21 @@ def make_policy_loss(
     kl_coef: Callable[[], float],
     sp_group,
     note_old_log_probs: Callable[[dict, torch.Tensor], None],
+    routers=None,
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
     Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs and tis_weights, each (rows, tokens).
     Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old ones, and the
     loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current coefficient. Metrics
-    are means over response tokens, but policy_loss is a mean like the loss.
+    are means over response tokens, but policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
     """
 
     def policy_loss(model, micro_batch: dict):
         labels = micro_batch["labels"]
         keep = labels != IGNORE
+        if routers:
+            routers.use(micro_batch)
         log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(options.entropy_coef))
         log_probs = log_probs.double()
         if "old_log_probs" in micro_batch:
