@@ -1,11 +1,12 @@
 """--deterministic is strict where it is promised, costs no filling of memory, and tells an operation that breaks it."""
 
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import run_process
+from launch import ROOT, run_process
 
 from trainer.distributed.determinism import row_cumsum, without_refusals
 from trainer.errors import UserError
@@ -32,7 +33,8 @@ run_command(main, [])
 
 
 def test_strict_and_told_in_one_line():
-    code, output = run_process([sys.executable, "-c", CHECK], timeout=120)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # scripts/gpu_branches.py traces by it
+    code, output = run_process([sys.executable, "-c", CHECK], timeout=120, PYTHONPATH=path)
     assert "strict" in output, output
     assert code == 2 and "error: --deterministic: put_ does not have a deterministic implementation" in output
     assert "Traceback" not in output

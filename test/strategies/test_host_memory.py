@@ -1,7 +1,11 @@
-"""The memory of weights, gradients and optimizer states is the predicted one, on every backend and stage."""
+"""The memory of weights, gradients and optimizer states is the predicted one, on every backend and stage.
+
+Every run is measured on 1 and 2 ranks, and two runs on 4. `MEMORY=full pytest -s` measures all on 4 ranks, too.
+"""
 
 import json
 import math
+import os
 import shutil
 import tempfile
 import weakref
@@ -19,6 +23,7 @@ from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.options import StrategyOptions
 
 TOLERANCE = 0.1
+SAMPLE = {4: ["fsdp2-3-fp32", "deepspeed-3-bf16"]} if os.environ.get("MEMORY") != "full" else {}
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +34,26 @@ def folder():
         yield Path(name) / "demo"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_memory_is_the_predicted_one(num_ranks, folder):
+    runs = SAMPLE.get(num_ranks, RUNS)
     shutil.rmtree(folder, ignore_errors=True)
-    num_params, layer = make_model(folder, width=384, layers=27)
-    command = ["-m", "trainer.compare.measured_memory", str(folder), "cpu"]
-    code, output = torchrun(num_ranks, *command, timeout=900, **GLIBC)
+    # activations, which are not predicted, are small beside a rank's share of a model of few, wide layers
+    width, layers = (768, 7) if num_ranks > 2 else (384, 27)
+    num_params, layer = make_model(folder, width, layers)
+    sizes = {"num_params": num_params, "largest_layer": layer, "largest_tensor": width * (width * 8 // 3)}
+    command = ["-m", "trainer.compare.measured_memory", str(folder), "cpu", *runs]
+    code, output = torchrun(num_ranks, *command, timeout=1800, **GLIBC)
     assert code == 0, output[-6000:]
     found, wrong = json.loads((folder / f"peaks-{num_ranks}.json").read_text()), []
-    for name in RUNS:
+    for name in runs:
         backend, stage, dtype = name.split("-")
-        for phase, expected in vars(predict(backend, int(stage), dtype, num_ranks, num_params, layer)).items():
+        for phase, expected in vars(predict(backend, int(stage), dtype, num_ranks, **sizes)).items():
             line = f"{name} {phase}: {found[name][phase] / num_params:.2f} bytes per parameter"
             line += f", predicted {expected / num_params:.2f}"
             print(line)
             wrong += [] if math.isclose(found[name][phase], expected, rel_tol=TOLERANCE) else [line]
-    assert len(found) == len(RUNS) and not wrong, "\n".join(wrong)
+    assert len(found) == len(runs) and not wrong, "\n".join(wrong)
 
 
 def test_the_table_of_the_page_is_what_the_function_says():

@@ -33,11 +33,13 @@ def predict(
     num_params: float,
     largest_layer: float = 0,
     on_gpu: bool = False,
+    largest_tensor: float = 0,
 ) -> Memory:
     """Return the memory of full fine-tuning with AdamW on `num_ranks` data-parallel ranks.
 
     `num_params` and `largest_layer` (the largest decoder layer, embedding or head) count parameters. With tensor
-    parallelism, divide them by its size. `on_gpu`: a GPU holds whole buffers, host memory only the pages in use.
+    parallelism, divide them by its size. `on_gpu`: a GPU holds whole buffers, host memory only the pages in use. A model is
+    saved tensor by tensor: without `largest_tensor`, one counts as a layer.
     """
     p, n, width = num_params, num_ranks, 4 if param_dtype == "fp32" else 2
     bucket = 4 * min(p, BUCKET_ELEMENTS)
@@ -50,7 +52,8 @@ def predict(
         written = state
     else:
         load, state, step, written = _deepspeed(stage, width, p, n, bucket, on_gpu)
-    one_tensor = (MASTERS + width) * largest_layer  # gathered and converted; the exported model is written in a stream
+    # gathered and converted; the exported model is written in a stream
+    one_tensor = (MASTERS + width) * (largest_tensor or largest_layer)
     save = state + max(min(written, BUFFER_BYTES), one_tensor)
     return Memory(load, state, step, save)
 
