@@ -44,9 +44,6 @@ CELLS = {
     "z2-lora-experts": (*zoo.DEEPSPEED, "2", *LORA_EXPERTS),
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
     "tp2-z3-gathered": (*zoo.DEEPSPEED, "3", *zoo.TP, "--gradient_checkpointing", "--check_replicas_every", "1"),
-    "compiled": (*zoo.FSDP2, "--compile"),
-    "compiled-packed": (*zoo.FSDP2, "--compile", "--packing_samples"),
-    "z1-compiled": (*zoo.DEEPSPEED, "1", "--compile"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
     zoo.SAVE: zoo.FSDP2,  # judges what the first cell of its part has saved
 }

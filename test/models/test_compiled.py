@@ -3,8 +3,11 @@
 import copy
 
 import pytest
+import torch
 from tiny_models import make_model
+from transformers import AutoModelForCausalLM
 
+from trainer.compare.zoo_models import tiny_config
 from trainer.errors import UserError
 from trainer.models.compiled import compile_layers
 from trainer.strategies.deepspeed import DeepspeedStrategy
@@ -20,6 +23,13 @@ def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     assert compiled == [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
     assert list(model.state_dict()) == names
+
+
+def test_experts_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    with pytest.raises(UserError, match="--compile: with the experts of Qwen3MoeForCausalLM"):
+        compile_layers(model)
 
 
 @pytest.mark.parametrize(

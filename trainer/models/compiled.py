@@ -2,14 +2,20 @@
 
 import torch
 
+from trainer.distributed.expert_parallel import are_experts
+from trainer.errors import UserError
+
 RECOMPILE_LIMIT = 64  # kinds of calls that each get their own code: training or not, lengths, roles of RLHF
 
 
 def compile_layers(model: torch.nn.Module) -> None:
     """Compile the decoder layers of `model` in place, at their first call. Names of weights do not change.
 
-    Call this before a strategy shards the model: FSDP2's own hooks then stay outside the compiled code.
+    Call this before a strategy shards the model: FSDP2's own hooks then stay outside the compiled code. Raises UserError
+    for a mixture of experts: torch fails to compile their grouped products in fp32. In bf16 that took minutes on a CPU.
     """
+    if any(map(are_experts, model.modules())):
+        raise UserError("--compile", f"with the experts of {type(model).__name__}", "leave it out")
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     layers = set(model._no_split_modules or [])
     for module in model.modules():
