@@ -1,7 +1,8 @@
 """Count what rank 0 sends in a step, under torch's fake process group: `python plan_counts.py FOLDER`.
 
 Prints a JSON line per layout: [name, ranks, micro-batches, {group size: bytes sent}]. Collectives of the fake group move
-nothing, but their tensors have the real sizes. A ring is assumed, as in trainer/cli/plan_traffic.py.
+nothing, but their tensors have the real sizes. The names with `gloo` have real ranks. A ring is assumed, as in
+trainer/cli/plan_traffic.py.
 """
 
 import json
@@ -25,6 +26,8 @@ CASES = {  # name: (backend, options, ranks, micro-batches)
     "deepspeed-1": ("deepspeed", {"zero_stage": 1}, 8, 8),
     "deepspeed-2": ("deepspeed", {"zero_stage": 2}, 8, 8),
     "deepspeed-3": ("deepspeed", {"zero_stage": 3}, 8, 2),
+    "deepspeed-1-gloo": ("deepspeed", {"zero_stage": 1}, 4, 8),
+    "deepspeed-2-gloo": ("deepspeed", {"zero_stage": 2}, 4, 8),
 }
 # what ZeRO 3 does with a model of more than a billion parameters: it keeps no weight gathered
 LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
@@ -46,7 +49,8 @@ def count_step(folder: str, name: str) -> None:
 
     backend, options, num_ranks, num_micro = CASES[name]
     os.environ.update(WORLD_SIZE=str(num_ranks))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    if "gloo" not in name:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     engine_config = deepspeed.engine_config
 
     def config_of_a_large_model(*args, **kwargs):
@@ -82,7 +86,8 @@ def count_step(folder: str, name: str) -> None:
                 loss = logits.to_local() if hasattr(logits, "to_local") else logits
                 strategy.backward(loss.float().sum(), model, num_targets=TOKENS, is_last=number == num_micro - 1)
             strategy.optimizer_step(optimizer, model, scheduler)
-    print(json.dumps([name, num_ranks, num_micro, dict(sent)]), flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps([name, num_ranks, num_micro, dict(sent)]), flush=True)
 
 
 def _group_size(arguments: list) -> int:
@@ -104,7 +109,7 @@ def _times(kind: str) -> int:
     """How often a rank of a ring sends the whole tensor, but for its own part."""
     if kind in ALL_REDUCES:
         return 2
-    assert kind in ALL_GATHERS + REDUCE_SCATTERS + ("broadcast_",), kind  # ZeRO 3 compares a few numbers
+    assert kind in ALL_GATHERS + REDUCE_SCATTERS + ("broadcast_", "reduce_"), kind  # ZeRO 3 compares a few numbers
     return 1
 
 
@@ -125,7 +130,8 @@ def main(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder)
     for name in sys.argv[2:] or CASES:
         log = folder / f"{name}.log"
-        ending = run_ranks(lambda name=name: count_step(str(folder), name), 1, log, timeout=100)
+        processes = CASES[name][2] if "gloo" in name else 1
+        ending = run_ranks(lambda name=name: count_step(str(folder), name), processes, log, timeout=100)
         assert ending.kind == "done", ending.text + log.read_text()[-3000:]
         print(next(line for line in log.read_text().splitlines() if line.startswith('["')), flush=True)
 

@@ -1,7 +1,8 @@
 """Save on one layout at step 10 of 20, go on on another: `python test/resume_matrix.py [--sample N] [--seed S]`.
 
-Every source layout trains 20 steps and saves at step 10; every chosen target resumes there. Steps 11 to 20 must be those
-of the plain loop within 1e-5 (fp32), and bitwise those of the source's own run where source and target are the same.
+Every source layout trains 20 steps and saves at step 10; every chosen target resumes there, with a --pretrain whose
+weights are no numbers. Steps 11 to 20 must be those of the plain loop within 1e-5 (fp32). Where source and target are the
+same, they are bitwise those of the source's own run.
 A new layout is one more line in LAYOUTS.
 """
 
@@ -9,12 +10,16 @@ import argparse
 import itertools
 import math
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from launch import ROOT, forked, read_steps, train_many
+from safetensors.torch import load_file, save_file
 
+from trainer.checkpoints.model_folder import SINGLE
 from trainer.datasets.demo import make_demo
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (1, 2, 3)} | {
@@ -58,6 +63,14 @@ def run_lines(lines: list[tuple[str, list[str]]], folder: Path) -> None:
             train_many(ranks, part, folder, timeout=300 + 60 * len(part))
 
 
+def make_unread(source: Path, target: Path) -> Path:
+    """A copy of a model folder whose weights are no numbers: a resume must not use them."""
+    shutil.copytree(source, target)
+    weights = {name: torch.full_like(tensor, math.nan) for name, tensor in load_file(source / SINGLE).items()}
+    save_file(weights, target / SINGLE, metadata={"format": "pt"})
+    return target
+
+
 def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], tuple[float, bool]]:
     """For each (source, target): the largest relative difference of steps 11 to 20 from the plain loop, and whether they
     are bitwise those of the source's own run."""
@@ -73,9 +86,9 @@ def run_pairs(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str
         line += ["--ckpt_format", "portable"] if number % 3 == 2 else []  # a third of them
         lines.append((source, line))
     run_lines(lines, folder)
-    resumed = []
+    resumed, unread = [], make_unread(folder / "demo/model", folder / "unread")
     for source, target in pairs:
-        line = [*base, "--load_checkpoint", f"{folder}/{source}/checkpoints/step_{SAVED_AT}"]
+        line = [*base, "--pretrain", str(unread), "--load_checkpoint", f"{folder}/{source}/checkpoints/step_{SAVED_AT}"]
         resumed.append((target, [*line, "--output_dir", f"{folder}/{source}-to-{target}"]))
     run_lines(resumed, folder)
     expected = read_steps(folder / "reference")[SAVED_AT:]

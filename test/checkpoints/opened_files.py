@@ -1,19 +1,22 @@
 """Save and load on real ranks, and count files: `python opened_files.py FOLDER`. FOLDER is empty.
 
-Prints a JSON line per layout: [layout, ranks, files that each rank wrote, files that each rank opened to load]. Every
-loaded tensor is compared with what was saved.
+Prints a JSON line per layout: [layout, ranks, files that each rank wrote, files that each rank opened to load, bytes that
+each rank read to check and to load, bytes of all hashed files]. A second model loads it. Its own folder is never opened.
+Every loaded tensor is compared with what was saved.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from trainer.compare.forked_ranks import import_libraries, run_ranks
 
 LAYOUTS = {
-    "fsdp2": ("fsdp2", {}, (2, 4)),
+    "fsdp2": ("fsdp2", {}, (2, 4, 8)),
     "hsdp": ("fsdp2", {"dp_replicate_size": 2}, (4,)),
-    "zero": ("deepspeed", {"zero_stage": 2}, (2, 4)),
+    "zero": ("deepspeed", {"zero_stage": 2}, (2, 4, 8)),
+    "zero3": ("deepspeed", {"zero_stage": 3}, (2,)),
 }
 
 
@@ -22,8 +25,9 @@ def check(folder: str, layout: str) -> None:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoints import run_state, shards
+    from trainer.checkpoints import checkpoint_store, model_folder, run_state, shards, whole_file
     from trainer.distributed.collectives import gather_objects
+    from trainer.distributed.sharded_tensors import to_local_if_dtensor
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy
     from trainer.strategies.options import StrategyOptions
@@ -32,25 +36,53 @@ def check(folder: str, layout: str) -> None:
     kind = {"fsdp2": FSDP2Strategy, "deepspeed": DeepspeedStrategy}[backend]
     strategy = kind(StrategyOptions(param_dtype="bf16", device="cpu", **options))
     strategy.setup_distributed()
-    model = strategy.load_model(f"{folder}/model", AutoModelForCausalLM)
-    optimizer = strategy.create_optimizer(model, lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
-    target = f"{folder}/{layout}-{dist.get_world_size()}"
-    roles, form = {run_state.MAIN: (model, optimizer, scheduler)}, run_state.CheckpointForm()
-    saved = [(shard, shard.tensor.clone()) for shard in strategy._shards(model, optimizer)]
-    strategy.save_ckpt(target, roles, None, state={}, form=form).finish()
-    for shard, _ in saved:
-        shard.tensor.zero_()
 
-    opened, safe_open = [], shards.safe_open
+    def prepared() -> dict:
+        model = strategy.load_model(f"{folder}/model", AutoModelForCausalLM)
+        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {run_state.MAIN: strategy.prepare((model, optimizer, scheduler))}
+
+    def shards_of(roles: dict) -> dict:
+        model, optimizer, _ = roles[run_state.MAIN]
+        return {(s.key, s.offset, s.start): s.tensor for s in strategy._shards(model, optimizer)}
+
+    target = f"{folder}/{layout}-{dist.get_world_size()}"
+    roles, form = prepared(), run_state.CheckpointForm()
+    strategy.save_ckpt(target, roles, None, state={}, form=form).finish()
+
+    opened, read = [], []
+    safe_open, open_checked, hash_file = shards.safe_open, whole_file.open_checked, checkpoint_store.hash_file
+    read_stored = shards._read_stored
+
+    def counted_part(handle, *place):
+        part = read_stored(handle, *place)
+        read.append(0 if isinstance(handle, whole_file.WholeFile) else part.nbytes)
+        return part
+
+    def counted_file(function, path, *more):
+        read.append(os.path.getsize(path))
+        return function(path, *more)
+
     shards.safe_open = lambda path, **kwargs: opened.append(path) or safe_open(path, **kwargs)
-    strategy.load_ckpt(target, roles)
-    assert all(torch.equal(shard.tensor, tensor) for shard, tensor in saved)
+    shards._read_stored = counted_part
+    checkpoint_store.hash_file = lambda path: counted_file(hash_file, path)
+    whole_file.open_checked = lambda path, wanted: opened.append(path) or counted_file(open_checked, path, wanted)
+    model_folder.safe_open = None  # an error, if the weights of the folder are opened
+    model_folder.left_out = True
+    others = prepared()
+    strategy.load_ckpt(target, others)
+    saved, loaded = shards_of(roles), shards_of(others)
+    assert saved.keys() == loaded.keys() and all(torch.equal(loaded[key], tensor) for key, tensor in saved.items())
+    for name, parameter in model_folder.unwrapped(roles[run_state.MAIN][0]).named_parameters():
+        other = model_folder.unwrapped(others[run_state.MAIN][0]).get_parameter(name)
+        parts = [getattr(p, "ds_tensor", p).detach() for p in (parameter, other)]
+        assert torch.equal(*map(to_local_if_dtensor, parts)), name
     written = len(list(Path(target).glob(f"pieces-{dist.get_rank():05d}-*")))
-    ranks = gather_objects((written, len(opened)))
+    ranks = gather_objects((written, len(opened), sum(read)))
     if dist.get_rank() == 0:
-        print(json.dumps([layout, len(ranks), *map(list, zip(*ranks))]), flush=True)
+        size = checkpoint_store.folder_bytes(target) - os.path.getsize(f"{target}/{checkpoint_store.MANIFEST}")
+        print(json.dumps([layout, len(ranks), *map(list, zip(*ranks)), size]), flush=True)
 
 
 def main(folder: Path) -> None:

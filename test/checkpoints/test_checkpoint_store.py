@@ -121,20 +121,33 @@ def test_of_512_files_a_rank_opens_only_its_own(tmp_path, kind, monkeypatch):
         assert [os.path.basename(path) for path in opened] == [f"pieces-{rank:05d}-00000.safetensors"]
 
 
-def test_the_number_of_opened_files_does_not_grow_with_the_ranks(tmp_path):
-    """Real ranks save and load. Also, replicas share the writing."""
-    script = ROOT / "test/checkpoints/opened_files.py"
-    code, output = run_process([sys.executable, str(script), str(tmp_path)], timeout=300)
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """{(layout, ranks): (files written, files opened, bytes read by each rank, bytes of the checkpoint)}"""
+    script, folder = ROOT / "test/checkpoints/opened_files.py", tmp_path_factory.mktemp("opened")
+    code, output = run_process([sys.executable, str(script), str(folder)], timeout=300)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
-    found = {(layout, num_ranks): (written, opened) for layout, num_ranks, written, opened in lines}
+    return {(layout, num_ranks): found for layout, num_ranks, *found in lines}
+
+
+def test_the_number_of_opened_files_does_not_grow_with_the_ranks(counts):
+    """Real ranks save and load. Also, replicas share the writing."""
     for layout in ("fsdp2", "zero"):
-        assert max(found[layout, 4][1]) <= max(found[layout, 2][1]), found
-    for written, opened in (found["fsdp2", 2], found["fsdp2", 4], found["zero", 2], found["zero", 4]):
-        # its own, and those of rank 0, which writes what is whole on every rank
-        assert all(count <= own + written[0] for own, count in zip(written, opened)), found
-    written, _ = found["hsdp", 4]
+        most = [max(counts[layout, num_ranks][1]) for num_ranks in (2, 4, 8)]
+        assert most == sorted(most, reverse=True), counts
+        for num_ranks in (2, 4, 8):
+            written, opened, *_ = counts[layout, num_ranks]
+            # its own, and those of rank 0, which writes what is whole on every rank
+            assert all(count <= own + written[0] for own, count in zip(written, opened)), counts
+    written = counts["hsdp", 4][0]
     assert max(written) < 2 * min(written), written
+
+
+def test_a_resume_reads_a_checkpoint_once(counts):
+    """It is checked, too. Replicas read the same parts; what is whole on every rank is small."""
+    for (layout, _), (_, _, read, size) in counts.items():
+        assert size <= sum(read) <= 1.1 * size * (2 if layout == "hsdp" else 1), counts
 
 
 def test_full_tensors_that_other_ranks_still_write_are_not_read(tmp_path):

@@ -16,7 +16,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
+from trainer.errors import UserError
+
 MANIFEST = "manifest.json"
+LATEST = "latest"  # what --load_checkpoint means without a value
 BEST = "best"  # a symbolic link to the checkpoint with the best metric
 CHUNK_BYTES = 1 << 22
 
@@ -111,28 +114,48 @@ def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     shutil.rmtree(folder + ".old.tmp", ignore_errors=True)
 
 
-def find_damage(folder: str, part: int = 0, num_parts: int = 1) -> Optional[str]:
-    """What is wrong with a checkpoint, in a few words, or None. Rank `part` of `num_parts` hashes its share."""
+class DamagedFile(Exception):
+    """A file of a checkpoint is not the one that was written. The text says how."""
+
+
+def read_manifest(folder: str) -> dict[str, dict]:
+    """The entries of all files of a checkpoint by name. Raises DamagedFile."""
     try:
         with open(os.path.join(folder, MANIFEST), "rb") as file:
             written = file.read()
         content = json.loads(written)
-        files = content["files"]
-        if _manifest_bytes(files, content["written_at"]) != written:
-            return f"{MANIFEST} is damaged"
+        if _manifest_bytes(content["files"], content["written_at"]) == written:
+            return content["files"]
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        raise DamagedFile(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is damaged"
-    for name in sorted(files)[part::num_parts]:
+        pass
+    raise DamagedFile(f"{MANIFEST} is damaged")
+
+
+def difference(name: str, found: dict, wanted: dict) -> Optional[str]:
+    """What is wrong with a file whose size and hash were `found`, or None."""
+    if found["size"] != wanted["size"]:
+        return f"{name} has {found['size']} bytes instead of {wanted['size']}"
+    return None if found == wanted else f"{name} does not have the bytes that were written"
+
+
+def find_damage(folder: str, part: int = 0, num_parts: int = 1, without: Iterable[str] = ()) -> Optional[str]:
+    """What is wrong with a checkpoint, in a few words, or None. Rank `part` of `num_parts` hashes its share.
+
+    The files of `without` are left out.
+    """
+    try:
+        files = read_manifest(folder)
+    except DamagedFile as damage:
+        return str(damage)
+    for name in sorted(files.keys() - set(without))[part::num_parts]:
         try:
-            found = hash_file(os.path.join(folder, name))
+            damage = difference(name, hash_file(os.path.join(folder, name)), files[name])
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found["size"] != files[name]["size"]:
-            return f"{name} has {found['size']} bytes instead of {files[name]['size']}"
-        if found != files[name]:
-            return f"{name} does not have the bytes that were written"
+        if damage:
+            return damage
     return None
 
 
@@ -140,6 +163,15 @@ def list_checkpoints(root: str) -> list[str]:
     """The finished checkpoints in `root`, in order of writing. A run may have gone back to an earlier step."""
     names = os.listdir(root) if os.path.isdir(root) else []
     return sorted((os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)), key=_written_at)
+
+
+def checkpoints_to_load(root: str, wanted: str) -> list[str]:
+    """The checkpoints in `root` that --load_checkpoint may take, the newest first, or the only one that it names."""
+    if wanted == LATEST:
+        return list_checkpoints(root)[::-1]
+    if not os.path.isdir(wanted):
+        raise UserError("--load_checkpoint", f"{wanted} is not a folder", "a checkpoint, or no value: the latest")
+    return [os.path.abspath(wanted)]
 
 
 def _written_at(folder: str) -> tuple[float, int]:

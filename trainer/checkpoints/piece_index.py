@@ -35,9 +35,12 @@ class Piece(NamedTuple):
 class PieceIndex:
     """The pieces of a checkpoint by key. `shapes` holds the full shape of each tensor."""
 
-    def __init__(self, shapes: dict[str, tuple], files: list[str], firsts: np.ndarray, rows):
-        """`rows` (pieces, 3 + 2 dims): an array, or a slice of an open file. Key n has rows [firsts[n], firsts[n+1])."""
+    def __init__(self, shapes: dict[str, tuple], files: list[str], firsts: np.ndarray, rows, counts=None):
+        """`rows` (pieces, 3 + 2 dims): an array, or a slice of an open file. Key n has rows [firsts[n], firsts[n+1]).
+
+        `counts`: the number of pieces of each file. Older indexes do not have it."""
         self.shapes, self._files, self._firsts, self._rows = shapes, files, firsts, rows
+        self.counts = dict(zip(files, counts or []))
         self._numbers = {key: number for number, key in enumerate(shapes)}
 
     @classmethod
@@ -75,11 +78,14 @@ class PieceIndex:
         handle = safe_open(path, framework="np")
         facts = {name: json.loads(text) for name, text in handle.metadata().items()}
         shapes = {key: tuple(shape) for key, shape in facts["shapes"].items()}
-        return cls(shapes, facts["files"], handle.get_tensor("firsts"), handle.get_slice("rows"))
+        rows, counts = handle.get_slice("rows"), facts.get("counts")
+        return cls(shapes, facts["files"], handle.get_tensor("firsts"), rows, counts)
 
     def write(self, folder: str) -> dict:
         """Write the index into a checkpoint folder. Returns its entry in the manifest. Raises OSError."""
-        facts = {"shapes": json.dumps(self.shapes), "files": json.dumps(self._files)}
+        counts = np.bincount(self._rows[:, 0], minlength=len(self._files)).tolist()
+        facts = {"shapes": self.shapes, "files": self._files, "counts": counts}
+        facts = {name: json.dumps(fact) for name, fact in facts.items()}
         return store.write_file(os.path.join(folder, INDEX), save({"firsts": self._firsts, "rows": self._rows}, facts))
 
     def overlapping(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Iterator[Piece]:

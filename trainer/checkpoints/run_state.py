@@ -258,12 +258,25 @@ def _copied(shard: TensorShard) -> TensorShard:
 # --- loading
 
 
-def check(folder: str) -> None:
-    """Hash every file of a checkpoint, a share on each rank. If one is damaged, all ranks raise DamagedCheckpoint."""
-    found = together(lambda: store.find_damage(folder, dist.get_rank(), dist.get_world_size()))
-    for problem in found:
+def _refuse_damage(folder: str, find: Callable[[], Optional[str]]) -> None:
+    """If any rank finds damage, all ranks raise DamagedCheckpoint (one all-gather over all ranks)."""
+    for problem in together(find):
         if problem:
             raise DamagedCheckpoint("--load_checkpoint", f"{folder} is damaged: {problem}")
+
+
+def _check(folder: str, shards: list[TensorShard]) -> set[str]:
+    """Hash every file of a checkpoint, a share on each rank (two all-gathers). Raises DamagedCheckpoint.
+
+    Left out, and returned: the files that this rank needs whole. It hashes them while it reads its shards.
+    """
+    try:
+        own = ShardReader(folder).whole_files(shards)
+    except Exception:  # of any type: the index may be damaged, and then its hash says so
+        own = set()
+    others = set().union(*gather_objects(own))
+    _refuse_damage(folder, lambda: store.find_damage(folder, dist.get_rank(), dist.get_world_size(), others))
+    return own
 
 
 def read_state(folder: str) -> dict:
@@ -288,6 +301,17 @@ def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
     return next((other for other in own if other != f"{role}{colon}weight/{name}"), None)
 
 
+def _fill(shard: TensorShard, reader: ShardReader) -> None:
+    """Read the values of one shard into its live storage."""
+    if shard.key.rpartition(":")[2].startswith("weight/") or shard.key in reader.shapes:
+        shard.tensor.copy_(reader.read(shard))
+    elif other := _other_state(shard.key, reader.shapes):
+        found = f"{reader.folder} has {other}, but no {shard.key}"
+        raise UserError("--load_checkpoint", found, "the optimizer of the run")
+    else:  # a parameter that has had no gradient yet has no state
+        shard.tensor.zero_()
+
+
 @torch.no_grad()
 def load(folder: str, shards: Iterable[TensorShard], device: torch.device, optim: str) -> dict:
     """Check a checkpoint, read this rank's shards into their live storage and restore its random states (collective).
@@ -295,20 +319,24 @@ def load(folder: str, shards: Iterable[TensorShard], device: torch.device, optim
     Random states belong to one rank, so they are restored only with the same number of ranks. Returns the JSON state.
     Raises UserError if the checkpoint is damaged, or if its optimizer was not `optim`.
     """
-    check(folder)
+    shards = list(shards)
+    own = _check(folder, shards)
     state, reader = read_state(folder), ShardReader(folder)
     written = state.get("optim", "adamw")  # older checkpoints do not name it, and have only adamw
     if written != optim:
         raise UserError("--optim", f"{optim}, but {folder} was written with {written}", f"--optim {written}")
-    for shard in shards:
-        if shard.key.rpartition(":")[2].startswith("weight/") or shard.key in reader.shapes:
-            shard.tensor.copy_(reader.read(shard))
-        elif other := _other_state(shard.key, reader.shapes):
-            raise UserError(
-                "--load_checkpoint", f"{folder} has {other}, but no {shard.key}", "the optimizer of the run"
-            )
-        else:  # a parameter that has had no gradient yet has no state
-            shard.tensor.zero_()
+    entries = store.read_manifest(folder)
+    reader.hash_while_reading({name: entries[name] for name in own})
+
+    def read() -> Optional[str]:
+        try:
+            for shard in shards:
+                _fill(shard, reader)
+        except store.DamagedFile as damage:
+            return str(damage)
+        return None
+
+    _refuse_damage(folder, read)
     if state["world_size"] == dist.get_world_size():
         with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:
             restore_random_states(json.load(file), device)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Optional
@@ -158,12 +159,40 @@ class ShardReader:
     def __init__(self, folder: str):
         self.folder = folder
         self._index, self._open = open_index(folder), {}
+        self._wanted, self._left = {}, {}
         self.shapes = self._index.shapes
+
+    def whole_files(self, shards: Iterable[TensorShard]) -> set[str]:
+        """The files of which `shards` are all pieces, as they were written. On the same layout: a rank's own files."""
+        found = Counter()
+        for shard in shards:
+            if shard.tensor.numel() and self.shapes.get(shard.key) == shard.full_shape:
+                same = (shard.offset, shard.box, shard.start, shard.tensor.numel())
+                pieces = self._index.overlapping(shard.key, *shard.boxes()[0])
+                found.update({piece.file for piece in pieces if tuple(piece[3:]) == same})
+        return {name for name, count in found.items() if self._index.counts.get(name) == count}
+
+    def hash_while_reading(self, wanted: dict[str, dict]) -> None:
+        """Read the files of `wanted` whole, each once. Raises DamagedFile if one is not as its entry says."""
+        self._wanted, self._left = wanted, {name: self._index.counts[name] for name in wanted}
 
     def _handle(self, name: str):
         if name not in self._open:
-            self._open[name] = safe_open(os.path.join(self.folder, name), framework="pt")
+            path = os.path.join(self.folder, name)
+            if name in self._wanted:
+                from trainer.checkpoints.whole_file import open_checked
+
+                self._open[name] = open_checked(path, self._wanted[name])
+            else:
+                self._open[name] = safe_open(path, framework="pt")
         return self._open[name]
+
+    def _free(self, names: set[str]) -> None:
+        """Free the memory of files whose last piece was read."""
+        for name in names & self._left.keys():
+            self._left[name] -= 1
+            if not self._left[name]:
+                del self._open[name]
 
     def read(self, shard: TensorShard) -> torch.Tensor:
         """The saved values of `shard`, in the shape of its tensor. Raises UserError if any of them are missing."""
@@ -171,7 +200,9 @@ class ShardReader:
             found = self.shapes.get(shard.key)
             found = f"{shard.key} of shape {found}" if found else f"no {shard.key}"
             raise UserError("--load_checkpoint", f"{self.folder} has {found}", f"shape {shard.full_shape}")
-        parts = [self._read_box(shard.key, *box) for box in shard.boxes()]
+        used: set[str] = set()
+        parts = [self._read_box(shard.key, *box, used) for box in shard.boxes()]
+        self._free(used)
         if shard.start is None:
             return parts[0]
         return torch.cat([part.flatten() for part in parts]) if parts else shard.tensor.new_empty(0)
@@ -190,7 +221,8 @@ class ShardReader:
                 position += math.prod(box[1])
         return stored
 
-    def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...], used=None) -> torch.Tensor:
+        """The values of a box. The names of the files that hold them are added to the set `used`."""
         result, covered = None, 0
         for (other_offset, other_size), (file, position) in self._stored(key, offset, size).items():
             low = [max(a, b) for a, b in zip(offset, other_offset)]
@@ -199,6 +231,8 @@ class ShardReader:
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
             part = _read_stored(self._handle(file), key, position, other_size, inside)
+            if used is not None:
+                used.add(file)
             if part.numel() == math.prod(size):  # not held twice
                 return part.reshape(size)
             result = torch.empty(size, dtype=part.dtype) if result is None else result

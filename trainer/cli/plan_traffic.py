@@ -72,8 +72,9 @@ def shard_traffic(layout: Layout, num_params: float, num_micro_batches: int) -> 
         forward, backward = gathered(m * BF16 * p, everyone), gathered(m * BF16 * p, n)  # hpZ: from the own group
         reduced = Sent("gradients", gathered(m * FP32 * p, everyone), everyone, tp, True)
         return [Sent("weights", forward, everyone, tp, True), Sent("weights", backward, n, tp, True), reduced]
-    reductions = m if stage == 2 else 1  # DeepSpeed all-reduces, though each rank needs only its partition
-    reduced = Sent("gradients", 2 * gathered(reductions * FP32 * p, n), n, tp, stage == 2)
+    # ZeRO 2 reduces each part to its rank in every micro-batch, ZeRO 1 once a step; ZeRO 0 all-reduces
+    times = {0: 2, 1: 1, 2: m}[stage]
+    reduced = Sent("gradients", gathered(times * FP32 * p, n), n, tp, stage == 2)
     return [reduced, Sent("weights", gathered(BF16 * p, n) if stage else 0.0, n, tp, False)]
 
 

@@ -264,7 +264,7 @@ def _reference(args: PPOArguments, setup: training_command.Setup, image_run=None
             "--teacher", f"{args.teacher} has another vocabulary than --pretrain", "a model with the same one"
         )
     auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
-    reference = training_command.load_model(args, setup, folder, auto_class, flag)
+    reference = training_command.load_model(args, setup, folder, auto_class, flag, trained=False)
     if image_run:
         image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)
@@ -346,7 +346,7 @@ def _reward_models(args: PPOArguments, setup: training_command.Setup, make_batch
                 "--reward_pretrain", found, "serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url"
             )
         model = training_command.load_model(
-            args, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain"
+            args, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", trained=False
         )
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")

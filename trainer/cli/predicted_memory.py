@@ -71,7 +71,8 @@ def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: 
         return partition + MASTERS * p / n, state, state + 2 * bucket, sharded
     if stage == 1 and has_masters:  # BF16_Optimizer keeps all fp32 gradients between steps
         state = (width + GRADS) * p + sharded
-        return state - MOMENTS * p / n, state, state + width * p + bucket, sharded
+        reduced = bucket if n == 1 else GRADS * p / n if p <= BUCKET_ELEMENTS else bucket * (1 + 1 / n)
+        return state - MOMENTS * p / n, state, state + width * p + reduced, sharded
     state = width * p + sharded
     # the weights are once copied to be flat; later, gradients of zeros make the states of the optimizer
     load = max(2 * width * p, width * p + (MASTERS + GRADS) * p / n)

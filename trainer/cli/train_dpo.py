@@ -161,7 +161,7 @@ def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=
     folder, flag = reference_folder(args, setup), "--ref_model" if args.ref_model else "--pretrain"
     if image_run and args.ref_model:
         image_run.check_kind(folder, flag)
-    reference = training_command.load_model(args, setup, folder, auto_class, flag)
+    reference = training_command.load_model(args, setup, folder, auto_class, flag, trained=False)
     if image_run:
         image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)

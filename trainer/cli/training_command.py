@@ -234,7 +234,16 @@ def build_loader(
     return loader
 
 
-def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain"):
+def reading(args, trained: bool = True):
+    """The context to read weights in. Those that a checkpoint will replace are not read: not those below an adapter."""
+    if trained and args.load_checkpoint and not args.lora_rank:
+        from trainer.cli.resumed_weights import left_to_checkpoint
+
+        return left_to_checkpoint(args)
+    return contextlib.nullcontext()
+
+
+def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretrain", trained: bool = True):
     """Load the model of `folder`, which `flag` asked for, and switch its dropout off."""
     from trainer.checkpoints.model_folder import check_weights, find_weights
     from trainer.models.model_loading import disable_dropout, has_sdpa
@@ -250,15 +259,16 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
         from trainer.models.attention.choice import validate_model
 
         validate_model(folder, args.trust_remote_code, setup.attention, args.packing_samples, auto_class)
-    remote = args.trust_remote_code
+    options = {"attn_implementation": attention, "trust_remote_code": args.trust_remote_code}
     try:
-        model = setup.strategy.load_model(folder, auto_class, attn_implementation=attention, trust_remote_code=remote)
+        with reading(args, trained):
+            model = setup.strategy.load_model(folder, auto_class, **options)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         from trainer.cli.load_faults import load_fault
 
-        raise load_fault(folder, auto_class, remote, flag, error) from error
+        raise load_fault(folder, auto_class, args.trust_remote_code, flag, error) from error
     model.name_or_path = folder  # as from_pretrained does; a saved model has the names of this folder
     if len(setup.tokenizer) > model.config.get_text_config().vocab_size:
         from trainer.models.folder_faults import check_tokens
@@ -290,21 +300,16 @@ def prepare_training(args, strategy, model, total_steps: int, tower_lr: Optional
         from trainer.models.compiled import compile_layers
 
         compile_layers(model)
-    optimizer = strategy.create_optimizer(
-        model, lr=args.learning_rate, betas=args.adam_betas, weight_decay=args.weight_decay
-    )
+    rates = {"lr": args.learning_rate, "betas": args.adam_betas, "weight_decay": args.weight_decay}
+    optimizer = strategy.create_optimizer(model, **rates)
     if tower_lr:
         from trainer.models.vision_tower import set_learning_rate
 
         set_learning_rate(optimizer, model, tower_lr)
-    scheduler = build_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        total_steps=total_steps,
-        warmup_ratio=args.lr_warmup_ratio,
-        min_lr_ratio=args.min_lr_ratio,
-    )
-    prepared = strategy.prepare((model, optimizer, scheduler))
+    ends = {"warmup_ratio": args.lr_warmup_ratio, "min_lr_ratio": args.min_lr_ratio}
+    scheduler = build_scheduler(args.lr_scheduler, optimizer, total_steps=total_steps, **ends)
+    with reading(args):
+        prepared = strategy.prepare((model, optimizer, scheduler))
     wait_for_all()  # some ranks read their weights later than others; NCCL would wait ten minutes only
     if args.heartbeat_timeout:
         from trainer.distributed.heartbeat import watch

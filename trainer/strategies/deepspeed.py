@@ -150,8 +150,7 @@ class DeepspeedStrategy:
         return model
 
     def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
-        on_cpu = self.device.type == "cpu"
-        options = {"on_cpu": on_cpu, "with_optimizer": with_optimizer, "plan": plan}
+        options = {"on_cpu": self.device.type == "cpu", "with_optimizer": with_optimizer, "plan": plan}
         return engine_config(self.options, self.zero_stage, self.sizes, **options)
 
     def create_optimizer(
@@ -187,10 +186,10 @@ class DeepspeedStrategy:
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
-            if self.zero_stage == 0:
-                from trainer.strategies.zero_0 import add_masters
+            if self.zero_stage < 2:
+                from trainer.strategies.zero_1 import complete
 
-                add_masters(model, wrapped, self.param_dtype)
+                complete(model, wrapped, self.zero_stage, self.param_dtype, DTYPES[self.options.reduce_dtype])
             self._restore_masters(model, weights)
         return engine, wrapped, scheduler
 

@@ -16,7 +16,7 @@ def engine_config(
     plan: Optional[dict[str, str]] = None,
 ) -> dict:
     """The configuration of one engine. `plan` is a tensor-parallel plan, if the model is cut over tp."""
-    zero = {"stage": stage}
+    zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
     if options.adam_offload and with_optimizer:

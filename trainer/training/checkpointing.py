@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trainer.checkpoints.run_state import PendingSave
 
 FOLDER = "checkpoints"
-LATEST = "latest"  # what --load_checkpoint means without a value
 # a position in the data means the same samples only if these flags have the same values
 DATA_FLAGS = {
     "train_batch_size": "--train_batch_size",
@@ -97,10 +96,11 @@ class Checkpoints:
         """Load the checkpoint that --load_checkpoint names, or the latest intact one. If there is none, start fresh."""
         if wanted is None:
             return Progress()
+        from trainer.checkpoints.checkpoint_store import checkpoints_to_load
         from trainer.checkpoints.run_state import DamagedCheckpoint
 
         strategy = self.trained.strategy
-        folders = broadcast_object(self._candidates(wanted) if strategy.is_rank_0() else None)
+        folders = broadcast_object(checkpoints_to_load(self.root, wanted) if strategy.is_rank_0() else None)
         if not folders:
             strategy.print(f"no checkpoint in {self.root} yet: starting fresh")
             return Progress()
@@ -113,15 +113,6 @@ class Checkpoints:
                 strategy.print(f"{error.found}; falling back to {folders[number]}")
         raise AssertionError("not reached")
 
-    def _candidates(self, wanted: str) -> list[str]:
-        if wanted != LATEST and not os.path.isdir(wanted):
-            raise UserError("--load_checkpoint", f"{wanted} is not a folder", "a checkpoint, or no value: the latest")
-        if wanted != LATEST:
-            return [os.path.abspath(wanted)]
-        from trainer.checkpoints.checkpoint_store import list_checkpoints
-
-        return list_checkpoints(self.root)[::-1]
-
     def load(self, folder: str) -> Progress:
         """Restore the run as it was when it saved `folder`. Raises UserError if that is damaged or has other data."""
         t = self.trained
@@ -129,11 +120,8 @@ class Checkpoints:
         mine = t.loader.fingerprint()
         for key, flag in DATA_FLAGS.items():
             if key in mine and state["data"].get(key) != mine[key]:
-                raise UserError(
-                    flag,
-                    f"{mine[key]} is not what {folder} was trained with",
-                    f"{state['data'].get(key)}, or a new run",
-                )
+                found = f"{mine[key]} is not what {folder} was trained with"
+                raise UserError(flag, found, f"{state['data'].get(key)}, or a new run")
         t.loader.load_state_dict(state["position"])
         t.strategy.print(f"resumed from {folder} at step {state['progress']['step']}")
         return Progress(**state["progress"])
