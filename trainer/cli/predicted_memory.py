@@ -71,7 +71,9 @@ def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: 
         return partition + MASTERS * p / n, state, state + 2 * bucket, sharded
     if stage == 1 and has_masters:  # BF16_Optimizer keeps all fp32 gradients between steps
         state = (width + GRADS) * p + sharded
-        reduced = bucket if n == 1 else GRADS * p / n if p <= BUCKET_ELEMENTS else bucket * (1 + 1 / n)
+        # the sums of a bucket; a copy of it is made by gloo, and by us if it is not all of the gradients
+        copied = n == 1 or not on_gpu or p > BUCKET_ELEMENTS
+        reduced = bucket * copied + (bucket / n if n > 1 else 0)
         return state - MOMENTS * p / n, state, state + width * p + reduced, sharded
     state = width * p + sharded
     # the weights are once copied to be flat; later, gradients of zeros make the states of the optimizer

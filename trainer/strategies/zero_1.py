@@ -30,7 +30,7 @@ def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
         for number, gradients in enumerate(whole):
             for columns in gradients.view(size, -1).split(BUCKET_ELEMENTS // size, dim=1):
                 mean = torch.empty_like(columns[rank], dtype=reduce_dtype)
-                dist.reduce_scatter_tensor(mean, columns.to(reduce_dtype).flatten(), group=group)
+                dist.reduce_scatter_single(mean, columns.to(reduce_dtype).flatten(), group=group)
                 columns.zero_()
                 columns[rank].copy_(mean).div_(size)
             # a parameter without a gradient here may have one on another rank
