@@ -32,7 +32,8 @@ LAYOUTS = {  # name: (ranks, backend, options)
 class Counted:
     """Counts the bytes that collectives send, as rings do: an all-gather of n ranks (n - 1) / n of its result."""
 
-    NAMES = ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "reduce_scatter_tensor")
+    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast",
+             "reduce_scatter_single", "reduce_scatter_tensor")  # fmt: skip
 
     def __enter__(self):
         self.sent, self.calls, self._plain = 0, 0, {name: getattr(dist, name) for name in self.NAMES}

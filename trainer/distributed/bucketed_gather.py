@@ -103,7 +103,7 @@ def _gather(parts: list[tuple[torch.Tensor, Cut]], group: dist.ProcessGroup) -> 
         padded.append(torch.cat([part, rest], cut.dim) if missing else part.contiguous())
     own = torch.cat([part.flatten().view(torch.uint8) for part in padded])
     rows = own.new_empty(group.size(), len(own))
-    dist.all_gather_into_tensor(rows.flatten(), own, group=group)
+    dist.all_gather_single(rows.flatten(), own, group=group)
     columns = rows.split([part.nbytes for part in padded], 1)
     return [_joined(column, part, cut) for column, part, (_, cut) in zip(columns, padded, parts)]
 

@@ -32,13 +32,13 @@ class ScatterSum(torch.autograd.Function):
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    dist.all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
 def _own_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     own = tensor.new_empty(len(tensor) // group.size(), *tensor.shape[1:])
-    dist.reduce_scatter_tensor(own, tensor.contiguous(), group=group)
+    dist.reduce_scatter_single(own, tensor.contiguous(), group=group)
     return own
 
 
