@@ -44,6 +44,9 @@ CONFIGS = {
         **SIZES, **{**MAMBA, "mamba_n_heads": 4}, num_hidden_layers=2, mamba_d_ssm=32,
         ssm_multipliers=[0.5, 0.7, 1.1, 1.3, 1.7],
     ),
+    "falcon_h1-norm": lambda: transformers.FalconH1Config(
+        **SIZES, **{**MAMBA, "mamba_n_heads": 4}, num_hidden_layers=2, mamba_d_ssm=32, mamba_rms_norm=True,
+    ),
     "lfm2": lambda: transformers.Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "bamba": lambda: transformers.BambaConfig(**SIZES, **MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
     "recurrent_gemma": lambda: transformers.RecurrentGemmaConfig(
@@ -60,7 +63,7 @@ CONFIGS = {
         index_n_heads=8, index_head_dim=8, index_topk=4,
     ),
 }  # fmt: skip
-UNCACHED = {"nemotron_h", "recurrent_gemma", "mamba2", "deepseek_v32"}
+UNCACHED = {"nemotron_h", "falcon_h1-norm", "recurrent_gemma", "mamba2", "deepseek_v32"}
 # one is shorter than the convolutions, one longer than the windows and chunks; two are equal
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], list(range(40, 62)), [5, 6, 7]]
 TRAINED = ("qwen3_5", "nemotron_h", "gpt_oss", "gemma4", "lfm2")

@@ -100,8 +100,9 @@ def _by_products(query, key, value, mask: Optional[torch.Tensor], scaling: Optio
 def can_cache(model) -> bool:
     """Whether a token that `model` reads with transformers' cache gets the logits that it has without the cache.
 
-    It does not in three cases. The model has a cache class of its own. It keeps states in its modules (RecurrentGemma).
-    Or its Mamba layers limit the size of time steps, which transformers does only without a cache (Nemotron-H, Zamba 2).
+    It does not in four cases. The model has a cache class of its own. It keeps states in its modules (RecurrentGemma).
+    Its Mamba layers limit the size of time steps, which transformers does only without a cache (Nemotron-H, Zamba 2). Or
+    their norm takes a single token for a row (Falcon-H1 with mamba_rms_norm).
     """
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return False
@@ -114,7 +115,8 @@ def can_cache(model) -> bool:
     plain = all(type(layer) in known or isinstance(layer, LinearAttentionLayer) for layer in layers)
     limits = [vars(module).get("time_step_limit") or (0, inf) for module in model.modules()]
     unlimited = all(low <= 0 and high == inf for low, high in limits)
-    return plain and has_keys and has_states >= model._is_stateful and unlimited
+    takes_tokens = all(type(module).__name__ != "FalconH1RMSNormGated" for module in model.modules())
+    return plain and has_keys and has_states >= model._is_stateful and unlimited and takes_tokens
 
 
 class CachedRows:
