@@ -25,11 +25,19 @@ def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
     assert list(model.state_dict()) == names
 
 
-def test_experts_are_refused():
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
-    with pytest.raises(UserError, match="--compile: with the experts of Qwen3MoeForCausalLM"):
-        compile_layers(model)
+def test_a_compiled_mixture_computes_the_same_whatever_the_number_of_tokens():
+    config = tiny_config("qwen3_moe")
+    config.num_hidden_layers, config.layer_types = 1, None
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = copy.deepcopy(plain)
+    compile_layers(model)
+    for tokens in (24, 37):
+        ids = torch.randint(1, config.vocab_size, (2, tokens))
+        for each in (plain, model):
+            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(
