@@ -65,7 +65,9 @@ def found_loss(args, old, policy, reference, values) -> torch.Tensor:
     ]
     batch = SimpleNamespace(micro_batches=parts, num_targets=sum(rows["num_loss_tokens"]))
     strategy = SimpleNamespace(device=torch.device("cpu"), all_reduce=lambda tensor: tensor)
-    roles = SimpleNamespace(actor=(old,), has_reference=bool(args.init_kl_coef), reference=reference, critic=None)
+    roles = SimpleNamespace(
+        routers=None, actor=(old,), has_reference=bool(args.init_kl_coef), reference=reference, critic=None
+    )
     state = RLState(None, args.init_kl_coef)
     part = Part(strategy, samples, None)
     flat = add_log_probs(strategy, roles, [batch, batch], options, part)  # two: off-policy

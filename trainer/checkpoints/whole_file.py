@@ -1,13 +1,10 @@
-"""A file of a checkpoint that a rank needs whole: it is read once, and hashed meanwhile."""
+"""A file of a checkpoint that a rank needs whole: its bytes come from the disk once, and are hashed meanwhile."""
 
-import hashlib
-import json
 import os
 
-import torch
-from safetensors.torch import _TYPES
+from safetensors import safe_open
 
-from trainer.checkpoints.checkpoint_store import CHUNK_BYTES, DamagedFile, difference
+from trainer.checkpoints.checkpoint_store import DamagedFile, difference, hash_file
 
 
 def open_checked(path: str, wanted: dict) -> "WholeFile":
@@ -23,23 +20,16 @@ def open_checked(path: str, wanted: dict) -> "WholeFile":
 
 
 class WholeFile:
-    """A safetensors file in memory. `found` is its {"size", "blake2b"}."""
+    """A safetensors file that was hashed just now. `found` is its {"size", "blake2b"}.
+
+    Its tensors are then mapped: the system still has the bytes, and the process holds one tensor at a time.
+    """
 
     def __init__(self, path: str):
-        self._bytes, digest, size = bytearray(os.path.getsize(path)), hashlib.blake2b(digest_size=32), 0
-        view = memoryview(self._bytes)
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(view[size : size + CHUNK_BYTES]):
-                digest.update(view[size : size + count])
-                size += count
-        self.found, self._entries, self._start = {"size": size, "blake2b": digest.hexdigest()}, None, 0
+        self.found, self._path, self._file = hash_file(path), path, None
 
-    def get_slice(self, key: str) -> torch.Tensor:
-        """The tensor, to be cut. It shares the memory of this file."""
-        if self._entries is None:
-            self._start = 8 + int.from_bytes(self._bytes[:8], "little")
-            self._entries = json.loads(self._bytes[8 : self._start])
-        entry = self._entries[key]
-        (first, last), dtype = entry["data_offsets"], _TYPES[entry["dtype"]]
-        count, at = (last - first) // dtype.itemsize, self._start + first
-        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(entry["shape"])
+    def get_slice(self, key: str):
+        """The tensor, to be cut."""
+        if self._file is None:  # only a file that is not damaged
+            self._file = safe_open(self._path, framework="pt")
+        return self._file.get_slice(key)

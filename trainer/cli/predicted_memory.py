@@ -78,8 +78,10 @@ def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: 
     state = width * p + sharded
     # the weights are once copied to be flat; later, gradients of zeros make the states of the optimizer
     load = max(2 * width * p, width * p + (MASTERS + GRADS) * p / n)
-    grads = GRADS * p if stage == 1 else buffer + GRADS * p / n
-    return load, state, state + grads + bucket, sharded
+    if stage == 1:
+        return load, state, state + GRADS * p + bucket, sharded
+    # each rank's part of a bucket is reduced alone
+    return load, state, state + buffer + GRADS * p / n + bucket / n, sharded
 
 
 def table(num_ranks: int, param_dtype: str = "bf16") -> str:

@@ -62,7 +62,7 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                     row = json.loads(line)
                     row = {"kept_ids": [], "turns": [], "version": None, **row}
                     sample = Sample(**{name: row[name] for name in names})
-                    if "experts" in row:
+                    if row.get("experts"):
                         sample.experts = decoded(*row["experts"])
                     tokens = [sample.response_ids[place] for place in sample.generated()]
                     if not tokens or len(tokens) != len(sample.log_probs):
