@@ -25,7 +25,7 @@ def check(folder: str, layout: str) -> None:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoints import checkpoint_store, model_folder, run_state, shards, whole_file
+    from trainer.checkpoints import checkpoint_store, model_folder, run_state, shards
     from trainer.distributed.collectives import gather_objects
     from trainer.distributed.sharded_tensors import to_local_if_dtensor
     from trainer.strategies.deepspeed import DeepspeedStrategy
@@ -52,22 +52,31 @@ def check(folder: str, layout: str) -> None:
     strategy.save_ckpt(target, roles, None, state={}, form=form).finish()
 
     opened, read = [], []
-    safe_open, open_checked, hash_file = shards.safe_open, whole_file.open_checked, checkpoint_store.hash_file
-    read_stored = shards._read_stored
+    safe_open, hash_file, read_stored = shards.safe_open, checkpoint_store.hash_file, shards._read_stored
+    hash_while_reading, hashed, mapped = shards.ShardReader.hash_while_reading, set(), []
 
     def counted_part(handle, *place):
         part = read_stored(handle, *place)
-        read.append(0 if isinstance(handle, whole_file.WholeFile) else part.nbytes)
+        read.append(0 if any(handle is other for other in mapped) else part.nbytes)  # this rank has just hashed it
         return part
 
-    def counted_file(function, path, *more):
+    def counted_file(path):
         read.append(os.path.getsize(path))
-        return function(path, *more)
+        return hash_file(path)
 
-    shards.safe_open = lambda path, **kwargs: opened.append(path) or safe_open(path, **kwargs)
+    def counted_open(path, **kwargs):
+        opened.append(path)
+        handle = safe_open(path, **kwargs)
+        mapped.extend([handle] if os.path.basename(path) in hashed else [])
+        return handle
+
+    def noted(reader, wanted):
+        hashed.update(wanted)
+        hash_while_reading(reader, wanted)
+
+    shards.safe_open, shards.ShardReader.hash_while_reading = counted_open, noted
     shards._read_stored = counted_part
-    checkpoint_store.hash_file = lambda path: counted_file(hash_file, path)
-    whole_file.open_checked = lambda path, wanted: opened.append(path) or counted_file(open_checked, path, wanted)
+    checkpoint_store.hash_file = counted_file
     model_folder.safe_open = None  # an error, if the weights of the folder are opened
     model_folder.left_out = True
     others = prepared()

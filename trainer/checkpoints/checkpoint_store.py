@@ -133,8 +133,12 @@ def read_manifest(folder: str) -> dict[str, dict]:
     raise DamagedFile(f"{MANIFEST} is damaged")
 
 
-def difference(name: str, found: dict, wanted: dict) -> Optional[str]:
-    """What is wrong with a file whose size and hash were `found`, or None."""
+def file_damage(folder: str, name: str, wanted: dict) -> Optional[str]:
+    """What is wrong with a file of a checkpoint, whose entry in the manifest is `wanted`, or None. Hashes the file."""
+    try:
+        found = hash_file(os.path.join(folder, name))
+    except OSError as error:
+        return f"{name}: {error.strerror}"
     if found["size"] != wanted["size"]:
         return f"{name} has {found['size']} bytes instead of {wanted['size']}"
     return None if found == wanted else f"{name} does not have the bytes that were written"
@@ -150,11 +154,7 @@ def find_damage(folder: str, part: int = 0, num_parts: int = 1, without: Iterabl
     except DamagedFile as damage:
         return str(damage)
     for name in sorted(files.keys() - set(without))[part::num_parts]:
-        try:
-            damage = difference(name, hash_file(os.path.join(folder, name)), files[name])
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if damage:
+        if damage := file_damage(folder, name, files[name]):
             return damage
     return None
 

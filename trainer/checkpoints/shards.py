@@ -159,7 +159,7 @@ class ShardReader:
     def __init__(self, folder: str):
         self.folder = folder
         self._index, self._open = open_index(folder), {}
-        self._wanted, self._left = {}, {}
+        self._wanted: dict[str, dict] = {}
         self.shapes = self._index.shapes
 
     def whole_files(self, shards: Iterable[TensorShard]) -> set[str]:
@@ -173,26 +173,17 @@ class ShardReader:
         return {name for name, count in found.items() if self._index.counts.get(name) == count}
 
     def hash_while_reading(self, wanted: dict[str, dict]) -> None:
-        """Read the files of `wanted` whole, each once. Raises DamagedFile if one is not as its entry says."""
-        self._wanted, self._left = wanted, {name: self._index.counts[name] for name in wanted}
+        """Hash the files of `wanted` before their first piece is read. Reads then raise DamagedFile if one is not as its
+        entry in the manifest says. Its pieces are mapped: the system still has the bytes."""
+        self._wanted = wanted
 
     def _handle(self, name: str):
         if name not in self._open:
-            path = os.path.join(self.folder, name)
-            if name in self._wanted:
-                from trainer.checkpoints.whole_file import open_checked
-
-                self._open[name] = open_checked(path, self._wanted[name])
-            else:
-                self._open[name] = safe_open(path, framework="pt")
+            damage = name in self._wanted and store.file_damage(self.folder, name, self._wanted[name])
+            if damage:
+                raise store.DamagedFile(damage)
+            self._open[name] = safe_open(os.path.join(self.folder, name), framework="pt")
         return self._open[name]
-
-    def _free(self, names: set[str]) -> None:
-        """Free the memory of files whose last piece was read."""
-        for name in names & self._left.keys():
-            self._left[name] -= 1
-            if not self._left[name]:
-                del self._open[name]
 
     def read(self, shard: TensorShard) -> torch.Tensor:
         """The saved values of `shard`, in the shape of its tensor. Raises UserError if any of them are missing."""
@@ -200,9 +191,7 @@ class ShardReader:
             found = self.shapes.get(shard.key)
             found = f"{shard.key} of shape {found}" if found else f"no {shard.key}"
             raise UserError("--load_checkpoint", f"{self.folder} has {found}", f"shape {shard.full_shape}")
-        used: set[str] = set()
-        parts = [self._read_box(shard.key, *box, used) for box in shard.boxes()]
-        self._free(used)
+        parts = [self._read_box(shard.key, *box) for box in shard.boxes()]
         if shard.start is None:
             return parts[0]
         return torch.cat([part.flatten() for part in parts]) if parts else shard.tensor.new_empty(0)
@@ -221,8 +210,7 @@ class ShardReader:
                 position += math.prod(box[1])
         return stored
 
-    def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...], used=None) -> torch.Tensor:
-        """The values of a box. The names of the files that hold them are added to the set `used`."""
+    def _read_box(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         result, covered = None, 0
         for (other_offset, other_size), (file, position) in self._stored(key, offset, size).items():
             low = [max(a, b) for a, b in zip(offset, other_offset)]
@@ -231,8 +219,6 @@ class ShardReader:
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
             part = _read_stored(self._handle(file), key, position, other_size, inside)
-            if used is not None:
-                used.add(file)
             if part.numel() == math.prod(size):  # not held twice
                 return part.reshape(size)
             result = torch.empty(size, dtype=part.dtype) if result is None else result
