@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from trainer.distributed.gradient_collectives import Sum, SumGradients
 from trainer.distributed.mesh import MeshSizes
 from trainer.distributed.sharded_tensors import even_dim
-from trainer.distributed.tp_styles import SumGradients
 from trainer.errors import UserError
 
 FLAG = "--expert_parallel_size"
@@ -115,11 +115,11 @@ def _all_tokens_forward(module, local_forward: Callable, tp_group, hidden_states
     The caller sums the outputs over the experts. So the sum over all of them stands in the first place, before zeros.
     """
     num_local = module.num_experts
-    copies = SumGradients.apply(hidden_states, tp_group).unflatten(0, (tp_group.size() * num_local, -1))
+    copies = SumGradients.apply(tp_group, hidden_states)[0].unflatten(0, (tp_group.size() * num_local, -1))
     own = copies[tp_group.rank() * num_local :][:num_local].flatten(0, 1)
     with _plain_parameters(module):
         outputs = local_forward(own).unflatten(0, (num_local, -1))
-    total = _Sum.apply(outputs.sum(0), tp_group)
+    total = Sum.apply(outputs.sum(0), tp_group)
     return F.pad(total, (0, 0, 0, len(hidden_states) - len(total)))
 
 
@@ -138,7 +138,7 @@ def local_experts_forward(
     """
     ep, tp, num_local = 1 if ep_group is None else ep_group.size(), tp_group.size(), module.num_experts
     if tp > 1:  # the gradient of each tp rank comes from its own experts
-        hidden_states, top_k_weights = (SumGradients.apply(t, tp_group) for t in (hidden_states, top_k_weights))
+        hidden_states, top_k_weights = (SumGradients.apply(tp_group, t)[0] for t in (hidden_states, top_k_weights))
     experts = top_k_index.flatten()
     order = experts.argsort(stable=True)  # by expert, so also by the ranks that hold them: ep, then tp
     sent = torch.bincount(experts, minlength=ep * tp * num_local).view(ep, tp, num_local)
@@ -153,7 +153,7 @@ def local_experts_forward(
     outputs = _exchange(_local_outputs(module, local_forward, tokens, ids), send_sizes, receive_sizes, ep_group)
     outputs = outputs.new_zeros(len(experts), outputs.shape[-1]).index_copy(0, order, outputs)
     result = (outputs.unflatten(0, top_k_index.shape) * top_k_weights[..., None]).sum(1)
-    return (_Sum.apply(result, tp_group) if tp > 1 else result).to(hidden_states.dtype)
+    return (Sum.apply(result, tp_group) if tp > 1 else result).to(hidden_states.dtype)
 
 
 def _exchange(rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], group) -> torch.Tensor:
@@ -193,20 +193,6 @@ def _local(parameter: DTensor) -> torch.Tensor:
     """
     local = parameter.to_local(grad_placements=parameter.placements)
     return _ScaleGradient.apply(local, 1 / parameter.device_mesh["ep"].size())
-
-
-class _Sum(torch.autograd.Function):
-    """All-reduce (sum) over `group`. Backward: identity, because every rank has the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return grad, None
 
 
 class _ScaleGradient(torch.autograd.Function):

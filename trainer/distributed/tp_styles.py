@@ -11,6 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.gradient_collectives import SumGradients
+
 
 class _Colwise(ColwiseParallel):
     """ColwiseParallel that also cuts the Conv1D of GPT-2, a linear layer with a transposed weight (in, out)."""
@@ -96,22 +98,7 @@ class Replicated(ParallelStyle):
 
 def _local(parameter: DTensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     local = parameter.to_local(grad_placements=[Replicate()])
-    return local if group is None else SumGradients.apply(local, group)
-
-
-class SumGradients(torch.autograd.Function):
-    """Identity. Backward: all-reduce (sum) of the gradient over `group`."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    return local if group is None else SumGradients.apply(group, local)[0]
 
 
 class ReplicatedInBlock(ParallelStyle):

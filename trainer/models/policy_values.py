@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from trainer.datasets.packing import model_inputs
-from trainer.distributed.tp_styles import SumGradients
+from trainer.distributed.gradient_collectives import SumGradients
 from trainer.models.linear_loss import _forward_of, _head_is_last, _slices
 from trainer.models.token_losses import (
     causal_lm_logits,
@@ -95,7 +95,7 @@ def _local_head(
     """This rank's (hidden states, weight, bias) of a head, and what makes logits and the head's output of local results."""
     weight, bias = head.weight, head.bias
     if "sharded_logits" in vars(head):
-        return SumGradients.apply(hidden, head.mp_group), weight, bias, head.sharded_logits, lambda output: output
+        return SumGradients.apply(head.mp_group, hidden)[0], weight, bias, head.sharded_logits, lambda output: output
     if not isinstance(weight, DTensor):
         return hidden, weight, bias, lambda logits: logits, lambda output: output
     mesh, vocab_size = weight.device_mesh, weight.shape[0]
