@@ -45,19 +45,15 @@ SAMPLE = [
     "grpo-z1-dp2", "ppo-z1-tp2", "grpo-z1-sp2", "ppo-z1-dp2-tp2", "ppo-z3-dp2", "grpo-z3-tp2", "ppo-z3-sp2",
     "grpo-z3-dp2-tp2", "grpo-fsdp2-dp2", "ppo-fsdp2-tp2", "ppo-fsdp2-sp2", "grpo-fsdp2-dp2-tp2",
 ]  # fmt: skip
-GRID = FULL_GRID if os.environ.get("PARITY") == "full" else SAMPLE
-GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "grpolora-z3-dp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
-GRID += [
-    "grpocut-fsdp2-dp2",
-    "grpocut-fsdp2-tp2",
-    "grpocut-z1-tp2",
-    "grpocut-z3-sp2",
-    "ppocut-fsdp2-sp2",
-    "ppocut-z1-dp2",
-]
+FULL = os.environ.get("PARITY") == "full"
+GRID = FULL_GRID if FULL else SAMPLE
+GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
+GRID += ["grpocut-fsdp2-tp2", "grpocut-z3-sp2", "ppocut-fsdp2-sp2", "ppocut-z1-dp2"]
+GRID += ["grpolora-z3-dp2", "grpocut-fsdp2-dp2", "grpocut-z1-tp2"] if FULL else []
 MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
 # on experts that were drawn at random, so that nothing is right by chance
-MIXTURES += [f"grporeplay-{layout}" for layout in ("fsdp2-sp2", "fsdp2-ep2", "fsdp2-tp2", "z1-tp2", "z3-dp2")]
+REPLAYED = ["fsdp2-sp2", "fsdp2-ep2", "z1-tp2", *(["fsdp2-tp2", "z3-dp2"] if FULL else [])]
+MIXTURES += [f"grporeplay-{layout}" for layout in REPLAYED]
 LAYOUTS = LAYOUTS | {"ep2": (2, ["--expert_parallel_size", "2"])}
 PROMPTS, EACH, ROLLOUTS, STEPS = 4, 2, 3, 5
 

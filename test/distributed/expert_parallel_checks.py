@@ -45,6 +45,8 @@ CELLS = {
     "ep2-once": (*EP2, "--reduce_once", "--micro_train_batch_size", "1"),
     "tp2-z3-gathered": (*zoo.DEEPSPEED, "3", *zoo.TP, "--gradient_checkpointing", "--check_replicas_every", "1"),
     "ep4-gathered": (*EP4, "--zero_stage", "2", "--gradient_checkpointing", "--check_replicas_every", "1"),
+    "ep2-compiled": (*EP2, "--compile"),
+    "tp2-z2-compiled": (*zoo.DEEPSPEED, "2", *zoo.TP, "--compile"),
     zoo.SAVE: zoo.FSDP2,  # judges what the first cell of its part has saved
 }
 THREE = Configuration("fsdp2-3r", 3, (*zoo.FSDP2, "--max_tokens_per_micro_batch", "256"))  # 4 experts on 3 ranks

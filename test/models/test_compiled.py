@@ -8,6 +8,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.compare.zoo_models import tiny_config
+from trainer.distributed.expert_parallel import forward_of_part
 from trainer.errors import UserError
 from trainer.models.compiled import compile_layers
 from trainer.strategies.deepspeed import DeepspeedStrategy
@@ -38,6 +39,15 @@ def test_a_compiled_mixture_computes_the_same_whatever_the_number_of_tokens():
             each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_experts_that_are_shared_out_are_left_out_too():
+    """`expert_parallel_checks.py FOLDER qwen3_moe,gpt_oss:ep2-compiled,tp2-z2-compiled` trains such models (minutes)."""
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    experts = model.model.layers[0].mlp.experts
+    assert not hasattr(forward_of_part(experts, None, None), "_torchdynamo_disable")
+    compile_layers(model)
+    assert forward_of_part(experts, None, None)._torchdynamo_disable
 
 
 @pytest.mark.parametrize(

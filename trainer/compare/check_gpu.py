@@ -81,7 +81,7 @@ FEATURES = {
     "GRPO": Feature(PPO, "train_ppo", "prompts.jsonl", every_step=False, first_loss=math.nan),
     "GRPO, vLLM": Feature(f"{PPO} --rollout_engine vllm", "train_ppo", "prompts.jsonl", False, math.nan, needs="vllm"),
 }
-TINY_FEATURES = ("plain", "packed")
+TINY_FEATURES = ("packed",)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Machine:
         return self.run(name, [sys.executable, *launcher, str(free_port()), "-m", *words], until, **env)
 
     def rank_counts(self) -> list[int]:
-        return sorted({1, self.num_ranks})
+        return [self.num_ranks] if self.tiny else sorted({1, self.num_ranks})
 
     def demo(self) -> Path:
         from trainer.datasets.demo import make_demo
@@ -145,14 +145,15 @@ def doctor(machine: Machine, until: float) -> Iterator[Row]:
 
 def kernels(machine: Machine, until: float) -> Iterator[Row]:
     results = machine.scratch / "kernels.xml"
-    tests = [f"test/models/attention/{name}" for name in KERNEL_TESTS]
+    files = KERNEL_TESTS[: 1 if machine.tiny else None]
+    tests = [f"test/models/attention/{name}" for name in files]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", *tests]
     error, _ = machine.run("kernels", command, until)
     if not results.exists():
         yield Row("tests of kernels", error or "no results", "all pass", True)
         return
     cases = list(ElementTree.parse(results).iter("testcase"))
-    for file in KERNEL_TESTS:
+    for file in files:
         own = [case for case in cases if case.get("classname", "").endswith(file.removesuffix(".py"))]
         wrong = [case.get("name") for case in own if case.find("failure") is not None or case.find("error") is not None]
         skipped = sum(case.find("skipped") is not None for case in own)

@@ -105,8 +105,11 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
 def forward_of_part(module: nn.Module, ep_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup) -> Callable:
     """Return the forward of experts that holds only those of this ep and tp rank."""
     if _see_all_tokens(module):
-        return functools.partial(_all_tokens_forward, module, module.forward, tp_group)
-    return functools.partial(local_experts_forward, module, module.forward, ep_group, tp_group)
+        forward = functools.partial(_all_tokens_forward, module, module.forward, tp_group)
+    else:
+        forward = functools.partial(local_experts_forward, module, module.forward, ep_group, tp_group)
+    # --compile leaves experts out; this holds for the exchange of their tokens too
+    return torch.compiler.disable(forward) if hasattr(module.forward, "_torchdynamo_disable") else forward
 
 
 def _all_tokens_forward(module, local_forward: Callable, tp_group, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,8 @@ from trainer.distributed.expert_parallel import are_experts, forward_of_part
 from trainer.errors import UserError
 
 
-def validate_experts(model: torch.nn.Module, tp: int, compiles: bool) -> None:
-    """Raise UserError unless `tp` divides the experts of every layer of `model`. Its parameters may be partitioned.
-
-    `compiles`: torch.compile fails on experts whose number of tokens changes.
-    """
-    if compiles and any(map(are_experts, model.modules())):
-        found = f"with --tensor_parallel_size {tp} and the experts of {type(model).__name__}"
-        raise UserError("--compile", found, "one of them")
+def validate_experts(model: torch.nn.Module, tp: int) -> None:
+    """Raise UserError unless `tp` divides the experts of every layer of `model`. Its parameters may be partitioned."""
     for module in filter(are_experts, model.modules()):
         for parameter in module.parameters():
             number = getattr(parameter, "ds_shape", parameter.shape)[0]

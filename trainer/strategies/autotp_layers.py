@@ -74,11 +74,11 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
     }
 
 
-def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, compiles: bool = False, **options) -> tuple:
+def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options) -> tuple:
     """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
-    validate_experts(model, tp_mesh.size(), compiles)
+    validate_experts(model, tp_mesh.size())
     with _our_layers(plan), _readable(model.config.get_text_config()):
         result = deepspeed.initialize(model=model, dist_init_required=False, **options)
     _return_sharded_logits(model, tp_mesh)

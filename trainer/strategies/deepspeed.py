@@ -230,7 +230,7 @@ class DeepspeedStrategy:
         plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
-        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh, compiles=self.options.compile), plan
+        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh), plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         from trainer.strategies.zero_loading import prepare_frozen

@@ -62,8 +62,6 @@ class FSDP2Strategy:
             # torch 2.13 fails in the backward pass of compiled layers that are cut over tp (views of DTensors)
             found = f"with --backend fsdp2 and --tensor_parallel_size {tp}"
             raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
-        if options.compile and options.expert_parallel_size > 1:  # the sizes of the all-to-alls differ in every step
-            raise UserError("--compile", f"with --expert_parallel_size {options.expert_parallel_size}", "one of them")
         if options.reduce_once and options.adam_offload:  # gradients go to host memory as soon as they are reduced
             raise UserError("--reduce_once", "with --adam_offload", "one of them")
         if options.reduce_dtype == "bf16" and (options.reduce_once or options.dp_replicate_size > 1):
