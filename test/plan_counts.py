@@ -15,6 +15,8 @@ from trainer.compare.forked_ranks import import_libraries, run_ranks
 
 MODEL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+EXPERTS = {"vocab_size": 16384, "hidden_size": 512, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 64}
+EXPERTS |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8}
 TOKENS = 64
 CASES = {  # name: (backend, options, ranks, micro-batches)
     "fsdp2-3": ("fsdp2", {"zero_stage": 3}, 64, 8),
@@ -26,11 +28,17 @@ CASES = {  # name: (backend, options, ranks, micro-batches)
     "deepspeed-1": ("deepspeed", {"zero_stage": 1}, 8, 8),
     "deepspeed-2": ("deepspeed", {"zero_stage": 2}, 8, 8),
     "deepspeed-3": ("deepspeed", {"zero_stage": 3}, 8, 2),
+    "fsdp2-3-experts-64": ("fsdp2", {"zero_stage": 3}, 64, 2),
+    "fsdp2-3-experts-256": ("fsdp2", {"zero_stage": 3}, 256, 2),
+    "fsdp2-3-experts-64-ep8": ("fsdp2", {"zero_stage": 3, "expert_parallel_size": 8}, 64, 2),
+    "fsdp2-3-experts-256-ep8": ("fsdp2", {"zero_stage": 3, "expert_parallel_size": 8}, 256, 2),
+    "fsdp2-3-experts-256-ep128": ("fsdp2", {"zero_stage": 3, "expert_parallel_size": 128}, 256, 2),
     "deepspeed-1-gloo": ("deepspeed", {"zero_stage": 1}, 4, 8),
     "deepspeed-2-gloo": ("deepspeed", {"zero_stage": 2}, 4, 8),
 }
 # what ZeRO 3 does with a model of more than a billion parameters: it keeps no weight gathered
 LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+ALL_TO_ALLS = ("alltoall_base_",)
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 ALL_GATHERS = ("_allgather_base_", "all_gather_into_tensor")
 REDUCE_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_tensor")
@@ -51,7 +59,14 @@ def count_step(folder: str, name: str) -> None:
     os.environ.update(WORLD_SIZE=str(num_ranks))
     if "gloo" not in name:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    engine_config = deepspeed.engine_config
+    engine_config, all_to_all = deepspeed.engine_config, dist.all_to_all_single
+
+    def all_to_all_of_equals(received, sent, *args, **kwargs):
+        """The fake group moves nothing. As if all ranks routed their tokens alike, what comes is what goes."""
+        all_to_all(received, sent, *args, **kwargs)
+        received.copy_(sent)
+
+    dist.all_to_all_single = all_to_all_of_equals
 
     def config_of_a_large_model(*args, **kwargs):
         config = engine_config(*args, **kwargs)
@@ -67,7 +82,8 @@ def count_step(folder: str, name: str) -> None:
             kind = function.__name__.split(".")[0]
             if kind not in NO_COLLECTIVES and function.namespace in ("c10d", "_c10d_functional"):
                 size = _group_size([*args, *(kwargs or {}).values()])
-                sent[size] += _times(kind) * _largest(args, result) * (size - 1) / size
+                if size > 1:
+                    sent[size] += _times(kind) * _largest(args, result) * (size - 1) / size
             return result
 
     strategy_class = fsdp2.FSDP2Strategy if backend == "fsdp2" else deepspeed.DeepspeedStrategy
@@ -109,7 +125,9 @@ def _times(kind: str) -> int:
     """How often a rank of a ring sends the whole tensor, but for its own part."""
     if kind in ALL_REDUCES:
         return 2
-    assert kind in ALL_GATHERS + REDUCE_SCATTERS + ("broadcast_", "reduce_"), kind  # ZeRO 3 compares a few numbers
+    assert kind in ALL_GATHERS + REDUCE_SCATTERS + ALL_TO_ALLS + ("broadcast_", "reduce_"), (
+        kind
+    )  # ZeRO 3 compares a few numbers
     return 1
 
 
@@ -123,15 +141,21 @@ def _largest(args, result) -> int:
 
 def main(folder: Path) -> None:
     import_libraries()
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from trainer.strategies import deepspeed, fsdp2  # noqa: F401 (before the forks)
 
     LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS)).save_pretrained(folder / "experts")
     for name in sys.argv[2:] or CASES:
         log = folder / f"{name}.log"
         processes = CASES[name][2] if "gloo" in name else 1
-        ending = run_ranks(lambda name=name: count_step(str(folder), name), processes, log, timeout=100)
+        ending = run_ranks(
+            lambda name=name: count_step(str(folder / "experts" if "experts" in name else folder), name),
+            processes,
+            log,
+            timeout=100,
+        )
         assert ending.kind == "done", ending.text + log.read_text()[-3000:]
         print(next(line for line in log.read_text().splitlines() if line.startswith('["')), flush=True)
 

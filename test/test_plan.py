@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from launch import ROOT, run_process
-from plan_counts import CASES, MODEL, TOKENS
+from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
 from trainer.arguments import SFTArguments, parse_arguments
@@ -37,9 +37,11 @@ def test_sent_bytes_are_those_of_the_fake_group(counted, name):
     backend, options, num_ranks, num_micro = CASES[name]
     tp, replicas = options.get("tensor_parallel_size", 1), options.get("dp_replicate_size", 1)
     once = options.get("reduce_once", False)
-    layout = Layout(backend, options["zero_stage"], replicas, num_ranks // tp // replicas, tp=tp, reduce_once=once)
+    more = {"tp": tp, "ep": options.get("expert_parallel_size", 1), "reduce_once": once}
+    layout = Layout(backend, options["zero_stage"], replicas, num_ranks // tp // replicas, **more)
+    config = transformers.Qwen3MoeConfig(**EXPERTS) if "experts" in name else transformers.LlamaConfig(**MODEL)
     with torch.device("meta"):
-        sizes = sizes_of(transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL)))
+        sizes = sizes_of(transformers.AutoModelForCausalLM.from_config(config))
     expected = Counter()
     for sent in traffic(layout, sizes, TOKENS, num_micro):
         expected[sent.size] += sent.bytes
@@ -53,6 +55,20 @@ def test_replicas_and_reduce_once_send_gradients_once(counted):
     p = 225_728
     assert counted["fsdp2-3-hsdp"][4] == pytest.approx(2 * 4 * p / 8 * 3 / 4, rel=0.01)
     assert counted["fsdp2-3-once"][8] == pytest.approx((8 * 2 * 2 + 4) * p * 7 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "experts" in name])
+def test_experts_send_no_more_than_their_share(counted, name):
+    """Counted by hand, per micro-batch: two gatherings in bf16 and a reduction in fp32 of the share of a rank of ep, and four
+    all-to-alls of the tokens of each layer."""
+    _, options, ranks, micro_batches = CASES[name]
+    ep = options.get("expert_parallel_size", 1)
+    hidden, layers, chosen = EXPERTS["hidden_size"], EXPERTS["num_hidden_layers"], EXPERTS["num_experts_per_tok"]
+    experts = layers * 128 * 3 * hidden * EXPERTS["moe_intermediate_size"]
+    rest = 2 * 16384 * hidden + hidden + layers * (4 * hidden * 512 + 128 * hidden + 2 * hidden + 2 * 64)
+    least = 8 * (experts / ep * (1 - ep / ranks) + rest * (1 - 1 / ranks))
+    least += 4 * 2 * layers * TOKENS * chosen * hidden * (1 - 1 / ep)
+    assert 0.9 <= sum(counted[name].values()) / (micro_batches * least) <= 1.1
 
 
 def saved_bytes(kind, config) -> float:

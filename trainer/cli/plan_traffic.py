@@ -5,7 +5,7 @@ all-reduce. A test counts the collectives of the sharded axes and of tp under a 
 is read from the code, and not counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.cli.plan_memory import BF16, FP32, Layout, Sizes
 from trainer.cli.predicted_memory import MASTERS, MOMENTS
@@ -96,9 +96,11 @@ def layer_traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int)
 
 def traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> list[Sent]:
     """All that a rank sends in a step. With experts shared out over ep, their weights are gathered by fewer ranks."""
-    own = (s.num_params - s.expert_params * (1 - 1 / layout.ep)) / layout.tp
-    sent = shard_traffic(layout, own, num_micro_batches) + layer_traffic(layout, s, tokens, num_micro_batches)
-    return [part for part in sent if part.bytes]
+    sent = shard_traffic(layout, (s.num_params - s.expert_params) / layout.tp, num_micro_batches)
+    parts = layout.ep * layout.tp
+    of_experts = replace(layout, dp_shard=max(1, layout.num_shards // layout.ep), sp=1, tp=parts)
+    sent += shard_traffic(of_experts, s.expert_params / parts, num_micro_batches)
+    return [part for part in sent + layer_traffic(layout, s, tokens, num_micro_batches) if part.bytes]
 
 
 def step_seconds(layout: Layout, s: Sizes, machine: Machine, micro_tokens: int, num_micro: int, length: int) -> float:
