@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 OUT="${OUT:-runs/demo_vision_rl}"
-SFT_STEPS="${SFT_STEPS:-150}"
-STEPS="${STEPS:-60}"
+SFT_STEPS="${SFT_STEPS:-210}"
+STEPS="${STEPS:-240}"
 rm -rf "$OUT"
 python -m trainer.cli.make_demo --vision --output_dir demo_vision
 
@@ -37,17 +37,18 @@ for BACKEND in fsdp2 deepspeed; do
         --advantage_estimator group_norm \
         --freeze_vision false \
         --param_dtype fp32 \
-        --rollout_batch_size 16 \
+        --rollout_batch_size 32 \
         --n_samples_per_prompt 8 \
         --micro_rollout_batch_size 64 \
-        --train_batch_size 128 \
-        --micro_train_batch_size 32 \
+        --train_batch_size 256 \
+        --micro_train_batch_size 64 \
         --prompt_max_len 64 \
         --generate_max_len 8 \
-        --learning_rate 3e-4 \
+        --learning_rate 6e-4 \
         --lr_scheduler constant \
+        --num_episodes 4 \
         --max_steps "$STEPS" \
-        --eval_steps 20 \
+        --eval_steps 40 \
         --logging_steps 10 \
         --output_dir "$OUT/$BACKEND" \
         "$@"

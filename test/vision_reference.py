@@ -156,10 +156,12 @@ def plain_run(
     tower_lr=0.0,
     lora_rank=0,
     method="sft",
+    gradients=None,
 ) -> dict:
     """Train on all rows at once for some steps: {"losses", "norms", "grads" of step 1, "weights" at the end}.
 
     Parameters whose name has one of `frozen` in it do not train. Those with one of `tower` train with `tower_lr`.
+    `gradients`: the first update is made with these gradients of another run.
     """
     auto_class, source = AutoModelForImageTextToText, folder
     if method == "rm":
@@ -190,6 +192,8 @@ def plain_run(
         found["losses"].append(total)
         if step == 0:
             found["grads"] = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+            for name, gradient in (gradients or {}).items():
+                trained[name].grad.copy_(gradient)
         found["norms"].append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -1,11 +1,14 @@
 """Rows with images become token samples: the processor's own tokens, no loss on images, and one line for a bad row."""
 
 import base64
+import gzip
 import io
 import json
 import shutil
 import sys
+import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from trainer.cli import train_dpo, train_sft
 from trainer.datasets.image_batches import ImageCollate
 from trainer.datasets.image_samples import ImageSamples
 from trainer.datasets.packing import shifted_labels
+from trainer.datasets.pixel_cache import PixelCache
 from trainer.datasets.preference import SIDES, collate_pairs
 from trainer.datasets.sft_samples import render_sample
 from trainer.errors import UserError
@@ -82,7 +86,9 @@ def test_images_come_from_paths_data_uris_and_bytes(here):
     """A relative path begins at the folder of the data file. All forms give the same sample."""
     path = here / "pictures" / "0.png"
     uri = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-    rows = [talk("<image>?", images=[source]) for source in ("pictures/0.png", str(path), uri)]
+    tar_of(here, path.read_bytes(), b"no image")
+    shown = ("pictures/0.png", str(path), uri, "shards/0.tar::a/7.png", f"{here}/shards/0.tar::a/7.png")
+    rows = [talk("<image>?", images=[source]) for source in shown]
     samples, _ = load(here, rows)
     both = [talk("<image>?", images=[{"bytes": path.read_bytes(), "path": None}])]
     Dataset.from_list(both).to_parquet(here / "own.parquet")
@@ -92,8 +98,18 @@ def test_images_come_from_paths_data_uris_and_bytes(here):
     assert len({sample["images"][0].tobytes() for sample in found}) == 1
 
 
+def tar_of(here: Path, *contents: bytes) -> None:
+    """Write shards/0.tar with the files a/7.png, a/8.png and so on."""
+    (here / "shards").mkdir(exist_ok=True)
+    with tarfile.open(here / "shards" / "0.tar", "w") as tar:
+        for number, content in enumerate(contents, 7):
+            member = tarfile.TarInfo(f"./a/{number}.png")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
 def test_the_digest_knows_the_image(here):
-    """Two images of one size give the same tokens. A changed file is read again."""
+    """Two images of one size give the same tokens. A changed file is read again, and a changed tar."""
     shutil.copy(here / "pictures" / "1.png", here / "changes.png")
     vision_models.drawn(77, (16, 16)).save(here / "other.png")
     rows = [talk("<image>?", images=[name]) for name in ("changes.png", "other.png")]
@@ -101,6 +117,39 @@ def test_the_digest_knows_the_image(here):
     assert first["input_ids"] == other["input_ids"] and first["digest"] != other["digest"]
     shutil.copy(here / "other.png", here / "changes.png")
     assert load(here, rows)[0][0]["digest"] == other["digest"]
+    in_tar = [talk("<image>?", images=["shards/0.tar::a/7.png"])]
+    for name, expected in (("pictures/1.png", first), ("other.png", other)):
+        tar_of(here, (here / name).read_bytes())
+        assert load(here, in_tar)[0][0]["digest"] == expected["digest"]
+
+
+KEPT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_kept_tensors_give_the_same_batches_bit_for_bit(here, kind, monkeypatch):
+    """The second time from the files of the first. Kinds that pad an image to others of its micro-batch are refused."""
+    samples, _ = load(here, None, kind=kind, data=str(here / "rows.jsonl"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(here / "cache"))
+    if kind not in KEPT:
+        with pytest.raises(UserError, match=r"--cache_pixels: with .*, whose tensors of an image depend on the images"):
+            PixelCache(samples.processor)
+        return
+    model = SimpleNamespace(config=SimpleNamespace(image_token_id=-1), forward=lambda mm_token_type_ids: None)
+    collate = ImageCollate(samples.processor)
+    collate.use(model)
+    batches = [range(8), (3, 0, 3), (1, 4)]  # the last has no image
+    expected = [collate([samples[row] for row in rows], 1) for rows in batches]
+    collate.tensors_of, samples.decode = PixelCache(samples.processor).tensors, lambda source: source
+    for again in (False, True):
+        if again:  # no image is read into pixels any more
+            monkeypatch.setattr("trainer.datasets.pixel_cache.decode", None)
+        for rows, plain in zip(batches, expected, strict=True):
+            found = collate([samples[row] for row in rows], 1)
+            for one, other in ((found.pop("images"), plain["images"]), (found, plain)):
+                assert one.keys() == other.keys() - {"images"}
+                assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert not list((here / "cache").rglob("*.tmp"))
 
 
 def test_an_image_is_never_cut(here):
@@ -131,9 +180,25 @@ def broken(here: Path) -> str:
     return "broken.png"
 
 
+def in_tar(name: str):
+    def source(here: Path) -> str:
+        tar_of(here, (here / "pictures" / "0.png").read_bytes(), b"no image")
+        return f"shards/0.tar::{name}"
+
+    return source
+
+
+def no_tar(here: Path) -> str:
+    (here / "no.tar").write_bytes(gzip.compress(b"a tar with compression " * 99))
+    return "no.tar::a.png"
+
+
 BAD = {
     "a missing file": (["none.png"], "<image>", "row 2: .*none.png: No such file or directory"),
     "a broken file": (broken, "<image>", "row 2: .*broken.png: no image that can be read"),
+    "a file that a tar has not": (in_tar("a/9.png"), "<image>", "row 2: .*0.tar::a/9.png: the tar has no file a/9.png"),
+    "a broken file in a tar": (in_tar("a/8.png"), "<image>", "row 2: .*0.tar::a/8.png: no image that can be read"),
+    "no tar": (no_tar, "<image>", "row 2: .*no.tar::a.png: no tar that can be read"),
     "a mark without an image": ([], "<image>", "row 2: column images: 1 marks for 0 images"),
     "an image without a mark": (["pictures/0.png"], "Hi", "row 2: column images: 0 marks for 1 images"),
     "a URL": (["https://example.com/a.png"], "<image>", "row 2: column images: https://.* is on the network"),

@@ -40,13 +40,21 @@ class ImageRun:
         from transformers import AutoModelForImageTextToText
 
         from trainer.datasets.image_batches import ImageCollate
+        from trainer.datasets.image_files import decode
 
         with_images = [found for found in sets if found and "images" in found.column_names]
         _refuse_flags(args, bool(with_images))
         self.args, self.strategy, self.folder = args, setup.strategy, setup.folder
         self.auto_class = AutoModelForImageTextToText
         self.collate = ImageCollate(with_images[0].processor, args.packing_samples, split=args.ring_attn_size > 1)
-        self.prompts = sets[0]  # of train_ppo
+        self.prompts, self._decode = sets[0], decode  # of train_ppo
+        if args.cache_pixels:
+            from trainer.datasets.pixel_cache import PixelCache
+
+            self.collate.tensors_of = PixelCache(self.collate.processor).tensors
+            self._decode = lambda source: source  # the cache decodes what it has not
+            for found in with_images:
+                found.decode = self._decode
 
     def check_kind(self, folder: str, flag: str) -> None:
         """Raise UserError if the model of `folder`, which `flag` named, is of another kind than that of --pretrain."""
@@ -101,9 +109,9 @@ class ImageRun:
 
     def read_prompts(self, input_ids, mask, sources: list[tuple]) -> dict:
         """What the rollout engine's model gets to read prompts; see `CachedRows`. `sources`: the images of each."""
-        from trainer.datasets.image_files import decode
-
-        found = self.collate.prompt_arguments(input_ids.cpu(), mask.cpu(), [list(map(decode, s)) for s in sources])
+        found = self.collate.prompt_arguments(
+            input_ids.cpu(), mask.cpu(), [list(map(self._decode, s)) for s in sources]
+        )
         return {name: value.to(input_ids.device) for name, value in found.items()}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.datasets.image_files import COLUMN, decode, sources_of
+from trainer.datasets.image_files import COLUMN, sources_of
 from trainer.datasets.image_samples import (
     ImageCounts,
     ImageSamples,
@@ -63,7 +63,7 @@ class ImagePrompts(ImageSamples):
 
     def images_of(self, row: int) -> list:
         """The images of a prompt's row, decoded."""
-        return [decode(source) for source in sources_of(self.rows[row])]
+        return [self.decode(source) for source in sources_of(self.rows[row])]
 
 
 def tokenize_image_answers(

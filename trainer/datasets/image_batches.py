@@ -23,6 +23,7 @@ class ImageCollate:
     def __init__(self, processor, packed: bool = False, split: bool = False):
         self.processor, self._collate = processor, collate_packed if packed else collate_padded
         self._split, self._image_token = split, None
+        self.tensors_of = lambda nested: process_images(processor, nested)[0]
         [blank], [text] = [[blank_image()]], process_images(processor, [[blank_image()]])[1]
         input_ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         self.blank = {"input_ids": input_ids, "loss_mask": [0] * len(input_ids), COLUMN: blank}
@@ -75,9 +76,9 @@ class ImageCollate:
         """The tensors of all images. Two answers of each pair have the same images: they are processed once."""
         half = len(nested) // 2
         if half and list(map(id, nested[:half])) == list(map(id, nested[half:])):
-            once = process_images(self.processor, nested[:half])[0]
+            once = self.tensors_of(nested[:half])
             return {name: torch.cat([tensor, tensor]) for name, tensor in once.items()}
-        return process_images(self.processor, nested)[0]
+        return self.tensors_of(nested)
 
     def _grid_positions(
         self, samples: list[dict], batch: dict, types: torch.Tensor, grids: torch.Tensor

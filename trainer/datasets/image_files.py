@@ -1,10 +1,12 @@
-"""The images of a row: paths, data URIs or bytes. Faults are found when a set is tokenized, and named with the row."""
+"""The images of a row: paths, members of tar files, data URIs or bytes. Faults are found when a set is tokenized, and named with the row."""
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import os
+import tarfile
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 COLUMN, FOLDER = "images", "images_folder"
 ALLOWED = "a path, a data URI or bytes"
+IN_TAR = ".tar::"  # shards/0.tar::7.png is the member 7.png of the file shards/0.tar
 # keys with which a part of a message may say where its image is
 SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 
@@ -57,11 +60,34 @@ def content_of(source: str | bytes) -> bytes:
         except (binascii.Error, ValueError) as error:
             found = f"a data URI that cannot be read ({error})"
             raise UserError(f"column {COLUMN}", found, "data:image/png;base64,...") from None
+    path, member = _file_of(source)
     try:
-        with open(source, "rb") as file:
-            return file.read()
+        facts = os.stat(path)
+        start, size = _members(path, facts.st_mtime_ns, facts.st_size)[member] if member else (0, -1)
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(size)
     except OSError as error:
         raise UserError(source, error.strerror or str(error), "an image file") from None
+    except tarfile.TarError as error:
+        raise UserError(source, f"no tar that can be read ({error})", "a tar without compression") from None
+    except KeyError:
+        raise UserError(source, f"the tar has no file {member}", "the name of a file in it") from None
+
+
+def _file_of(source: str) -> tuple[str, str]:
+    """The file, and the name of the member if the file is a tar."""
+    if IN_TAR not in source:
+        return source, ""
+    path, _, member = source.partition(IN_TAR)
+    return f"{path}{IN_TAR[:-2]}", member
+
+
+@functools.lru_cache(maxsize=64)
+def _members(path: str, *version: int) -> dict[str, tuple[int, int]]:
+    """Start and size of each file in a tar without compression. It is read once for each `version` of the tar."""
+    with tarfile.open(path, "r:") as tar:
+        return {member.name.removeprefix("./"): (member.offset_data, member.size) for member in tar if member.isfile()}
 
 
 def decode(source: str | bytes, content: bytes | None = None):
@@ -82,7 +108,7 @@ def identity(source: str | bytes) -> list:
     if isinstance(source, bytes) or source.startswith("data:"):
         return []  # its bytes are in the row
     try:
-        facts = os.stat(source)
+        facts = os.stat(_file_of(source)[0])
     except OSError:
         return [source, None]
     return [source, facts.st_mtime_ns, facts.st_size]

@@ -58,10 +58,10 @@ class ImageLedger(ImageCounts, sft_samples.DataLedger):
 
 
 class ImageSamples:
-    """Token samples with their images. A sample's images are decoded when the sample is read."""
+    """Token samples with their images. A sample's images are decoded by `decode` when the sample is read."""
 
-    def __init__(self, samples: "Dataset", rows: "Dataset", processor):
-        self.samples, self.rows, self.processor = samples, rows, processor
+    def __init__(self, samples: "Dataset", rows: "Dataset", processor, decode=decode):
+        self.samples, self.rows, self.processor, self.decode = samples, rows, processor, decode
         self.column_names = [*samples.column_names, COLUMN]
         self.data, self._indices = samples.data, samples._indices  # the loader reads columns from here
 
@@ -74,14 +74,14 @@ class ImageSamples:
             return self.samples[item]
         sample = self.samples[item]
         sources = sources_of(self.rows[sample["row"]])[: sample["num_images"]] if sample["num_images"] else []
-        return {**sample, COLUMN: [decode(source) for source in sources]}
+        return {**sample, COLUMN: [self.decode(source) for source in sources]}
 
     def with_format(self, *args, **kwargs):
         """The columns without images, in another format of the datasets library."""
         return self.samples.with_format(*args, **kwargs)
 
     def add_column(self, name: str, values: list) -> "ImageSamples":
-        return ImageSamples(self.samples.add_column(name, values), self.rows, self.processor)
+        return ImageSamples(self.samples.add_column(name, values), self.rows, self.processor, self.decode)
 
 
 class ImageTokenizer:
