@@ -28,6 +28,7 @@ CASES = {  # name: (backend, options, ranks, micro-batches)
     "deepspeed-3": ("deepspeed", {"zero_stage": 3}, 8, 2),
     "deepspeed-1-gloo": ("deepspeed", {"zero_stage": 1}, 4, 8),
     "deepspeed-2-gloo": ("deepspeed", {"zero_stage": 2}, 4, 8),
+    "deepspeed-1-fp32-gloo": ("deepspeed", {"zero_stage": 1, "param_dtype": "fp32"}, 4, 8),
 }
 # what ZeRO 3 does with a model of more than a billion parameters: it keeps no weight gathered
 LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
@@ -71,7 +72,7 @@ def count_step(folder: str, name: str) -> None:
             return result
 
     strategy_class = fsdp2.FSDP2Strategy if backend == "fsdp2" else deepspeed.DeepspeedStrategy
-    strategy = strategy_class(StrategyOptions(device="cpu", param_dtype="bf16", **options))
+    strategy = strategy_class(StrategyOptions(**{"device": "cpu", "param_dtype": "bf16", **options}))
     strategy.setup_distributed()
     model = strategy.load_model(folder, AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-3)
