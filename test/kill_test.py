@@ -2,8 +2,9 @@
 
     python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save] [--vision]
 
-Runs of 60 steps on 2 ranks are killed `count` times in all and started again blindly, until each has ended. Every joined
-loss curve must be bitwise that of the undisturbed run, and after the death of one rank all must be gone within 30 s.
+Runs of 60 steps on 2 ranks are killed `count` times in all and started again blindly, until each has ended. Every second
+kill hits torchrun and all ranks, the others one rank. Every joined loss curve must be bitwise that of the undisturbed run,
+and after the death of one rank all must be gone within 30 s.
 """
 
 import argparse
@@ -88,10 +89,11 @@ def choose_moment(generator: random.Random, process: subprocess.Popen, run: Path
     return kind
 
 
-def kill(generator: random.Random, process: subprocess.Popen) -> str:
+def kill(generator: random.Random, process: subprocess.Popen, everything: bool) -> str:
     """SIGKILL one rank, or torchrun and all ranks; returns who it was."""
+    wait_for(lambda: len(children(process.pid)) == RANKS, process, 60)
     ranks = children(process.pid)
-    victims = generator.choice([[process.pid, *ranks], ranks[:1], ranks[1:2]]) or [process.pid]
+    victims = [process.pid, *ranks] if everything else [generator.choice(ranks)]
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -101,19 +103,20 @@ def kill(generator: random.Random, process: subprocess.Popen) -> str:
     assert seconds < GONE_WITHIN_SECONDS, f"{seconds:.0f} s until all were gone"
     for pid in ranks:  # a dead torchrun leaves its ranks behind if only it was killed
         assert pid in victims or not Path(f"/proc/{pid}").exists(), f"rank process {pid} outlived torchrun"
-    return "all" if len(victims) > 1 else f"one rank, all gone after {seconds:.1f} s"
+    return "all" if everything else f"one rank, all gone after {seconds:.1f} s"
 
 
-def disturbed_run(generator: random.Random, folder: Path, name: str, flags: list[str], kills: int) -> int:
-    """Run to the end with at most `kills` kills on the way; returns how many there were."""
-    arguments, log, done = [*command_line(folder, name, flags), "--load_checkpoint"], folder / f"{name}.log", 0
+def disturbed_run(generator: random.Random, folder: Path, name: str, flags: list[str], done: int, count: int) -> int:
+    """Run to the end with kills on the way, after the `done` ones of earlier runs; returns how many there are now."""
+    arguments, log = [*command_line(folder, name, flags), "--load_checkpoint"], folder / f"{name}.log"
     while True:
         process = start(arguments, log)
-        if done < kills:
+        if done < count:
             kind = choose_moment(generator, process, folder / name)
             if process.poll() is None:
                 done += 1
-                print(f"kill {done} of {name} while {kind}: {kill(generator, process)}", flush=True)
+                victim = kill(generator, process, everything=done % 2 == 1)
+                print(f"kill {done}, {name}, while {kind}: {victim}", flush=True)
                 continue
         if process.wait(timeout=300) == 0:
             return done
@@ -138,7 +141,7 @@ def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
     done = number = 0
     while done < count:
         number += 1
-        done += disturbed_run(generator, folder, f"run-{number}", flags, count - done)
+        done = disturbed_run(generator, folder, f"run-{number}", flags, done, count)
         assert_same_curve(folder, f"run-{number}")
         resumed = sum(row.get("event") == "resume" for row in read_rows(folder / f"run-{number}"))
         print(f"run {number}: bitwise the undisturbed curve, {resumed} resumes, {done} of {count} kills", flush=True)

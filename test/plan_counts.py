@@ -35,6 +35,7 @@ CASES = {  # name: (backend, options, ranks, micro-batches)
     "fsdp2-3-experts-256-ep128": ("fsdp2", {"zero_stage": 3, "expert_parallel_size": 128}, 256, 2),
     "deepspeed-1-gloo": ("deepspeed", {"zero_stage": 1}, 4, 8),
     "deepspeed-2-gloo": ("deepspeed", {"zero_stage": 2}, 4, 8),
+    "deepspeed-1-fp32-gloo": ("deepspeed", {"zero_stage": 1, "param_dtype": "fp32"}, 4, 8),
 }
 # what ZeRO 3 does with a model of more than a billion parameters: it keeps no weight gathered
 LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
@@ -87,7 +88,7 @@ def count_step(folder: str, name: str) -> None:
             return result
 
     strategy_class = fsdp2.FSDP2Strategy if backend == "fsdp2" else deepspeed.DeepspeedStrategy
-    strategy = strategy_class(StrategyOptions(device="cpu", param_dtype="bf16", **options))
+    strategy = strategy_class(StrategyOptions(**{"device": "cpu", "param_dtype": "bf16", **options}))
     strategy.setup_distributed()
     model = strategy.load_model(folder, AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-3)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, masking_utils
 from trainer import strategies
 from trainer.arguments import SFTArguments
 from trainer.checkpoints import run_state
+from trainer.checkpoints.shards import whole_shard
 from trainer.cli import auto_layout, doctor, doctor_machine, gpu_settings, plan, ppo_models, precompute, serve_engine
 from trainer.cli.gpu_settings import set_up_gpu
 from trainer.cli.training_command import set_up
@@ -102,6 +103,26 @@ def test_a_copy_to_a_gpu_is_pinned_and_nobody_waits_for_it(monkeypatch):
     copied(torch.ones(3), CARD)
     copied(torch.ones(3), torch.device("cpu"))
     assert given == ["pinned", (CARD, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]
+
+
+def test_a_background_save_is_staged_in_pinned_memory_with_one_wait(calls, monkeypatch):
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda tensor, device, pin_memory: (made.append(pin_memory), empty_like(torch.ones(3)))[1]
+    )
+    calls.note(torch.cuda, "synchronize")
+    on_gpu, on_host = torch.arange(3.0).as_subclass(OnCuda), torch.arange(3.0) + 5
+    shards = [whole_shard("a", on_gpu, True), whole_shard("b", on_host, True), whole_shard("c", on_host, False)]
+    staged = run_state._staged(shards, CARD)
+    assert made == [True, False] and calls.found == [("synchronize", CARD)]
+    on_gpu.zero_(), on_host.zero_()
+    assert [shard.tensor.tolist() for shard in staged] == [
+        [0, 1, 2],
+        [5, 6, 7],
+        [0, 0, 0],
+    ]  # c is written by another rank
+    run_state._staged(shards, torch.device("cpu"))
+    assert len(calls.found) == 1
 
 
 def test_frozen_weights_wait_in_pinned_memory(monkeypatch):

@@ -32,7 +32,7 @@ def counted(tmp_path_factory):
     return {name: {int(size): found for size, found in sent.items()} for name, _, _, sent in lines}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "fp32" not in name])  # plan's weights are bf16
 def test_sent_bytes_are_those_of_the_fake_group(counted, name):
     backend, options, num_ranks, num_micro = CASES[name]
     tp, replicas = options.get("tensor_parallel_size", 1), options.get("dp_replicate_size", 1)
@@ -55,6 +55,7 @@ def test_replicas_and_reduce_once_send_gradients_once(counted):
     p = 225_728
     assert counted["fsdp2-3-hsdp"][4] == pytest.approx(2 * 4 * p / 8 * 3 / 4, rel=0.01)
     assert counted["fsdp2-3-once"][8] == pytest.approx((8 * 2 * 2 + 4) * p * 7 / 8, rel=0.01)
+    assert counted["deepspeed-1-fp32-gloo"][4] == pytest.approx((4 + 4) * p * 3 / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "experts" in name])

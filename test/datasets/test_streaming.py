@@ -2,7 +2,9 @@
 
 import copy
 import gzip
+import io
 import json
+import tarfile
 from collections import Counter
 from itertools import islice
 
@@ -12,6 +14,7 @@ from launch import read_steps, train_many
 
 from trainer.cli import streamed_run, train_sft
 from trainer.datasets.demo import make_demo
+from trainer.datasets.stream_rows import open_rows, parsed
 from trainer.datasets.streaming import StreamedBatches, start_of_epoch
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
@@ -20,9 +23,18 @@ SHORT = ["--max_len", "22", "--max_steps", "5"]  # some rows are cut off, and so
 BUFFER = 32
 
 
+def write_tar(path, members: dict[str, str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for name, text in members.items():
+            member = tarfile.TarInfo(f"rows/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo with 150 rows, also as two shards, as .jsonl.gz and as .parquet."""
+    """The demo with 150 rows, also as two shards of JSON and of tar, as .jsonl.gz and as .parquet."""
     folder = tmp_path_factory.mktemp("streaming")
     make_demo(str(folder))
     lines = (folder / "sft.jsonl").read_text().splitlines(keepends=True)[:150]
@@ -30,6 +42,7 @@ def demo(tmp_path_factory):
     for name, part in (("a", lines[:70]), ("b", lines[70:])):
         (folder / "shards").mkdir(exist_ok=True)
         (folder / f"shards/{name}.jsonl").write_text("".join(part))
+        write_tar(folder / f"tar/{name}.tar", {f"{name}-{number}.json": line for number, line in enumerate(part)})
     with gzip.open(folder / "sft.jsonl.gz", "wt") as file:
         file.writelines(lines)
     datasets.Dataset.from_list([json.loads(line) for line in lines]).to_parquet(str(folder / "sft.parquet"))
@@ -59,7 +72,7 @@ def test_an_epoch_has_the_samples_of_the_cached_set(demo):
     cached = load(demo, str(demo / "sft.jsonl"))
     assert 0 < len(cached) < 150, "some rows should have no loss token"
     expected = list(zip(cached["row"], cached["digest"]))
-    for name in ("sft.jsonl", "sft.jsonl.gz", "sft.parquet", "shards"):
+    for name in ("sft.jsonl", "sft.jsonl.gz", "sft.parquet", "shards", "tar"):
         for place in (str(demo / name), f"file://{demo}/{name}"):
             assert read(stream(demo, place, "--no_shuffle")) == expected, place
     shuffled = read(stream(demo, str(demo / "shards")))
@@ -75,10 +88,12 @@ def test_an_epoch_has_the_samples_of_the_cached_set(demo):
     assert read(stream(demo, str(demo / "sft.jsonl"), "--seed", "7")) != shuffled
 
 
+@pytest.mark.parametrize("names", ["shards sft.jsonl.gz", "tar tar/a.tar tar/b.tar"], ids=["jsonl", "tar"])
 @pytest.mark.parametrize("flags", [[], ["--dataset_probs", "0.7,0.3"]], ids=["one after the other", "by odds"])
-def test_a_saved_position_gives_the_rest(demo, flags):
+def test_a_saved_position_gives_the_rest(demo, names, flags):
     """At every row, through JSON, with a new stream: inside a block, between two blocks, shards and sets."""
-    names = f"{demo}/shards,{demo}/sft.jsonl.gz"
+    names = ",".join(f"{demo}/{name}" for name in names.split())
+    flags = [*flags[:1], *(f"{probs},0.1" if "b.tar" in names else probs for probs in flags[1:])]
     found, rest = stream(demo, names, *flags), stream(demo, names, *flags)
     at, positions, rows = start_of_epoch(0), [], []
     for row in found.read(at):
@@ -87,6 +102,28 @@ def test_a_saved_position_gives_the_rest(demo, flags):
     assert len(rows) == 300 if not flags else 150 < len(rows) < 300
     for number in [*range(0, len(rows), 13), 31, 32, 69, 70, len(rows) - 1]:
         assert list(rest.read(copy.deepcopy(positions[number]))) == rows[number + 1 :], number
+
+
+def test_members_of_a_tar_file_are_rows(tmp_path):
+    texts = {"1.txt": "first", "2.json": '{"answer": "ja"}', "2.txt": "zwei\n", "3.json": '{\n"answer": "ü"\n}'}
+    expected = [{"txt": "first"}, {"answer": "ja", "txt": "zwei\n"}, {"answer": "ü"}]
+
+    def rows(path):
+        found, _ = open_rows(str(path), flag="--dataset", split="train", probs=None, max_samples=None, seed=0)
+        return [row for block in found.iter(batch_size=2) for row in parsed(block)]
+
+    for name in ("a.tar", "a.tar.gz"):
+        write_tar(tmp_path / name, texts)
+        assert rows(tmp_path / name) == expected
+    for name, members in {"image.tar": {"1.jpg": "x"}, "twice.tar": {"1.txt": "x", "1.TXT": "y"}}.items():
+        write_tar(tmp_path / name, members)
+        with pytest.raises(ValueError, match=r"only NAME.json" if name == "image.tar" else "comes twice"):
+            rows(tmp_path / name)
+    whole = (tmp_path / "a.tar").read_bytes()
+    for size in (100, 512, 515, 1024, 3 * 1024):  # inside a header, between two members, inside a text
+        (tmp_path / "cut.tar").write_bytes(whole[:size])
+        with pytest.raises((ValueError, tarfile.ReadError), match=r"cut off|unexpected end of data"):
+            rows(tmp_path / "cut.tar")
 
 
 def test_mixing_holds_the_odds(demo):

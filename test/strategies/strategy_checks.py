@@ -7,17 +7,22 @@ The folder DEMO/fp16 must hold the demo's model in fp16.
 import functools
 import math
 import os
+import resource
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.checkpoints.model_folder import SafetensorsFolder, unwrapped
+from trainer.checkpoints.model_writer import save_safetensors_shards
 from trainer.cli.entry import end_well
 from trainer.datasets.demo import make_demo
 from trainer.datasets.packing import collate_padded
+from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions
 from trainer.training.loop import forward_backward
 from trainer.training.sft import sft_loss
@@ -169,22 +174,41 @@ def check_ties_and_replicas(stage: int) -> None:
 
 
 def check_save(stage: int) -> None:
-    """A folder saved in many shards loads with transformers and holds the weights bit for bit."""
+    """A folder saved in many shards by two ranks loads with transformers. It is that of one rank, bit for bit."""
     strategy, model, *_ = make(stage)
     from transformers import AutoTokenizer
 
-    folder = f"{DEMO}-saved-{BACKEND}-{stage}"
-    strategy.save_model(model, AutoTokenizer.from_pretrained(f"{DEMO}/model"), folder, max_shard_bytes=100_000)
+    folder, tokenizer = f"{DEMO}-saved-{BACKEND}-{stage}", AutoTokenizer.from_pretrained(f"{DEMO}/model")
+    strategy.save_model(model, tokenizer, folder, max_shard_bytes=100_000)
     expected = full(strategy.iter_full_params(model))
+    files = {name: Path(folder, name).read_bytes() for name in sorted(os.listdir(folder))}
     if strategy.is_rank_0():
-        assert len([name for name in os.listdir(folder) if name.endswith(".safetensors")]) > 1
+        assert len([name for name in files if name.endswith(".safetensors")]) > 1
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert type(loaded).__name__ == "Qwen3ForCausalLM" and loaded.dtype == torch.float32
         parameters = dict(loaded.named_parameters())
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
-        assert "chat_template.jinja" in os.listdir(folder) and loaded.generation_config.eos_token_id is not None
-        assert not os.path.exists(folder + ".tmp")
+        assert "chat_template.jinja" in files and loaded.generation_config.eos_token_id is not None
+        os.mkdir(f"{folder}-alone")
+        save_safetensors_shards(expected.items(), f"{folder}-alone", 100_000)
+        for file in Path(f"{folder}-alone").iterdir():
+            assert files[file.name] == file.read_bytes(), file.name
+        assert {name for name in files if name.startswith("model")} == set(os.listdir(f"{folder}-alone"))
+    check_save_with_a_full_disk(strategy, model, tokenizer, folder)
+    assert {name: Path(folder, name).read_bytes() for name in sorted(os.listdir(folder))} == files
+
+
+def check_save_with_a_full_disk(strategy, model, tokenizer, folder: str) -> None:
+    """If rank 1 cannot write its shards, all ranks say so, and the older folder stays."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # of the files that this process writes
+    with pytest.raises(UserError, match=r"cannot be written: .*File too large.* \(on rank 1\)"):
+        strategy.save_model(model, tokenizer, folder, max_shard_bytes=100_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    assert not os.path.exists(folder + ".tmp")
 
 
 def check_offload_and_gradient_checkpointing(stage: int) -> None:

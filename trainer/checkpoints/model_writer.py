@@ -4,33 +4,48 @@ import copy
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trainer.checkpoints import adapter_tensors
 from trainer.checkpoints.model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_class, published_weights
 from trainer.checkpoints.safetensors_stream import SafetensorsStream
+from trainer.checkpoints.several_writers import new_mark, own_part, together
 from trainer.errors import UserError
 
 
 def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
     """Write (name, CPU tensor) pairs as safetensors files of at most `max_shard_bytes` (or one tensor) each.
 
-    Only one tensor is in memory at a time. The final names contain the count, so the files get them at the end.
+    Only one tensor is in memory at a time.
     """
+    _name_shards(_write_shards(tensors, folder, max_shard_bytes), folder)
+
+
+def _write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int, part: int = 0, num_parts: int = 1
+) -> list[SafetensorsStream]:
+    """Write this rank's files: number `part`, `part + num_parts` and so on. The bytes of the others are dropped."""
     shards: list[SafetensorsStream] = []
     for name, tensor in tensors:
         if not shards or not shards[-1].fits(name, tensor):
             if shards:
                 shards[-1].close()
-            shards.append(SafetensorsStream(os.path.join(folder, f"shard-{len(shards)}"), max_shard_bytes))
+            is_own = len(shards) % num_parts == part
+            path = os.path.join(folder, f"shard-{len(shards)}") if is_own else os.devnull
+            shards.append(SafetensorsStream(path, max_shard_bytes))
         shards[-1].add(name, tensor)
         del tensor  # it may be a view of a larger one, which would stay while the next one is gathered
     shards[-1].close()
+    return shards
+
+
+def _name_shards(shards: list[SafetensorsStream], folder: str) -> None:
+    """Give complete files their final names, which contain the count, and write the index."""
     if len(shards) == 1:
         os.replace(os.path.join(folder, "shard-0"), os.path.join(folder, SINGLE))
         return
@@ -147,38 +162,54 @@ def save_pretrained(
     """Write a Hugging Face folder: config, generation config, tokenizer with chat template, and weights in `dtype`.
 
     With an adapter, write a peft folder with weights in fp32. Every rank iterates `tensors`, because gathering them is
-    collective. The rank that `writes` holds one tensor at a time. Without `tensors`, write everything but the weights.
-    Raises UserError on the rank that writes if it cannot.
+    collective. Several ranks share the files of weights, and hold one tensor at a time. The rank that `writes` writes
+    the rest. Without `tensors`, write everything but the weights. Raises UserError on all ranks if one cannot write.
     """
 
     folder = os.path.realpath(folder)  # a link stays, and the folder that it points to is replaced
-    with_adapter = adapter_tensors.adapter_config(model) is not None
-    dtype = torch.float32 if with_adapter else dtype
+    temporary, with_adapter = folder + ".tmp", adapter_tensors.adapter_config(model) is not None
+    dtype, gathered = torch.float32 if with_adapter else dtype, iter(() if tensors is None else tensors)
+    shards: list[SafetensorsStream] = []
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            if writes:
-                tensor = tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
-                yield name, tensor
+        for name, tensor in gathered:
+            tensor = tensor.to(dtype).cpu() if tensor.is_floating_point() else tensor.cpu()
+            yield name, tensor
             del tensor  # not held while the next one is gathered
 
-    if not writes:
-        for _ in converted() if tensors is not None else ():
-            pass
-        return
-    try:
-        temporary = fresh_folder(folder)
+    def begin() -> str:
+        fresh_folder(folder)
         _save_configs(model, dtype, temporary)
         tokenizer.save_pretrained(temporary)
-        if tensors is not None and with_adapter:  # one file, as peft expects
-            save_adapter(converted(), temporary)
-        elif tensors is not None:
-            save_safetensors_shards(in_hub_format(model, converted(), dtype), temporary, max_shard_bytes)
+        return new_mark(temporary)
+
+    def write(part: Optional[int], num_parts: int) -> None:
+        try:
+            if with_adapter and writes:  # one file, as peft expects
+                save_adapter(converted(), temporary)
+            elif not with_adapter and part is not None:
+                pairs = in_hub_format(model, converted(), dtype)
+                shards.extend(_write_shards(pairs, temporary, max_shard_bytes, part, num_parts))
+        finally:
+            deque(gathered, maxlen=0)  # the other ranks gather, also if this one cannot write
+
+    def end(mark: str) -> None:
+        os.remove(os.path.join(temporary, mark))
+        if shards:
+            _name_shards(shards, temporary)
             save_source_config(model, dtype, temporary)
         commit_folder(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(folder + ".tmp", ignore_errors=True)
-        raise UserError(folder, f"cannot be written: {error}") from None
+
+    try:
+        [mark, *_] = together(lambda: begin() if writes else None, folder)
+        if tensors is not None:
+            part, num_parts = own_part(temporary, mark)
+            together(lambda: write(part, num_parts), folder)
+        together(lambda: end(mark) if writes else None, folder)
+    except UserError:
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _save_configs(model, dtype: torch.dtype, folder: str) -> None:

@@ -237,7 +237,7 @@ def save(
     others = {role: own for role, own in role_states.items() if role != MAIN}
     state = {"format": FORMAT, "world_size": dist.get_world_size(), **role_states[MAIN], "others": others, **state}
     if form.background:
-        shards = [_copied(shard) for shard in shards]
+        shards = _staged(shards, device)
 
     def write() -> tuple[dict, list[Piece]]:
         entries, pieces = write_shards(shards, temporary, f"pieces-{rank:05d}")
@@ -250,9 +250,17 @@ def save(
     return PendingSave(folder, write, form)
 
 
-def _copied(shard: TensorShard) -> TensorShard:
-    tensor = shard.tensor.to("cpu", copy=True) if shard.is_written else shard.tensor
-    return TensorShard(shard.key, shard.full_shape, shard.offset, shard.box, shard.start, tensor, shard.is_written)
+def _staged(shards: Iterable[TensorShard], device: torch.device) -> list[TensorShard]:
+    """The shards with copies in host memory. From a GPU all of them go to pinned memory, and one wait ends them."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor, non_blocking=True)
+
+    staged = [dataclasses.replace(s, tensor=copied(s.tensor)) if s.is_written else s for s in shards]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return staged
 
 
 # --- loading

@@ -202,14 +202,14 @@ def load_sets(args, setup: Setup, load_data: Callable, render: Callable) -> tupl
     from trainer.distributed.collectives import rank_0_first
 
     strategy, tokenizer = setup.strategy, setup.tokenizer
-    samples, ledger = rank_0_first(lambda: load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset"))
+    rows = functools.partial(load_data, args, tokenizer)
+    samples, ledger = rank_0_first(lambda: rows(args.dataset, args.dataset_split, "--dataset"), in_caches=True)
     strategy.print(f"training data: {ledger.summary()}")
     strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], tokenizer)}")
     if not args.eval_dataset:
         return samples, None, ledger
-    eval_samples, eval_ledger = rank_0_first(
-        lambda: load_data(args, tokenizer, args.eval_dataset, args.eval_split, "--eval_dataset")
-    )
+    evaluated = args.eval_dataset, args.eval_split, "--eval_dataset"
+    eval_samples, eval_ledger = rank_0_first(lambda: rows(*evaluated), in_caches=True)
     strategy.print(f"evaluation data: {eval_ledger.summary()}")
     return samples, eval_samples, ledger
 

@@ -13,12 +13,12 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-LINE = "(line)"  # the column of a line that is not parsed yet; files of the other kind have other columns
-KINDS = {".jsonl": "text", ".parquet": "parquet"}
+LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
+KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
 COMPRESSED = (".zst", ".gz")
 DECODER = json.JSONDecoder(object_hook=AsWritten)
 CHUNK_BYTES = 1 << 20  # of lines that are read at a time
-ALLOWED = "files *.jsonl, *.jsonl.zst, *.jsonl.gz or *.parquet, folders or URLs of them"
+ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"
 
 
 def open_rows(
@@ -47,7 +47,9 @@ def open_rows(
         return sets[0], digest
     if any(rows.features != sets[0].features for rows in sets):
         found = "sets whose files or columns are of two kinds"
-        raise UserError(flag, found, "with --streaming: all jsonl, or all parquet with the same columns and types")
+        raise UserError(
+            flag, found, "with --streaming: all jsonl, all tar, or all parquet with the same columns and types"
+        )
     if odds is None:
         return datasets.concatenate_datasets(sets), digest
     options = {"probabilities": odds, "seed": seed, "stopping_strategy": "first_exhausted"}
@@ -55,21 +57,24 @@ def open_rows(
 
 
 def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
-    """The rows of a block of columns. Lines of JSON become the objects that they are.
+    """The rows of a block of columns. JSON becomes the object that it is, with the text beside it in a tar file.
 
-    Raises ValueError for a line that is no JSON object.
+    Raises ValueError for JSON that is no object.
     """
     columns = [name for name in block if name != LINE]
     lines = block.get(LINE) or [None] * len(block[columns[0]])
     rows = []
     for number, line in enumerate(lines):
+        others = {name: block[name][number] for name in columns}
+        if LINE in block:
+            others = {name: value for name, value in others.items() if value is not None}
         if line is None:
-            rows.append({name: block[name][number] for name in columns})
+            rows.append(others)
         elif line.strip():
             row = DECODER.decode(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a line is no JSON object: {line[:80]}")
-            rows.append(dict(row))
+            rows.append({**row, **others})
     return rows
 
 
@@ -116,6 +121,10 @@ def _open(files: list[str], where: str) -> "IterableDataset":
     if any(name.endswith(".zst") for name in files) and not importlib.util.find_spec("zstandard"):
         raise UserError(where, "a .zst file needs the package zstandard", "pip install zstandard, or other files")
     kind = _kind(files[0])
+    if kind == "tar":
+        from trainer.datasets.tar_files import open_tar_files
+
+        return open_tar_files(files, LINE)
     options = {}
     if kind == "text":
         options = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}

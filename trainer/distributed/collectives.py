@@ -1,8 +1,6 @@
 """Communication that both strategies share: reductions over the mesh, objects over all ranks, work for rank 0 only.
 
-The first four functions are methods of every strategy (`all_reduce = collectives.all_reduce`). They use only meshes of
-the strategy. The other functions concern all ranks and need no strategy.
-
+The first four functions are methods of every strategy, and use only its meshes. The others concern all ranks.
 A group of one rank never communicates. gloo's thread would start its own OpenMP threads to copy a large tensor.
 If there are more OpenMP threads than cores, waiting threads sleep at once. Small operations of the whole process
 then take several times as long.
@@ -11,6 +9,7 @@ then take several times as long.
 import builtins
 import datetime
 import functools
+import os
 from collections.abc import Callable
 from typing import Optional
 
@@ -91,8 +90,12 @@ def make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
-def rank_0_first(build: Callable):
+def rank_0_first(build: Callable, in_caches: bool = False):
     """Run `build()` on rank 0, then on the other ranks. They wait for rank 0 and find its files on disk."""
+    if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
+        from trainer.distributed.node_turns import build_by_nodes
+
+        return build_by_nodes(build, in_caches, gather_objects)
     first = dist.get_rank() == 0
     value = build() if first else None
     wait_for_all()

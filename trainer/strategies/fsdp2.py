@@ -308,9 +308,15 @@ class FSDP2Strategy:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
         from trainer.checkpoints.model_writer import save_pretrained
 
-        tensors = self.iter_full_params(model)
+        tensors = self._weights_to_save(model)
         save_pretrained(tensors, model, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
         collectives.wait_for_all()
+
+    def _weights_to_save(self, model) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same as iter_full_params, cast before ranks send them: to the compute dtype, or fp32 with an adapter."""
+        dtype = torch.float32 if model_folder.has_adapter(model) else self.param_dtype
+        for name, tensor in model_folder.stored_tensors(model).items():
+            yield name, whole(tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
 
     # --- checkpoints
 
@@ -335,7 +341,7 @@ class FSDP2Strategy:
         model = roles[run_state.MAIN][0]
 
         def export(target: str) -> None:
-            tensors = self.iter_full_params(model) if form.hf_weights else None
+            tensors = self._weights_to_save(model) if form.hf_weights else None
             save_pretrained(tensors, model, tokenizer, target, self.param_dtype, self.is_rank_0())
 
         own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
