@@ -1,9 +1,9 @@
-"""SIGKILL of reward servers or of rollout servers at random moments, while train_ppo goes on with 2 ranks.
+"""SIGKILL of reward servers at random moments, while train_ppo goes on with 2 ranks.
 
-    python test/kill_servers.py reward|engine [--count 5] [--seed 0]
+    python test/kill_servers.py [--count 5] [--seed 0]
 
 Two servers share the work. One of them is killed, and started again a moment later. The run must go on, its samples must be
-those of an undisturbed run, and no process of a server may be left. `engine` needs vLLM: see test/run_vllm_tests.sh.
+those of an undisturbed run, and no process of a server may be left.
 """
 
 import argparse
@@ -23,12 +23,8 @@ from kill_environments import begun, named, run
 from launch import ROOT, _environment, read_steps
 
 from trainer.datasets.demo import make_demo
+from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
-
-REWARD = """
-def reward_func(prompts, responses, labels):
-    return [sum(character in "0123456789" for character in response) / 8 for response in responses]
-"""
 
 
 class Server:
@@ -60,23 +56,14 @@ class Server:
         self._process.wait()
 
 
-def kill_servers(folder: Path, kind: str, count: int, generator: random.Random) -> None:
-    if kind == "reward":
-        from trainer.models.reward import make_initial_reward_model
-
-        make_initial_reward_model(f"{folder}/demo/model", f"{folder}/scorer", 0, False)
-        command = ["trainer.cli.serve_rm", "--reward_pretrain", f"{folder}/scorer", "--param_dtype", "fp32"]
-    else:
-        (folder / "reward.py").write_text(REWARD)
-        command = ["trainer.cli.serve_engine", "--pretrain", f"{folder}/demo/model", "--max_len", "128"]
-        command += ["--batch_size", "16", "--param_dtype", "fp32"]
+def kill_servers(folder: Path, count: int, generator: random.Random) -> None:
+    make_initial_reward_model(f"{folder}/demo/model", f"{folder}/scorer", 0, False)
+    command = ["trainer.cli.serve_rm", "--reward_pretrain", f"{folder}/scorer", "--param_dtype", "fp32"]
     servers = [Server(folder, command) for _ in range(2)]
     while not all(server.answers() for server in servers):
         time.sleep(0.5)
     urls, more = ",".join(server.url for server in servers), ["--label_key", "label", "--generate_max_len", "24"]
-    more += ["--remote_rm_url", urls] if kind == "reward" else ["--reward_func", f"{folder}/reward.py"]
-    more += ["--rollout_engine", "vllm_server", "--engine_urls", urls] if kind == "engine" else []
-    more += ["--learning_rate", "1e-5"]
+    more += ["--remote_rm_url", urls, "--learning_rate", "1e-5"]
     state = {"kills": 0, "next": 0.0, "dead": None, "back": 0.0}
 
     def meanwhile() -> bool:
@@ -99,7 +86,7 @@ def kill_servers(folder: Path, kind: str, count: int, generator: random.Random) 
         return False
 
     try:
-        output = run(folder, "killed", 9999, more, meanwhile)
+        run(folder, "killed", 9999, more, meanwhile)
         rollouts, steps = read_rollouts(f"{folder}/killed/rollouts.jsonl"), read_steps(folder / "killed")
         assert len(steps) == len(rollouts) and all(len(samples) == 16 for samples in rollouts)
         run(folder, "undisturbed", len(rollouts), more, lambda: False)
@@ -116,20 +103,18 @@ def kill_servers(folder: Path, kind: str, count: int, generator: random.Random) 
     while (left := named(f"{folder}/demo/model") + named(f"{folder}/scorer")) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, f"processes are left: {left}"
-    lost = output.count("rollout server lost")
-    print(f"{kind}: {count} kills while {len(rollouts)} rollouts were trained, {lost} lines of lost servers")
+    print(f"reward servers: {count} kills while {len(rollouts)} rollouts were trained")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=["reward", "engine"])
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, generator = Path(name), random.Random(args.seed)
         make_demo(str(folder / "demo"))
-        kill_servers(folder, args.kind, args.count, generator)
+        kill_servers(folder, args.count, generator)
 
 
 if __name__ == "__main__":
