@@ -38,6 +38,9 @@ class RolloutArguments:
     engine_urls: Optional[str] = arg(
         None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
     )
+    engine_tensor_parallel_size: Optional[int] = arg(
+        None, "vllm: ranks of an engine (default: --tensor_parallel_size)", type="PositiveInt"
+    )
     vllm_gpu_memory_utilization: Optional[float] = arg(
         None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"
     )
@@ -50,6 +53,10 @@ class RolloutArguments:
         "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
         "above 0 needs --tis_cap",
         type="NonNegativeInt",
+    )
+    partial_rollouts: bool = arg(
+        False,
+        "--max_staleness: new weights interrupt responses, which go on from their tokens; off: a response is of one version",
     )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
@@ -72,6 +79,7 @@ class RolloutArguments:
         False, "mixture of experts: training sends each token to the experts that it had in the rollout"
     )
     sample_pages: int = arg(0, "samples of each rollout in an HTML page, with token log-probs", type="NonNegativeInt")
+    timeline: bool = arg(False, "write timeline.json: what each rank does when, for chrome://tracing and Perfetto")
     rollouts_from: Optional[str] = arg(
         None,
         "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",

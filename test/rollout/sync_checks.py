@@ -18,12 +18,15 @@ from trainer.datasets.demo import make_demo
 LAYOUTS = {  # name: (ranks, backend, options)
     "fsdp2-dp2": (2, "fsdp2", {}),
     "fsdp2-dp3": (3, "fsdp2", {}),  # three ranks: no size of the model is a multiple
+    "fsdp2-tp2": (2, "fsdp2", {"tensor_parallel_size": 2}),
     "fsdp2-dp2-tp2": (4, "fsdp2", {"tensor_parallel_size": 2}),
     "fsdp2-replicas": (4, "fsdp2", {"dp_replicate_size": 2}),
     "fsdp2-lora-tp2": (2, "fsdp2", {"tensor_parallel_size": 2, "lora_rank": 4}),
     "fsdp2-experts": (2, "fsdp2", {"expert_parallel_size": 2}),
     "z2-dp2": (2, "deepspeed", {"zero_stage": 2}),
+    "z1-tp2": (2, "deepspeed", {"zero_stage": 1, "tensor_parallel_size": 2}),
     "z1-dp2-tp2": (4, "deepspeed", {"zero_stage": 1, "tensor_parallel_size": 2}),
+    "z3-dp2": (2, "deepspeed", {"zero_stage": 3}),
     "z3-dp3": (3, "deepspeed", {"zero_stage": 3}),
     "z3-lora": (2, "deepspeed", {"zero_stage": 3, "lora_rank": 4}),
 }
@@ -32,7 +35,7 @@ LAYOUTS = {  # name: (ranks, backend, options)
 class Counted:
     """Counts the bytes that collectives send, as rings do: an all-gather of n ranks (n - 1) / n of its result."""
 
-    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast",
+    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "all_to_all_single",
              "reduce_scatter_single", "reduce_scatter_tensor")  # fmt: skip
 
     def __enter__(self):
@@ -48,6 +51,9 @@ class Counted:
     def _call(self, name: str, function, first, *arguments, **options):
         size = dist.get_world_size(options.get("group"))
         whole = sum(part.nbytes for part in first) if isinstance(first, list) else first.nbytes
+        if name == "all_to_all_single":  # parts of unequal sizes; what comes, without a rank's own
+            size, whole = 1, 0
+            self.sent += first.nbytes
         self.sent += whole * (size - 1) // size * (2 if name == "all_reduce" else 1)
         self.calls += 1
         return function(first, *arguments, **options)
@@ -106,6 +112,46 @@ def one_rank(folder: str, backend: str, options: dict) -> None:
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     assert facts["sync_bytes"] == num_bytes
     strategy.print(f"sent {counted.sent / num_bytes:.3f} calls {counted.calls} tensors {len(expected)}")
+    if not options.get("lora_rank"):
+        for engine_tp in (size for size in (1, 2, 3) if dist.get_world_size() % size == 0):
+            check_slices(strategy, model, expected, engine_tp)
+
+
+def box_of_engine(name: str, shape: tuple, part: int, parts: int) -> tuple:
+    """The slice of a rank in a tp group of vLLM: rows of the vocabulary with padding, columns, rows, or all."""
+    columns = ("o_proj.weight", "down_proj.weight")
+    if len(shape) == 1:
+        return ((0, shape[0]),)
+    dim = 1 if name.endswith(columns) else 0
+    most = -(-shape[dim] // 64) * 64 // parts if "embed" in name or "lm_head" in name else -(-shape[dim] // parts)
+    first = min(part * most, shape[dim])
+    return tuple((first, min(first + most, size)) if d == dim else (0, size) for d, size in enumerate(shape))
+
+
+def check_slices(strategy, model, expected: dict, engine_tp: int) -> None:
+    """The slices of an engine over `engine_tp` ranks are those of the full tensors, and so is the sum over them."""
+    from trainer.distributed.collectives import gather_objects
+    from trainer.distributed.weight_slices import Slices, only_slices
+    from trainer.rollout.checksum import bits_sum, slice_sum
+
+    part = dist.get_rank() % engine_tp
+    slices = Slices(lambda name, shape: box_of_engine(name, shape, part, engine_tp))
+    for _ in range(2):  # the second time, it knows the way
+        with Counted() as counted, only_slices(slices):
+            found = dict(strategy.iter_full_params(model, merged_as=torch.bfloat16))
+    assert list(found) == list(expected) and counted.sent == slices.received
+    for name, tensor in expected.items():
+        boxes = {box_of_engine(name, tensor.shape, number, engine_tp) for number in range(engine_tp)}
+        whole = 0
+        for box in boxes:
+            mine = tensor[tuple(slice(start, stop) for start, stop in box)]
+            whole += slice_sum(mine, [start for start, _ in box], tensor.shape)
+            if box == box_of_engine(name, tensor.shape, part, engine_tp):
+                assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], mine), name
+        assert (whole - bits_sum(tensor)) % 2**64 == 0, name
+    slice_bytes = sum(tensor.nbytes for tensor in expected.values()) / engine_tp
+    shares = gather_objects(counted.sent / slice_bytes)
+    strategy.print(f"slices {engine_tp} received {max(shares):.3f} calls {counted.calls}")
 
 
 def make_experts(folder: Path) -> None:
@@ -133,8 +179,8 @@ def main(folder: str) -> None:
         source = f"{folder}/experts" if "experts" in name else f"{folder}/model"
         ending = run_ranks(functools.partial(one_rank, source, backend, options), ranks, log, 120)
         assert ending.kind == "done", f"{name}: {ending}\n{log.read_text()[-3000:]}"
-        line = next(line for line in log.read_text().splitlines() if line.startswith("sent "))
-        print("ok", name, line, flush=True)
+        lines = [line for line in log.read_text().splitlines() if line.startswith(("sent ", "slices "))]
+        print(*(f"ok {name} {line}" for line in lines), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -373,6 +373,8 @@ LAYOUTS = {
     "fsdp2": ["--backend", "fsdp2"],
     "deepspeed": ["--backend", "deepspeed", "--zero_stage", "3"],
     "fsdp2-tp": ["--backend", "fsdp2", "--tensor_parallel_size", "2"],  # one engine over both ranks
+    "fsdp2-wide": ["--backend", "fsdp2", "--engine_tensor_parallel_size", "2"],
+    "fsdp2-tp-narrow": ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--engine_tensor_parallel_size", "1"],
     "deepspeed-tp": ["--backend", "deepspeed", "--zero_stage", "1", "--tensor_parallel_size", "2"],
     "fsdp2-ring": ["--backend", "fsdp2", "--ring_attn_size", "2"],
 }
@@ -389,6 +391,14 @@ def test_two_ranks_are_one(layout, alone, run):
         )
         assert row["reward"] == expected["reward"]
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+
+
+def test_slices_have_the_checksum_of_the_full_weights(alone, run, demo):
+    """From the second rollout on, ranks of an engine get only their slices. Training is the same, so are its weights."""
+    narrow, wide = read_steps(demo / "fsdp2"), read_steps(demo / "fsdp2-wide")
+    assert [row["weights_checksum"] for row in narrow] == [row["weights_checksum"] for row in wide]
+    full, slices = narrow[-1]["sync_bytes"], wide[-1]["sync_bytes"]
+    assert wide[0]["sync_bytes"] == full and full / 2 <= slices < 0.6 * full, "norms and padding are on both ranks"
 
 
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(run, demo):

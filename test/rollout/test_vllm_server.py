@@ -137,7 +137,11 @@ def runs(tmp_path_factory):
         (folder / "killed.log").write_text(output)
         kill_group(int((folder / "third.json").read_text()))
         ahead = flags(folder, "ahead", *server, "--max_staleness", "2", "--save_steps", "2")
-        train_many(1, [ahead, flags(folder, "replay", *frozen)], folder, timeout=300, launch=torchrun)
+        long = ["--generate_max_len", "60"]  # so that new weights come before the end of a response
+        partial = flags(folder, "partial", *server, "--max_staleness", "2", "--partial_rollouts", *long)
+        again = ["--rollouts_from", f"{folder}/partial/rollouts.jsonl"]
+        lines = [ahead, flags(folder, "replay", *frozen), partial, flags(folder, "partial-replay", *again, *long)]
+        train_many(1, lines, folder, timeout=300, launch=torchrun)
     train_many(2, [flags(folder, "inside", "--rollout_engine", "vllm")], folder, timeout=300, launch=torchrun)
     line = flags(folder, "gone", *server)[1:]
     return folder, run_process([sys.executable, "-m", "trainer.cli.train_ppo", *line], timeout=200)
@@ -176,13 +180,16 @@ def test_a_server_that_dies_and_one_that_is_back_change_no_sample(runs):
     assert not left, "the killed server left a process behind"
 
 
-def test_training_goes_on_while_the_server_generates(runs):
+@pytest.mark.parametrize("way", ["ahead", "partial"])
+def test_training_goes_on_while_the_server_generates(runs, way):
     folder, _ = runs
-    rows, replayed = read_steps(folder / "ahead"), read_steps(folder / "replay")
+    replay = {"ahead": "replay", "partial": "partial-replay"}[way]
+    rows, replayed = read_steps(folder / way), read_steps(folder / replay)
     assert len(rows) == STEPS and max(row["staleness_max"] for row in rows) in (1, 2)
     for row, other in zip(rows, replayed, strict=True):
         assert all(row[key] == other[key] for key in ("loss", "grad_norm", "tis_weight", "staleness", "batch_hash"))
     assert any(row["rollout_logprob_diff"] > 1e-3 for row in rows)
+    assert (max(row["resumed_fraction"] for row in rows) > 0) == (way == "partial"), "requests go on from their tokens"
 
 
 def test_a_server_that_is_gone_is_one_line(runs):

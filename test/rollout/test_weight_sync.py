@@ -14,8 +14,12 @@ def test_a_rank_sends_each_weight_once_in_the_dtype_of_the_engine(tmp_path):
     code, output = run_process([sys.executable, str(ROOT / "test/rollout/sync_checks.py"), str(tmp_path)], timeout=500)
     assert code == 0, output[-4000:]
     rows = re.findall(r"ok (\S+) sent (\S+) calls (\d+) tensors (\d+)", output)
-    assert len(rows) == 10
+    assert len(rows) == 13
     for name, sent, calls, tensors in rows:
         assert float(sent) <= (2 * 1.1 if "lora" in name else 1.1), name
         assert int(calls) <= 4 < int(tensors), name
     assert {name: sent for name, sent, *_ in rows}["z2-dp2"] == "0.000"
+    slices = re.findall(r"ok (\S+) slices (\d) received (\S+) calls (\d+)", output)
+    assert len(slices) == 22 and {int(engine_tp) for _, engine_tp, *_ in slices} == {1, 2, 3}
+    for name, engine_tp, received, calls in slices:  # of 2 bytes per weight / engine_tp, the slice of a rank
+        assert float(received) <= 1.1 and int(calls) <= 4, (name, engine_tp)

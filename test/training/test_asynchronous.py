@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer.datasets.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.asynchronous import newest_checksum
 from trainer.rollout.rollouts_file import read_rollouts
+from trainer.rollout.timeline import append_events
 from trainer.training.rollout_facts import effective_share
 
 BOUND, STEPS, SAMPLES = 2, 8, 8  # an optimizer step for each rollout
@@ -22,6 +24,17 @@ SAME = ["loss", "grad_norm", "tis_weight", "rollout_ess", "rollout_kl", "reward"
 REWARD = """
 def reward_func(prompts, responses, labels):
     return [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
+"""
+TALKER = """
+class Environment:
+    def reset(self, task):
+        self.turn = 0
+        return task["messages"]
+
+    def step(self, response):
+        self.turn += 1
+        reward = sum(character in "0123456789" for character in response) / 8
+        return (reward, True) if self.turn == 2 else ([{"role": "user", "content": "go on"}], reward, False)
 """
 FAILING = """
 calls = []
@@ -40,7 +53,7 @@ def flags(folder, name: str, *more: str) -> list[str]:
     line += ["--n_samples_per_prompt", "2", "--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "4"]
     line += ["--learning_rate", "1e-2", "--lr_scheduler", "constant", "--max_steps", str(STEPS)]
     line += ["--eval_dataset", f"{folder}/few.jsonl", "--eval_steps", "4"]
-    line += [] if "--reward_func" in more else ["--reward_func", f"{folder}/reward.py"]
+    line += [] if "--reward_func" in more or "--env" in more else ["--reward_func", f"{folder}/reward.py"]
     return [*line, "--output_dir", str(folder / name), *more]
 
 
@@ -54,6 +67,7 @@ def runs(tmp_path_factory):
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
     (folder / "failing.py").write_text(FAILING)
+    (folder / "talker.py").write_text(TALKER)
     with open(folder / "demo/prompts_eval.jsonl") as file:
         (folder / "few.jsonl").write_text("".join(itertools.islice(file, 4)))
     lines = [flags(folder, "lockstep", *BACKENDS["fsdp2"])]
@@ -66,12 +80,21 @@ def runs(tmp_path_factory):
     lines.append(flags(folder, "fsdp2", *BACKENDS["fsdp2"], *ahead, *saved, "--max_steps", "10"))
     again = ["--rollouts_from", f"{folder}/fsdp2/rollouts.jsonl", "--max_steps", "10"]
     lines.append(flags(folder, "resumed-replay", *BACKENDS["fsdp2"], *again))
+    talker = ["--env", f"{folder}/talker.py", "--generate_max_len", "40", "--stop", *"aeiou135"]
+    again = ["--rollouts_from", f"{folder}/turns/rollouts.jsonl"]
+    lines.append(flags(folder, "turns", *BACKENDS["fsdp2"], *ahead, *talker, "--timeline"))
+    lines.append(flags(folder, "turns-replay", *BACKENDS["fsdp2"], *talker, *again))
+    partial = flags(folder, "partial", *BACKENDS["zero3"], *ahead, "--partial_rollouts", "--timeline")
+    again = ["--rollouts_from", f"{folder}/partial/rollouts.jsonl"]
+    lines.append(flags(folder, "partial-replay", *BACKENDS["zero3"], *again))
     lines.append(flags(folder, "failing", *BACKENDS["fsdp2"], *ahead, "--reward_func", f"{folder}/failing.py"))
     (folder / "slow.json").write_text(json.dumps([["train_ppo", *line] for line in lines[:2]]))
     (folder / "lines.json").write_text(json.dumps([["train_ppo", *line] for line in lines[2:]]))
+    (folder / "partial.json").write_text(json.dumps([["train_ppo", *partial]]))
     slow, usual = ["0.8", "0.8", str(folder / "slow.json")], ["0", "0", str(folder / "lines.json")]
-    code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), *slow, *usual, timeout=300)
-    assert code == 1 and "run 4 of this launch begins" in output, output[-5000:]  # the failing reward is the last
+    middle = ["0.5", "0.1", str(folder / "partial.json")]
+    code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), *slow, *middle, *usual, timeout=300)
+    assert code == 1 and "run 7 of this launch begins" in output, output[-5000:]  # the failing reward is the last
     return folder, output
 
 
@@ -104,7 +127,8 @@ def assert_same_training(run, replay, steps: int) -> None:
     for row, other in zip(rows, replayed):
         for key in SAME:
             assert row[key] == other[key], (row["step"], key)
-    assert len({row["grad_norm"] for row in rows}) == steps and min(row["grad_norm"] for row in rows) > 0
+    # a group of equal scores has no gradient, and which samples a group has depends on the speed of the machine
+    assert len({row["grad_norm"] for row in rows} - {0.0}) > steps / 2
     # after a resume, the last row of a step counts
     evaluations, others = (
         {row["step"]: (row["weights_checksum"], row["eval_reward"]) for row in read_rows(path) if "eval_reward" in row}
@@ -128,6 +152,66 @@ def test_a_run_that_was_resumed_trains_no_sample_twice_and_replays_to_the_bit(ru
         trained = Counter(sample.row for samples in episode for sample in samples)
         assert set(trained.values()) == {2}, trained
     assert len(trained) == 16
+
+
+def test_new_weights_interrupt_responses_that_go_on_from_their_tokens(runs):
+    """A response says which version drew which tokens, and its replay is the run to the bit."""
+    folder, _ = runs
+    assert_same_training(folder / "partial", folder / "partial-replay", STEPS)
+    rollouts, rows, several = read_rollouts(f"{folder}/partial/rollouts.jsonl"), read_steps(folder / "partial"), 0
+    for number, (samples, row) in enumerate(zip(rollouts, rows, strict=True)):
+        stale = []
+        for sample in samples:
+            spans = sample.versions or [[0, sample.version]]
+            several += bool(sample.versions)
+            starts, versions = zip(*spans)
+            assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < len(sample.response_ids)
+            assert list(versions) == sorted(set(versions)) and sample.version == versions[0] >= number - BOUND
+            of_tokens = [max(v for s, v in spans if s <= at) for at in range(len(sample.response_ids))]
+            stale.append(number - statistics.mean(of_tokens))
+        assert row["staleness"] == pytest.approx(statistics.mean(stale), abs=1e-12)
+        assert row["resumed_fraction"] == sum(bool(sample.versions) for sample in samples) / SAMPLES
+    assert several > SAMPLES, "few responses were interrupted"
+    assert all("versions" not in json.loads(line) for line in (folder / "zero3/rollouts.jsonl").open())
+
+
+def test_environments_ahead(runs):
+    folder, _ = runs
+    assert_same_training(folder / "turns", folder / "turns-replay", STEPS)
+    samples = [sample for rollout in read_rollouts(f"{folder}/turns/rollouts.jsonl") for sample in rollout]
+    assert any(len(sample.turns) == 2 for sample in samples) and any(
+        row["staleness"] > 0 for row in read_steps(folder / "turns")
+    )
+
+
+def test_a_timeline_shows_what_each_rank_and_its_thread_do(runs):
+    folder, _ = runs
+    for name in ("turns", "partial"):
+        events = json.loads((folder / name / "timeline.json").read_text())
+        spans = [event for event in events if event["ph"] == "X"]
+        found = {(event["pid"], event["tid"], event["name"]) for event in spans}
+        both = [(0, "sync"), (0, "wait"), (0, "train"), (0, "logprobs"), (1, "generate")]
+        assert found >= {(rank, tid, kind) for rank in (0, 1) for tid, kind in both}, found
+        trained = [event for event in spans if event["name"] == "train" and event["pid"] == 1]
+        rows = read_steps(folder / name)
+        assert len(trained) == STEPS and {row["timeline"] for row in rows} == {"timeline.json"}
+        for before, after in itertools.pairwise(trained):
+            assert before["ts"] + before["dur"] <= after["ts"]
+    in_training = sum(event["dur"] for event in trained) / 1e6
+    assert in_training >= STEPS * 0.1, "the delay of a step is inside its span"
+
+
+def test_a_torn_timeline_is_mended(tmp_path):
+    path = str(tmp_path / "timeline.json")
+    one, two, three = ({"name": name, "args": {"name": name}} for name in "abc")
+    append_events(path, [one, two])
+    append_events(path, [three])
+    assert json.loads(Path(path).read_text()) == [one, two, three]
+    for torn in range(1, 40):
+        whole = json.dumps(one).encode()
+        Path(path).write_bytes((b"[\n" + whole + b",\n" + json.dumps(two).encode() + b",\n" + whole)[:-torn])
+        append_events(path, [three])
+        assert json.loads(Path(path).read_text())[-1] == three
 
 
 def test_generation_and_training_overlap(runs):
@@ -161,6 +245,16 @@ def test_what_does_not_go_with_it_is_one_line(tmp_path, other):
     with pytest.raises(UserError) as found:
         validate(args)
     assert str(found.value) == f"--max_staleness: 2 with {other} (allowed: 0)"
+
+
+@pytest.mark.parametrize("other", [["--stop", "x"], ["--routing_replay"]])
+def test_what_does_not_go_with_partial_rollouts_is_one_line(tmp_path, other):
+    line = flags(tmp_path, "x", "--backend", "fsdp2", "--partial_rollouts", *other)
+    for more, error in ((["--max_staleness", "2"], f"with {other[0]}"), ([], "--max_staleness above 0")):
+        args, _ = train_ppo.parse([*line, *more][: None if more else len(line) - len(other)])
+        with pytest.raises(UserError, match="--partial_rollouts") as found:
+            validate(args)
+        assert error in str(found.value)
 
 
 def test_it_needs_a_correction(tmp_path):

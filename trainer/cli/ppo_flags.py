@@ -66,6 +66,7 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("rollout_kl_estimator", args.rollout_kl_max is not None, "--rollout_kl_max"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
+        ("partial_rollouts", bool(args.max_staleness), "--max_staleness above 0"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
         ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
@@ -104,6 +105,10 @@ def _validate_offload(args: PPOArguments) -> None:
 
 def _validate_engine(args: PPOArguments) -> None:
     share, flag = args.vllm_gpu_memory_utilization, "--vllm_gpu_memory_utilization"
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.engine_tensor_parallel_size and args.rollout_engine != "vllm":
+        allowed = "vllm; a server has --tensor_parallel_size of serve_engine"
+        raise UserError("--engine_tensor_parallel_size", f"with --rollout_engine {args.rollout_engine}", allowed)
     if args.rollout_engine != "vllm" and share is not None:
         raise UserError(flag, f"with --rollout_engine {args.rollout_engine}", "vllm")
     if (args.rollout_engine == "vllm_server") != bool(args.engine_urls):
@@ -120,11 +125,19 @@ def _validate_engine(args: PPOArguments) -> None:
         return
     if importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
+    if ranks % engine_tp_size(args):
+        found = f"{engine_tp_size(args)} for {ranks} ranks"
+        raise UserError("--engine_tensor_parallel_size", found, "a divisor of the number of ranks")
     if share is not None and share >= 1:
         raise UserError(flag, f"{share:g}", "below 1")
     if (args.top_p < 1 or args.min_p) and not args.top_k:
         flag = "--top_p" if args.top_p < 1 else "--min_p"
         raise UserError(flag, "with vllm and without --top_k: its sets must have a limit", "--top_k too, such as 1000")
+
+
+def engine_tp_size(args: PPOArguments) -> int:
+    """The ranks of an engine of --rollout_engine vllm."""
+    return args.engine_tensor_parallel_size or args.tensor_parallel_size
 
 
 def _validate_servers(args: PPOArguments) -> None:
@@ -148,7 +161,6 @@ def _validate_staleness(args: PPOArguments) -> None:
     others = {
         "--rollout_engine vllm": args.rollout_engine == "vllm",  # its ranks communicate, and it draws random numbers
         "--rollouts_from": args.rollouts_from,
-        "--env": args.env,  # ranks exchange what environments answer after each turn
         "--dynamic_filtering": args.dynamic_filtering,  # the next prompts would depend on scores
         "--offload_actor_optimizer": args.offload_actor_optimizer,
         "--offload_critic": args.offload_critic,
@@ -159,6 +171,10 @@ def _validate_staleness(args: PPOArguments) -> None:
     if args.tis_cap is None:
         found = f"missing with --max_staleness {args.max_staleness}: older weights draw other tokens"
         raise UserError("--tis_cap", found, "a largest weight, such as 2")
+    # a stop text may begin before an interruption; experts of a prefix would be those of newer weights
+    for other, value in {"--stop": args.stop, "--routing_replay": args.routing_replay}.items():
+        if args.partial_rollouts and value:
+            raise UserError("--partial_rollouts", f"with {other}", "one of them")
 
 
 def _validate_routing_replay(args: PPOArguments) -> None:

@@ -10,7 +10,7 @@ from typing import Optional
 
 from trainer.cli import training_command
 from trainer.cli.lora_flags import add_adapter_of_flags
-from trainer.cli.ppo_flags import reference_is_base, sampling_of
+from trainer.cli.ppo_flags import engine_tp_size, reference_is_base, sampling_of
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
@@ -202,9 +202,13 @@ def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
     def steps_of(num_samples: int) -> int:
         return args.max_epochs * -(-num_samples // args.train_batch_size)
 
-    pace = Pace(args.max_staleness, total_steps, steps_of, args.micro_rollout_batch_size)
+    pace = Pace(args.max_staleness, total_steps, steps_of, args.micro_rollout_batch_size, partial=args.partial_rollouts)
     score_mine = roles.score.score_mine if isinstance(roles.score, TextScores) else None
     options = {"seed": args.seed, "group_size": args.n_samples_per_prompt}
+    if roles.environment is not None:
+        from trainer.rollout.episodes import continue_episodes
+
+        options["draw"] = functools.partial(continue_episodes, roles.environment)
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 
@@ -246,7 +250,7 @@ def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dic
     if share is not None:
         options["gpu_memory_utilization"] = share
     max_len = args.prompt_max_len + args.generate_max_len
-    return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=args.tensor_parallel_size)
+    return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=engine_tp_size(args))
 
 
 def _reference(args: PPOArguments, setup: training_command.Setup, image_run=None):

@@ -78,6 +78,7 @@ def run(argv: list[str]) -> None:
     from trainer.rollout.rewards import load_reward_functions
     from trainer.rollout.rollouts_file import RolloutsLog
     from trainer.rollout.sample_pages import SamplePages
+    from trainer.rollout.timeline import Timeline
     from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
     from trainer.training.ppo import PPORun, train_ppo
     from trainer.training.ppo_state import RLState
@@ -127,6 +128,7 @@ def run(argv: list[str]) -> None:
     ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer)
     if args.sample_pages and strategy.is_rank_0():
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
+    ppo_run.timeline = Timeline(output_dir) if args.timeline else None
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
     metrics = start_metrics(strategy, args, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():

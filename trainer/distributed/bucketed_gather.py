@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from trainer.distributed import weight_slices
+
 BUCKET_BYTES = 2**26  # of gathered tensors; a larger tensor has a bucket of its own
 
 
@@ -68,7 +70,13 @@ def piece_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Piece:
 
 
 def gathered(pieces: Iterable[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of each piece, in order. All ranks give the same names (all-gathers over the cuts' groups)."""
+    """(name, whole tensor) of each piece, in order. All ranks give the same names (all-gathers over the cuts' groups).
+
+    Inside `weight_slices.only_slices`, the tensors are the slices that this rank needs (all-to-all over the world).
+    """
+    if slices := weight_slices.active():
+        yield from slices.of(pieces, BUCKET_BYTES)
+        return
     bucket: list[Piece] = []
     for piece in pieces:
         if bucket and sum(other.num_bytes() for other in bucket) + piece.num_bytes() > BUCKET_BYTES:

@@ -5,7 +5,10 @@ Here its samples are from version r - K or a later one. The thread is one rollou
 to wait. So samples are no older than the engine's speed makes necessary.
 
 The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
-functions of texts.
+functions of texts, or calls environments.
+
+With `Pace.partial`, new weights interrupt the thread's responses. They go on from their tokens under the new weights. Then
+a sample says which version drew which tokens. The log-probs of each token are those of its own version.
 """
 
 import contextlib
@@ -25,7 +28,8 @@ from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
 from trainer.rollout.placement import share
-from trainer.rollout.sampling import Sampling
+from trainer.rollout.sampling import Completion, Sampling, sample_seed
+from trainer.rollout.timeline import span, timed
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Pace:
     total_steps: int  # no rollout is generated that the run does not need
     steps_of: Callable[[int], int]  # the optimizer steps of a rollout with so many samples
     batch_size: int  # responses of a rank, between two looks at the newest weights
+    partial: bool = False  # look after each token
 
 
 @dataclass
@@ -51,9 +56,14 @@ class Part:
 class RolloutsAhead:
     """The thread of this rank, and what the main thread needs of it. As a context manager, it stops the thread."""
 
-    def __init__(self, engine, score_mine, pace: Pace, sampling: Sampling, *, seed: int, group_size: int):
-        """`score_mine(samples)` sets scores without communication. None: the main thread scores whole rollouts."""
-        self.engine, self.score_mine, self.pace = engine, score_mine, pace
+    def __init__(
+        self, engine, score_mine, pace: Pace, sampling: Sampling, *, seed: int, group_size: int, draw=continue_prompts
+    ):
+        """`score_mine(samples)` sets scores without communication. None: the main thread scores whole rollouts.
+
+        `draw` is `continue_prompts`, or `episodes.continue_episodes` of some environments.
+        """
+        self.engine, self.score_mine, self.pace, self._draw = engine, score_mine, pace, draw
         self._sampling, self._seed, self._group_size = sampling, seed, group_size
         self._asked, self._done = queue.SimpleQueue(), queue.SimpleQueue()
         self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
@@ -95,17 +105,19 @@ class RolloutsAhead:
         rollout, pace = state.rollout, self.pace
         if self._prompts is None:
             self._prompts, self._next = copy.copy(state.prompts), rollout
-        facts = self._send(strategy, model, rollout)
+        with span("sync"):
+            facts = self._send(strategy, model, rollout)
         while self._next <= rollout or (
             self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
         ):
             self._ask()
-        started, waits = time.perf_counter(), self._done.empty()
-        mine: Part = self._done.get()
+        waits = self._done.empty()
+        with timed(facts, "wait"):
+            mine: Part = self._done.get()
         if mine.problem is not None and not isinstance(mine.problem, UserError):
             raise mine.problem
-        facts["time_wait"] = time.perf_counter() - started
-        told = gather_objects((mine.problem, mine.checksums, waits))
+        with span("wait"):
+            told = gather_objects((mine.problem, mine.checksums, waits))
         for problem, *_ in told:
             if problem is not None:
                 raise problem
@@ -152,28 +164,70 @@ class RolloutsAhead:
                 self._done.put(part)
 
     def _generate(self, part: Part, rollout: int, asked: list[tuple[int, dict]]) -> None:
-        started = time.perf_counter()
         for start in range(0, len(asked), self.pace.batch_size):
             if self._stopped:
                 return
             with self._engine_lock:
-                self._load_newest()
-                part.checksums[self._held] = self._checksum
+                self._load_newest(part)
                 batch = asked[start : start + self.pace.batch_size]
-                samples = continue_prompts(self.engine, batch, self._sampling, self._seed, rollout)
+                engine = Resuming(self, part) if self.pace.partial else self.engine
+                with timed(part.facts, "generate"):
+                    samples = self._draw(engine, batch, self._sampling, self._seed, rollout)
                 for sample in samples:
-                    sample.version = self._held
+                    sample.version, sample.versions = versions_of(sample.versions or [[0, self._held]])
             part.samples += samples
-        generated = time.perf_counter()
+        if self._stopped:
+            return
         if self.score_mine is not None and part.samples:
-            self.score_mine(part.samples)
-        part.facts = {"time_generate": generated - started, "time_reward": time.perf_counter() - generated}
+            with timed(part.facts, "reward"):
+                self.score_mine(part.samples)
 
-    def _load_newest(self) -> None:
+    def _load_newest(self, part: Part) -> int:
         version, tensors = self._newest
         if version != self._held:
             self._checksum, _ = self.engine.update_weights(tensors.items())
             self._held = version
+        part.checksums[version] = self._checksum
+        return version
+
+    def _interrupts(self) -> bool:
+        return self._stopped or self._newest[0] != self._held
+
+
+@dataclass
+class Resuming:
+    """The engine, for `draw`. What new weights interrupt goes on from its tokens, under these weights."""
+
+    ahead: RolloutsAhead
+    part: Part
+
+    def generate(self, prompts, sampling: Sampling, seeds, limits=()) -> list[Completion]:
+        """As an engine's, with `versions`. Not whole if the run ends meanwhile."""
+        ahead, found = self.ahead, [Completion([], [], False) for _ in prompts]
+        limits = list(limits) or [sampling.max_new_tokens] * len(prompts)
+        while going := [i for i, one in enumerate(found) if not one.finished and len(one.token_ids) < limits[i]]:
+            version = ahead._load_newest(self.part)
+            texts = [[*prompts[i], *found[i].token_ids] for i in going]
+            counts = [len(found[i].token_ids) for i in going]
+            own = [sample_seed(seeds[i], version, count) if count else seeds[i] for i, count in zip(going, counts)]
+            rest = [limits[i] - count for i, count in zip(going, counts)]
+            new = ahead.engine.generate(texts, sampling, own, rest, interrupted=ahead._interrupts)
+            for i, count, completion in zip(going, counts, new, strict=True):
+                one = found[i]
+                one.token_ids += completion.token_ids
+                one.log_probs += completion.log_probs
+                one.kept_ids += completion.kept_ids
+                one.versions += [[count, version]] * bool(completion.token_ids)
+                one.finished = completion.finished
+            if ahead._stopped:
+                break
+        return found
+
+
+def versions_of(spans: list[list[int]]) -> tuple[int, list[list[int]]]:
+    """The oldest of [start, version] spans, and the spans without those that change nothing; none if there is one version."""
+    changes = [span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1]]
+    return min(version for _, version in spans), changes if len(changes) > 1 else []
 
 
 def newest_checksum(of_ranks: list[dict[int, str]]) -> str:
@@ -186,6 +240,22 @@ def newest_checksum(of_ranks: list[dict[int, str]]) -> str:
 
 
 def staleness_facts(samples: list[Sample], rollout: int) -> dict[str, float]:
-    """The mean and the largest staleness of a rollout's samples. Nothing for rollouts of lock step."""
-    found = [rollout - sample.version for sample in samples if sample.version is not None]
-    return {"staleness": sum(found) / len(found), "staleness_max": max(found)} if found else {}
+    """The mean over samples of their tokens' staleness, the largest staleness, and the share of samples of several versions.
+
+    Nothing for rollouts of lock step.
+    """
+    if not samples or samples[0].version is None:
+        return {}
+    found = [rollout - mean_version(sample) for sample in samples]
+    oldest = max(rollout - sample.version for sample in samples)
+    resumed = sum(bool(sample.versions) for sample in samples) / len(samples)
+    return {"staleness": sum(found) / len(found), "staleness_max": oldest, "resumed_fraction": resumed}
+
+
+def mean_version(sample: Sample) -> float:
+    """The mean version of the tokens behind the prompt."""
+    if not sample.versions:
+        return sample.version
+    size = sample.size().response
+    ends = [start for start, _ in sample.versions[1:]] + [size]
+    return sum((end - start) * version for (start, version), end in zip(sample.versions, ends)) / size

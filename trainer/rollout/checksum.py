@@ -1,6 +1,8 @@
 """A checksum of weights that detects every changed bit and every moved element. It is cheap on any device."""
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +24,23 @@ def bits_sum(tensor: torch.Tensor) -> int:
     return (sums * torch.arange(1, period + 1, device=tensor.device)).sum().item()
 
 
+def slice_sum(tensor: torch.Tensor, starts: Sequence[int], shape: Sequence[int]) -> int:
+    """What a slice of a whole tensor of `shape`, which begins at `starts`, adds to the `bits_sum` of the whole."""
+    bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
+    places = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    columns = torch.arange(tensor.shape[-1], device=tensor.device) + starts[-1]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for size, start, stride in zip(tensor.shape[:-1], starts, strides):
+        rows = (torch.arange(size, device=tensor.device) + start) * stride
+        places = (places[:, None] + rows).flatten()
+    total, bits = 0, bits.view(-1, tensor.shape[-1])
+    step = max(CHUNK // max(tensor.shape[-1], 1), 1)
+    for first in range(0, len(bits), step):
+        factors = (places[first : first + step, None] + columns) % PRIME + 1
+        total += (bits[first : first + step] * factors).sum().item()
+    return (total + 2**63) % 2**64 - 2**63  # as an int64 has it
+
+
 class Checksum:
     """A checksum of named tensors, in any order."""
 
@@ -30,6 +49,10 @@ class Checksum:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self._sums[name] = bits_sum(tensor)
+
+    def add_sum(self, name: str, value: int) -> None:
+        """Add a tensor by its `bits_sum`."""
+        self._sums[name] = value
 
     def hexdigest(self) -> str:
         text = "".join(f"{name}={value};" for name, value in sorted(self._sums.items()))

@@ -25,6 +25,7 @@ from trainer.rollout.experience import Sample
 from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards import check_scores
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
+from trainer.rollout.timeline import span
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # of generated tokens, like kept_ids
     kept_ids: list[list[int]] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
     score: float = 0.0
     done: bool = False  # the environment has ended it
     over: bool = False  # it is done, or has no room or turn left
@@ -64,6 +66,7 @@ class Episode:
         self.turns.append([start, len(self.ids)])
         self.log_probs += completion.log_probs
         self.kept_ids += completion.kept_ids
+        self.versions += [[start + at, version] for at, version in completion.versions]
 
     def as_sample(self) -> Sample:
         return Sample(
@@ -78,6 +81,7 @@ class Episode:
             metrics=self.metrics,
             kept_ids=self.kept_ids,
             turns=self.turns,
+            versions=self.versions,
         )
 
 
@@ -107,8 +111,7 @@ def generate_episodes(
     number_of_engine, rank_in_engine = divmod(dist.get_rank(), per_engine)
     num_engines = dist.get_world_size() // per_engine
     asked = [prompt for prompt in prompts for _ in range(num_each)]
-    mine = contiguous_slice(list(range(len(asked))), number_of_engine, num_engines)
-    episodes = [Episode(first + number, asked[number]) for number in mine]
+    mine = contiguous_slice(list(enumerate(asked, start=first)), number_of_engine, num_engines)
 
     def exchanged(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
         """What the first rank of this engine answers, and whether any engine has an answer that is not the end.
@@ -121,7 +124,8 @@ def generate_episodes(
                 own = answer()
             except UserError as error:
                 problem = error
-        found = gather_objects((problem, any(next_ids for next_ids, *_ in own)))
+        with span("wait"):
+            found = gather_objects((problem, any(next_ids for next_ids, *_ in own)))
         problem = next((error for error, _ in found if error is not None), None)
         if problem is not None:
             raise problem
@@ -133,6 +137,35 @@ def generate_episodes(
             own = exchange_objects(told)[leader]
         return own, any(going for _, going in found)
 
+    episodes = _play(environments, engine, mine, sampling, seed, rollout, exchanged)
+    return share([episode.as_sample() for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
+
+
+def continue_episodes(
+    environments: Environments, engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
+) -> list[Sample]:
+    """The episode of each (number, prompt), as `experience.continue_prompts`. Nothing but the engine communicates."""
+
+    def alone(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
+        if problem is not None:
+            raise problem
+        own = answer()
+        return own, any(next_ids for next_ids, *_ in own)
+
+    return [e.as_sample() for e in _play(environments, engine, asked, sampling, seed, rollout, alone)]
+
+
+def _play(
+    environments: Environments,
+    engine,
+    asked: list[tuple[int, dict]],
+    sampling: Sampling,
+    seed: int,
+    rollout: int,
+    exchanged: Callable[..., tuple[list, bool]],
+) -> list[Episode]:
+    """Play an episode of each (number, prompt) to its end. See `generate_episodes` for `exchanged`."""
+    episodes = [Episode(number, prompt) for number, prompt in asked]
     opened, _ = exchanged(lambda: _open(environments, episodes))
     for episode, (prompt_ids,) in zip(episodes, opened):
         episode.prompt_ids = prompt_ids
@@ -157,7 +190,7 @@ def generate_episodes(
             episode.metrics = metrics
         if not any_going:
             break
-    return share([episode.as_sample() for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
+    return episodes
 
 
 def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int]]]:

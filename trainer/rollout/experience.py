@@ -24,6 +24,7 @@ from trainer.models.token_losses import places_of_labels
 from trainer.rollout.placement import Part, Sizes, measure, share
 from trainer.rollout.rewards import Scorer
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
+from trainer.rollout.timeline import span
 
 
 @dataclass
@@ -47,7 +48,10 @@ class Sample:
     here: bool = field(default=True, compare=False)
     holder: Optional[int] = field(default=None, compare=False)
     sizes: Optional[Sizes] = field(default=None, compare=False)
-    version: Optional[int] = None  # with --max_staleness: the rollouts that the drawing policy was trained on
+    # with --max_staleness: the rollouts that the policy that drew the oldest token was trained on
+    version: Optional[int] = None
+    # [start, version] in response_ids: from there on, another version drew the tokens. Empty: one version drew all
+    versions: list[list[int]] = field(default_factory=list)
     experts: Optional[torch.Tensor] = field(default=None, compare=False)  # as in Completion, with --routing_replay
 
     def size(self) -> Sizes:
@@ -84,7 +88,9 @@ def generate_samples(
         samples = continue_prompts(engine, mine, sampling, seed, rollout)
     except UserError as error:
         problem = error
-    for found in gather_over_world([problem]):
+    with span("wait"):
+        problems = gather_over_world([problem])
+    for found in problems:
         if found is not None:
             raise found
     return share(contiguous_slice(samples, rank_in_engine, engine.ranks_per_engine))  # its other ranks have the same
@@ -115,6 +121,7 @@ def continue_prompts(
             kept_ids=completion.kept_ids,
             columns=columns_of(prompt),
             experts=completion.experts,
+            versions=completion.versions,
         )
         for (number, prompt), completion in zip(asked, completions)
     ]
@@ -158,7 +165,9 @@ def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
         scores.score_mine([sample for _, sample in mine])
     except UserError as error:
         problem = error
-    for found in gather_over_world([problem]):
+    with span("wait"):
+        problems = gather_over_world([problem])
+    for found in problems:
         if found is not None:
             raise found
     for place, score, metrics in gather_over_world([(place, s.score, s.metrics) for place, s in mine]):
@@ -318,7 +327,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         "response": tokenizer.decode(sample.response_ids),
     }
     left_out = ["columns", "here", "holder", "sizes"] + [
-        name for name in ("kept_ids", "turns") if not getattr(sample, name)
+        name for name in ("kept_ids", "turns", "versions") if not getattr(sample, name)
     ]
     left_out += [name for name in ("version", "experts") if getattr(sample, name) is None]
     values = {name: value for name, value in vars(sample).items() if name not in left_out}

@@ -23,6 +23,7 @@ class HFEngine:
     """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`. No method communicates."""
 
     ranks_per_engine = 1
+    slices = None  # it needs full tensors
 
     def __init__(
         self,
@@ -105,21 +106,26 @@ class HFEngine:
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
         images: Sequence[tuple] = (),
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none.
 
         `limits` are the largest numbers of new tokens, one per prompt, where they are below that of `sampling`.
-        `images` say where those of each prompt are, for `read_images`.
+        `images` say where those of each prompt are, for `read_images`. Once `interrupted()` is true, completions are returned
+        as they are then. Some may have no token.
         """
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch_size):
+            if interrupted():
+                completions += [Completion([], [], False) for _ in prompts[start:]]
+                break
             part = slice(start, start + self.batch_size)
             most = limits[part] or [sampling.max_new_tokens] * len(prompts[part])
-            completions += self._generate_batch(prompts[part], sampling, seeds[part], most, images[part])
+            completions += self._generate_batch(prompts[part], sampling, seeds[part], most, images[part], interrupted)
         return completions
 
     @torch.no_grad()
-    def _generate_batch(self, prompts, sampling: Sampling, seeds, limits, images) -> list[Completion]:
+    def _generate_batch(self, prompts, sampling: Sampling, seeds, limits, images, interrupted) -> list[Completion]:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
         completions = [Completion([], [], False) for _ in prompts]
         rows = list(range(len(prompts)))  # which prompts are still being continued
@@ -141,7 +147,7 @@ class HFEngine:
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
             continued = [(prompts[row], completions[row], limits[row]) for row in rows]
             going_on = self._append(continued, tokens.tolist(), picked.tolist(), kept_ids, sampling)
-            if not going_on:
+            if not going_on or interrupted():
                 break
             at_limit = any(limits[row] == step + 1 for row in rows)  # the model may have no further positions there
             if at_limit or 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work

@@ -60,7 +60,7 @@ def read_rollouts(path: str) -> list[list[Sample]]:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                    row = {"kept_ids": [], "turns": [], "version": None, **row}
+                    row = {"kept_ids": [], "turns": [], "version": None, "versions": [], **row}
                     sample = Sample(**{name: row[name] for name in names})
                     if row.get("experts"):
                         sample.experts = decoded(*row["experts"])

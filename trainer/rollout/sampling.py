@@ -44,6 +44,7 @@ class Completion:
     finished: bool
     kept_ids: list[list[int]] = field(default_factory=list)
     experts: Optional[torch.Tensor] = None
+    versions: list[list[int]] = field(default_factory=list)  # as in `experience.Sample`
 
 
 def sample_seed(seed: int, rollout: int, sample: int, turn: int = 0) -> int:

@@ -8,11 +8,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from trainer.checkpoints.model_folder import quantization
 from trainer.distributed.determinism import without_refusals
+from trainer.distributed.weight_slices import Box, Slices
 from trainer.errors import UserError
-from trainer.rollout.checksum import Checksum
+from trainer.rollout.checksum import Checksum, slice_sum
 from trainer.rollout.sampling import Completion, Sampling
 from trainer.rollout.vllm_experts import check_experts, experts_part, pack_experts
 
@@ -47,6 +49,7 @@ class VLLMEngine:
         if quantization(folder):  # vLLM would keep the weights quantized, and training does not
             raise UserError("--rollout_engine", f"vllm with quantized weights in {folder}", "hf")
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
+        self.slices: Slices | None = None  # what each rank needs, once a first update has proven it
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":
             # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
@@ -85,7 +88,18 @@ class VLLMEngine:
         Raises RuntimeError if the engine does not then contain, bit for bit, the tensors that came.
         """
         [result] = self._llm.apply_model(lambda model: load_checked(model, tensors, self.dtype))
+        if self.slices is None and self.ranks_per_engine > 1:  # now it is known that vLLM's loader cuts as the parts do
+            [parts] = self._llm.apply_model(weight_parts)
+            self.slices = Slices(lambda name, shape: parts[name].box(shape))
         return result
+
+    def update_slices(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
+        """Copy (name, slice) pairs of `slices` into the engine. Returns (checksum of the full tensors, bytes of the slices).
+
+        It is collective over the world. Raises RuntimeError as `update_weights` does.
+        """
+        [(sums, num_bytes)] = self._llm.apply_model(lambda model: load_slices(model, tensors, self))
+        return checksum_of_slices(sums, self.ranks_per_engine, self.device), num_bytes
 
     def sleep(self) -> None:
         """Free the accelerator's memory for training: weights go to the host, and the cache is dropped."""
@@ -241,6 +255,43 @@ def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torc
     return full.hexdigest(), num_bytes
 
 
+@torch.no_grad()
+def load_slices(model, tensors: Iterable[tuple[str, torch.Tensor]], engine: VLLMEngine) -> tuple[dict[str, int], int]:
+    """Copy this rank's slices to where vLLM holds them. Returns what they add to the sums of the full tensors, and bytes."""
+    parts, came, stands, num_bytes, sums = weight_parts(model), Checksum(), Checksum(), 0, {}
+    rank = dist.get_rank()
+    first = rank // engine.ranks_per_engine * engine.ranks_per_engine
+    for name, tensor in tensors:
+        shape, boxes = engine.slices.boxes[name]
+        assert parts[name].box(shape) == boxes[rank]  # this also tells a part of the vocabulary its padding
+        value = parts[name].of_slice(tensor)
+        parts[name].held().copy_(value)
+        came.add(name, value)
+        num_bytes += tensor.nbytes
+        only_here = boxes[rank] not in boxes[first:rank]  # else a rank of this engine before it counts the slice
+        starts = [start for start, _ in boxes[rank]]
+        sums[name] = slice_sum(tensor, starts, shape) if only_here and tensor.numel() else 0
+    for name, part in parts.items():
+        stands.add(name, part.held())
+    if came.hexdigest() != stands.hexdigest():
+        raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
+    pack_experts(model)
+    return sums, num_bytes
+
+
+def checksum_of_slices(sums: dict[str, int], ranks_per_engine: int, device: torch.device) -> str:
+    """The checksum of the full tensors that the ranks of this engine have slices of (all-reduce over the world)."""
+    number = dist.get_rank() // ranks_per_engine
+    of_engines = torch.zeros(dist.get_world_size() // ranks_per_engine, len(sums), dtype=torch.int64)
+    of_engines[number] = torch.tensor(list(sums.values()))
+    of_engines = of_engines.to(device)
+    dist.all_reduce(of_engines)
+    full = Checksum()
+    for name, value in zip(sums, of_engines[number].tolist()):
+        full.add_sum(name, value)
+    return full.hexdigest()
+
+
 class WeightPart:
     """Where vLLM holds this tp rank's cut of a Hugging Face tensor: rows `[start, start + num_rows)` of a parameter."""
 
@@ -261,6 +312,16 @@ class WeightPart:
         else:
             full = _share(full, 0, self._num_rows, rank, size)
         return _share(full, 1, self._parameter.shape[1], rank, size) if full.ndim > 1 else full
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """The slice of a full tensor of `shape` that `cut` gives."""
+        full = torch.empty(shape, device="meta")
+        part = self.cut(full)
+        starts = [part.storage_offset() // stride % size for stride, size in zip(full.stride(), shape)]
+        return tuple((start, start + size) for start, size in zip(starts, part.shape))
+
+    def of_slice(self, value: torch.Tensor) -> torch.Tensor:
+        return value
 
     def held(self) -> torch.Tensor:
         return self._parameter.detach()[self._start : self._start + self._used_rows]

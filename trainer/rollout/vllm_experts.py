@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from trainer.distributed.weight_slices import Box, box_of
 from trainer.errors import UserError
 
 PARTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}  # vLLM's name -> that of transformers
@@ -23,6 +24,13 @@ class ExpertsPart:
         if self._kind == "w2_weight":
             return full.tensor_split(size, 2)[rank]
         return full.unflatten(1, (2, -1)).tensor_split(size, 2)[rank].flatten(1, 2)
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """All of it: the cut is of two stretches, gate and up."""
+        return box_of(shape)
+
+    def of_slice(self, value: torch.Tensor) -> torch.Tensor:
+        return self.cut(value)
 
     def held(self) -> torch.Tensor:
         return self._parameter.detach()

@@ -5,13 +5,14 @@ is gone gets no weights, and its requests go to the others. It is asked again at
 Before ranks use a server, they ask for the checksum of its weights. So none ever draws from weights of before.
 """
 
+import contextlib
 import http.client
 import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Optional
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from trainer.rollout.weight_stream import WeightStream
 
 FLAG = "--engine_urls"
 TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
+LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
 FACTS_TIMEOUT = 60  # seconds until a server has told what it holds
 
 
@@ -36,6 +38,7 @@ class VLLMServerEngine:
     """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`. No method communicates with other ranks."""
 
     ranks_per_engine = 1
+    slices = None  # it sends full tensors
 
     def __init__(
         self,
@@ -119,8 +122,9 @@ class VLLMServerEngine:
         sampling: Sampling,
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
-        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds` and `limits`.
+        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds`, `limits` and `interrupted`.
 
         Raises LostServer if no server is left that holds the weights of the last update.
         """
@@ -129,6 +133,8 @@ class VLLMServerEngine:
         holding = [url for url in self._urls if self._holds(url)]
 
         def complete(one: tuple) -> Completion:
+            if interrupted():
+                return Completion([], [], False)
             for url in holding:
                 if url not in self._gone:
                     try:
@@ -138,7 +144,17 @@ class VLLMServerEngine:
             raise self._gone[self._urls[0]]
 
         with ThreadPoolExecutor(self._batch_size) as pool:
-            return list(pool.map(complete, zip(prompts, drawn, most)))
+            asked = [pool.submit(complete, one) for one in zip(prompts, drawn, most)]
+            while wait(asked, timeout=LOOK_SECONDS).not_done:
+                if interrupted():  # a request that arrives only now is aborted the next time
+                    self._abort(holding)
+        return [future.result() for future in asked]
+
+    def _abort(self, urls: list[str]) -> None:
+        """End all requests on servers. They are answered with the tokens that there are. A server that is gone has none."""
+        for url in urls:
+            with contextlib.suppress(UserError):
+                self._request(url, "/abort_requests", {}, FACTS_TIMEOUT)
 
     def _holds(self, url: str) -> bool:
         """Whether the server has the weights of the last update."""
@@ -176,7 +192,7 @@ class VLLMServerEngine:
         }
         asked = {"token_ids": list(prompt), "sampling_params": params}
         [choice] = self._request(url, "/inference/v1/generate", asked)["choices"]
-        log_probs = [step["logprob"] for step in choice["logprobs"]["content"]]
+        log_probs = [step["logprob"] for step in (choice["logprobs"] or {}).get("content") or []]
         return Completion(choice["token_ids"], log_probs, choice["finish_reason"] == "stop")
 
     def _facts(self, url: str) -> list[dict]:

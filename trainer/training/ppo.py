@@ -24,6 +24,7 @@ from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.sampling import Sampling
 from trainer.rollout.sync import sync_weights
+from trainer.rollout.timeline import FILE, Timeline, span, timed
 from trainer.training import advantages as adv
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 from trainer.training.loop import (
@@ -49,21 +50,14 @@ from trainer.training.rollout_facts import (
 MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
 
-@contextlib.contextmanager
-def timed(facts: dict, name: str):
-    """Add the seconds inside to `facts["time_<name>"]`."""
-    started = time.perf_counter()
-    yield
-    facts[f"time_{name}"] = facts.get(f"time_{name}", 0.0) + time.perf_counter() - started
-
-
 # --- the phases of a rollout
 
 
 def sync(strategy, roles: Roles, progress: Progress) -> dict:
     """Send the weights of the last step to the engine, unless it already has them. Returns the metrics of that sync."""
     if roles.engine is not None and roles.synced_step != progress.step:
-        roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
+        with span("sync"):
+            roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
         roles.synced_step = progress.step
     return roles.sync_facts
 
@@ -266,6 +260,7 @@ class PPORun:
     eval_prompts: Optional[list[dict]] = None
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
+    timeline: Optional[Timeline] = None
 
 
 def train_ppo(
@@ -285,10 +280,10 @@ def train_ppo(
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop, roles.ahead or contextlib.nullcontext():
+    with StopRequest() as stop, run.timeline or contextlib.nullcontext(), roles.ahead or contextlib.nullcontext():
         while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.state_dict()["episode"]
-            facts = {"rollout": state.rollout}
+            facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
             samples = _rollout(run, progress, facts)
             if run.rollouts_log:
                 first = run.rollouts_log.write(state.rollout, samples)
@@ -304,7 +299,10 @@ def train_ppo(
             if run.eval_prompts and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
                 with _saved_if_a_reward_fails(run, progress):
                     last_eval = eval_metrics = _evaluation(run, log, progress)
-            run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
+            if run.timeline:
+                run.timeline.write()
+            with span("save"):
+                run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         run.checkpoints.finish()
     log.bar.close()
     if state.is_used_up(passes):
@@ -369,11 +367,12 @@ def _updates(
     facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
     facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
-        critic_row = update_critic(strategy, roles.critic, batch, value_loss)
         inspect, frozen = None, progress.step < options.freezing_actor_steps
         if progress.step == options.freezing_actor_steps:
             inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], loop.parity_dump)
-        row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+        with span("train"):
+            critic_row = update_critic(strategy, roles.critic, batch, value_loss)
+            row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
         if number == 0:
             if "old_log_probs" not in flat:
                 flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", part)
@@ -394,6 +393,7 @@ def _note_old_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
 
 def _evaluation(run: PPORun, log: StepLog, progress: Progress) -> dict[str, float]:
     started = time.perf_counter()
-    values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress)
+    with span("evaluate"):
+        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress)
     log.evaluation(values, started, digits=6)
     return values
