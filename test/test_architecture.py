@@ -15,7 +15,7 @@ from strategies.ddp_strategy import DDPStrategy
 PACKAGE = ROOT / "trainer"
 # a folder imports only from floors below its own; the files of the ground floor stand in the package itself
 FLOORS = [
-    {"errors", "metrics", "mirrors", "arguments", "ppo_arguments", "preference_arguments"},
+    {"errors", "metrics", "mirrors", "arguments", "ppo_arguments", "preference_arguments", "online_arguments"},
     {"datasets", "distributed"},
     {"models", "optimizers", "checkpoints"},
     {"strategies"},

@@ -266,6 +266,7 @@ class PPORun:
     eval_prompts: Optional[list[dict]] = None
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
+    updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters
 
 
 def train_ppo(
@@ -295,7 +296,7 @@ def train_ppo(
                 if metrics:
                     run.rollouts_log.show(first, metrics, progress.step)
             if samples:
-                _updates(run, loop, log, progress, samples, episode, facts)
+                (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
             state.rollout += 1
             if run.options.kl_target is not None and samples:
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
@@ -348,7 +349,7 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     return samples
 
 
-def _updates(
+def policy_updates(
     run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
 ) -> None:
     """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
