@@ -194,7 +194,7 @@ def collate_pairs(
     for name in ("ref_chosen", "ref_rejected"):
         batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
-    batch["has_loss"] = torch.tensor([sample["num_loss_tokens"] > 0 for sample in samples], dtype=torch.bool)
+    batch["has_loss"] = torch.tensor([sample.get("num_loss_tokens", 1) > 0 for sample in samples], dtype=torch.bool)
     return batch
 
 
