@@ -38,6 +38,11 @@ class RewardArguments:
     loss: str = arg(
         "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
+    center_rewards_coef: float = arg(
+        0.0,
+        "add this times the square of the sum of both scores, so that their mean stays near 0",
+        type="NonNegativeFloat",
+    )
     compute_fp32_loss: bool = arg(False, "fp32 reward head with any --param_dtype (the loss is always fp32)")
     value_head_prefix: str = arg("score", "name of the reward head in --pretrain, if there is one; saved as `score`")
     margin_key: Optional[str] = arg(None, "column with the score margin of the chosen answer (--loss sigmoid)")

@@ -13,11 +13,13 @@ from doc_runs import Runner, free_port, make_base, make_page_folder, overlap, re
 from launch import ROOT
 
 from trainer.arguments import SFTArguments, parse_arguments
+from trainer.kd_arguments import KDArguments
 from trainer.online_arguments import OnlineDPOArguments
 from trainer.ppo_arguments import PPOArguments
 from trainer.preference_arguments import DPOArguments, RMArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
+ARGUMENTS |= {"train_kd": KDArguments}
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     block

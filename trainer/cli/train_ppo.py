@@ -115,7 +115,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
         refuse_ppo_flags(args)
     more_stops = image_run.image_tokens() if image_run else ()
     frozen = build.frozen_rollouts(args)
-    order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
+    sizes = {"batch_size": args.rollout_batch_size, "seed": args.seed, "curriculum": args.curriculum}
+    order = PromptOrder(prompts, **sizes, shuffle=not args.no_shuffle)
     total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
     output_dir = training_command.open_run(args, setup, command)
     make_batches = build.make_batches_of(args, setup, image_run)

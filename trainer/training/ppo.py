@@ -117,6 +117,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
             new = draw(roles, prompts, size, options.sampling, **asked)
         with timed(facts, "reward"):
             roles.score(new)
+        state.prompts.note(new)
         drawn += len(prompts)
         if options.filtering_range is None:
             return new
@@ -203,7 +204,7 @@ def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict,
     return means_over_tokens(part, **told)
 
 
-# --- updates
+# --- updates and evaluation
 
 
 def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
@@ -228,9 +229,6 @@ def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str
     lr = scheduler.get_last_lr()[0]
     grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
     return {"value_loss": means.pop("loss"), **means, "critic_grad_norm": grad_norm, "critic_lr": lr}
-
-
-# --- evaluation
 
 
 def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
