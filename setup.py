@@ -7,6 +7,7 @@ COMMANDS = [
     "train_rm",
     "train_dpo",
     "train_ppo",
+    "train_kd",
     "serve_engine",
     "serve_rm",
     "make_demo",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"( *)(`{3,})(\w*)[^`]*")
 MARK = re.compile(r"<!--\s*(needs|slow|run by|file):\s*(.*?)\s*-->")
-NEEDS = ("gpu", "hub", "cluster", "vllm", "bitsandbytes", "verifiers")
+NEEDS = ("gpu", "hub", "cluster", "vllm", "bitsandbytes", "verifiers", "server")
 COMPOUND = {"for": "done", "while": "done", "if": "fi", "case": "esac"}
 HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 STATE = ("export ", "source ", ". ", "cd ")  # what later commands of the page see

@@ -24,6 +24,7 @@ PATH_FLAGS = [
     *("--pretrain", "--dataset", "--eval_dataset", "--output_dir", "--save_path", "--load_checkpoint", "--config"),
     *(
         "--ref_model",
+        "--teacher",
         "--reward_pretrain",
         "--critic_pretrain",
         "--rollouts_from",
@@ -143,7 +144,11 @@ def _short_flags(command: Command) -> list[str]:
         added["--train_batch_size"] = "16"
         if value_of(argv, "--micro_train_batch_size") is None:
             added["--micro_train_batch_size"] = "4"
-    if argv[0] == "train_ppo":
+    if argv[0] == "train_kd":
+        added["--max_samples"] = "16"
+        if value_of(argv, "--teacher_answers") is not None:
+            added["--generate_max_len"] = SMALL_PPO["--generate_max_len"]
+    if argv[0] == "train_ppo" or "--online" in argv:
         added |= SMALL_PPO
         if value_of(argv, "--overlong_buffer_len") is not None:
             added["--overlong_buffer_len"] = "4"

@@ -15,7 +15,16 @@ from strategies.ddp_strategy import DDPStrategy
 PACKAGE = ROOT / "trainer"
 # a folder imports only from floors below its own; the files of the ground floor stand in the package itself
 FLOORS = [
-    {"errors", "metrics", "mirrors", "arguments", "ppo_arguments", "preference_arguments"},
+    {
+        "errors",
+        "metrics",
+        "mirrors",
+        "arguments",
+        "ppo_arguments",
+        "preference_arguments",
+        "online_arguments",
+        "kd_arguments",
+    },
     {"datasets", "distributed"},
     {"models", "optimizers", "checkpoints"},
     {"strategies"},
@@ -139,13 +148,12 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
 
 def test_a_command_reads_only_flags_that_it_has():
     from trainer.arguments import SFTArguments
+    from trainer.kd_arguments import KDArguments
     from trainer.ppo_arguments import PPOArguments
     from trainer.preference_arguments import DPOArguments, RMArguments
 
-    flags = {
-        name: {field.name for field in dataclasses.fields(kind)}
-        for name, kind in {"sft": SFTArguments, "rm": RMArguments, "dpo": DPOArguments, "ppo": PPOArguments}.items()
-    }
+    kinds = {"sft": SFTArguments, "rm": RMArguments, "dpo": DPOArguments, "ppo": PPOArguments, "kd": KDArguments}
+    flags = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in kinds.items()}
     for path in (PACKAGE / "cli").glob("*.py"):
         commands = [name for name in flags if path.stem in (f"train_{name}", f"{name}_flags", f"{name}_models")]
         for node in ast.walk(ast.parse(path.read_text())) if commands else ():

@@ -8,6 +8,8 @@ import yaml
 
 from trainer.arguments import SFTArguments, parse_arguments
 from trainer.errors import UserError
+from trainer.kd_arguments import KDArguments
+from trainer.online_arguments import OnlineDPOArguments
 from trainer.ppo_arguments import PPOArguments
 from trainer.preference_arguments import DPOArguments, RMArguments
 
@@ -62,7 +64,7 @@ def test_every_flag_reaches_the_command(field, tmp_path):
 
 OWN_FIELDS = {
     command: [f for f in dataclasses.fields(command) if f.name not in HINTS]
-    for command in (RMArguments, DPOArguments, PPOArguments)
+    for command in (RMArguments, DPOArguments, PPOArguments, OnlineDPOArguments, KDArguments)
 }
 
 

@@ -1,11 +1,15 @@
 """train_ppo and the number of its prompts: one pass with dynamic filtering, and rollouts smaller than an optimizer step."""
 
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from launch import read_rows, read_steps, train_many
 from test_ppo_command import flags
 
+from trainer.cli.ppo_flags import validate
 from trainer.cli.ppo_models import count_steps
 from trainer.cli.train_ppo import parse
 from trainer.datasets.demo import make_demo
@@ -17,6 +21,17 @@ DIFFERENT = """
 def reward_func(prompts, responses, labels):
     return [0.5 + (0.1 * (number % 2) if label[0] <= "4" else 0) for number, label in enumerate(labels)]
 """
+# the pass rate of a prompt is a tenth of its label
+BY_LABEL = """
+def reward_func(prompts, responses, labels):
+    return [int(label) / 10 for label in labels]
+"""
+RESUME = "--load_checkpoint {}/learnable/checkpoints/step_6"
+CURRICULA = {
+    "easy": "--curriculum easy_first",
+    "learnable": "--curriculum learnable --save_steps 6",
+    "learnable-half": f"--curriculum learnable {RESUME}",  # from the middle of the second pass
+}
 NAMES = {"one": [], "two": ["--num_episodes", "2"], "steps": ["--max_steps", "16"]}
 
 
@@ -32,6 +47,11 @@ def runs(tmp_path_factory):
         line = [*flags(folder, name), "--dataset", f"{folder}/q.jsonl", "--input_key", "q", "--max_samples", "30"]
         line += ["--advantage_estimator", "dr_grpo", "--dynamic_filtering", "--eval_dataset", f"{folder}/q.jsonl"]
         lines.append(["train_ppo", *line, *more])
+    (folder / "by_label.py").write_text(BY_LABEL)
+    for name, more in CURRICULA.items():
+        line = [*flags(folder, name), "--dataset", f"{folder}/q.jsonl", "--input_key", "q", "--max_samples", "8"]
+        line += ["--advantage_estimator", "dr_grpo", "--reward_func", f"{folder}/by_label.py", "--max_steps", "12"]
+        lines.append(["train_ppo", *line, *more.format(folder).split()])
     output = train_many(1, lines, folder, timeout=300)
     return folder, output
 
@@ -55,6 +75,61 @@ def test_dynamic_filtering_ends_after_the_passes_over_the_prompts(runs, name, pa
 def test_a_number_of_steps_goes_over_the_prompts_as_often_as_it_needs(runs):
     rows = read_steps(runs[0] / "steps")
     assert len(rows) == 16 and sum({row["rollout"]: row["prompts_drawn"] for row in rows}.values()) > 30
+
+
+def rows_of(folder, name: str) -> list[list[int]]:
+    """The rows of the prompts of each rollout."""
+    samples = [json.loads(line) for line in (folder / name / "rollouts.jsonl").read_text().splitlines()]
+    rows: dict[int, list[int]] = {}
+    for sample in samples[::2]:
+        rows.setdefault(sample["rollout"], []).append(sample["row"])
+    return [rows[rollout] for rollout in sorted(rows)]
+
+
+def test_a_curriculum_orders_the_prompts_after_the_first_pass(runs):
+    folder, _ = runs
+    easy, learnable, half = (rows_of(folder, name) for name in CURRICULA)
+    assert easy[:2] == learnable[:2] and sorted(easy[0] + easy[1]) == list(range(8))  # in the plain order
+    assert easy[2:4] == easy[4:6] == [[7, 6, 5, 4], [3, 2, 1, 0]]  # row n has the rate n / 10
+    assert learnable[3:] == half and len(learnable) == 6
+    whole, again = (read_steps(folder / name) for name in ("learnable", "learnable-half"))
+    keys = ("loss", "grad_norm", "weights_checksum", "batch_hash")
+    assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole[6:]]
+
+
+def test_learnable_draws_prompts_by_their_weights():
+    """2000 prompts of five rates: each rate comes as often as p (1 - p) + 1/40 says, and positions can be saved."""
+    prompts = Dataset.from_dict({"row": list(range(2000)), "digest": ["x"] * 2000})
+    order = PromptOrder(prompts, batch_size=100, seed=3, shuffle=True, curriculum="learnable")
+    scores = [-1.0, 0.25, 0.5, 0.75, 7.0]  # clipped to 0 and 1
+    assert {prompt["row"] for prompt in order.take(2000)} == set(range(2000))
+    order.note([SimpleNamespace(row=row, score=scores[row % 5]) for row in range(2000)])
+    first = order.take(700)
+    order.note([SimpleNamespace(row=row, score=0.0) for row in range(2000)])  # counts from the next pass on
+    copy = PromptOrder(prompts, batch_size=100, seed=3, shuffle=True, curriculum="learnable")
+    copy.go_to(json.loads(json.dumps(order.position())))
+    rest = order.take(1300)
+    assert [prompt["row"] for prompt in copy.take(1300)] == [prompt["row"] for prompt in rest]
+    counts = Counter(prompt["row"] % 5 for prompt in first + rest)
+    weights = [min(max(p, 0), 1) * (1 - min(max(p, 0), 1)) + 1 / 40 for p in scores]
+    for kind, weight in enumerate(weights):
+        assert counts[kind] == pytest.approx(2000 * weight / sum(weights), abs=4 * (2000 * 0.2) ** 0.5)
+    assert order.episode == 2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--num_episodes", "2", "--max_staleness", "1", "--tis_cap", "2"],
+        ["--max_steps", "9", "--rollouts_from", "r"],
+    ],
+)
+def test_a_curriculum_that_would_do_nothing_is_refused(tmp_path, more):
+    args, _ = parse([*flags(tmp_path, "x"), "--reward_func", "exact_match", "--advantage_estimator", "dr_grpo", *more])
+    args.curriculum = "learnable"
+    with pytest.raises(UserError, match="curriculum"):
+        validate(args)
 
 
 @pytest.mark.parametrize("prompts, more, largest", [(60, [], 8), (3, [], 6), (60, ["--max_steps", "5"], 8)])

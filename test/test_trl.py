@@ -49,6 +49,7 @@ CASES = {
     ),
     # TRL scores the last token that is not padding, which is ours as long as the pad token is not the eos token
     "reward": (["--loss", "sigmoid"], "Reward", {}, 1, "texts"),
+    "reward-centered": (["--loss", "sigmoid", "--center_rewards_coef", "0.01"], "Reward", {"center_rewards_coefficient": 0.01}, 1, "texts"),
     # no convention differs: loss tokens of the whole batch are averaged, and images and their marks have no loss
     "images": ([], "SFT", {}, 1, "images"),
     "reward-margin": (["--loss", "sigmoid", "--margin_key", "margin"], "Reward", {}, 1, "texts"),

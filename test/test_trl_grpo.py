@@ -18,12 +18,19 @@ STEPS = 5
 GROUP_MEAN = ["--advantage_estimator", "dr_grpo"]  # less the mean of its group, and no division: `scale_rewards="none"`
 CLIP, THEIR_CLIP = ["--eps_clip", "0.02", "--eps_clip_high", "0.03"], {"epsilon": 0.02, "epsilon_high": 0.03}
 KL = ["--use_kl_loss", "--kl_estimator", "k3", "--init_kl_coef", "0.1"]
-THEIR_KL = {"beta": 0.1, "use_bias_correction_kl": False}  # by default, TRL multiplies k3 by the ratio of policies
+THEIR_KL = {
+    "beta": 0.1,
+    "use_bias_correction_kl": False,
+}  # by default, TRL multiplies k3 by the ratio of policies: --kl_unbiased
 # name: (the trainer's flags, TRL's options, file of rollouts)
 CASES = {
     # a mean over responses of means over tokens. TRL divides by std + 1e-4, we by std + 1e-6: scores large enough
     "grpo": (["--advantage_estimator", "group_norm", "--loss_agg", "sequence", *CLIP], {"loss_type": "grpo", "scale_rewards": "group", **THEIR_CLIP}, "large"),
     "grpo-kl": ([*GROUP_MEAN, "--loss_agg", "sequence", *CLIP, *KL], {"loss_type": "grpo", **THEIR_CLIP, **THEIR_KL}, "plain"),
+    # the ratio of policies in front of k3, which is TRL's default
+    "grpo-kl-unbiased": (
+        [*GROUP_MEAN, "--loss_agg", "sequence", *CLIP, *KL, "--kl_unbiased"], {"loss_type": "grpo", **THEIR_CLIP, "beta": 0.1, "use_bias_correction_kl": True}, "plain",
+    ),
     # a mean over the tokens of the global batch: TRL's `dapo` on any number of micro-batches, its `bnpo` on one
     "dapo-kl": ([*GROUP_MEAN, "--loss_agg", "token", *CLIP, *KL], {"loss_type": "dapo", **THEIR_CLIP, **THEIR_KL}, "plain"),
     # TRL's entropy bonus is a mean over tokens whatever the loss, ours weighs tokens as the loss does: the same here

@@ -60,6 +60,11 @@ class RolloutArguments:
     )
     n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
     num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
+    curriculum: Literal["none", "easy_first", "learnable"] = arg(
+        "none",
+        "after the first pass over the prompts: easy_first sorts them by their pass rates so far; learnable draws those with "
+        "rates near one half more often",
+    )
     generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")
     temperature: float = arg(1.0, "temperature of sampling and of the log-probs in training", type="PositiveFloat")
     top_p: float = arg(
@@ -209,6 +214,9 @@ class KLArguments:
     )
     init_kl_coef: float = arg(0.0, "weight of the KL to the reference; 0: no reference", type="NonNegativeFloat")
     use_kl_loss: bool = arg(False, "use the KL as a term of the loss instead of a penalty in the rewards")
+    kl_unbiased: bool = arg(
+        False, "--use_kl_loss with k3: multiply it by the ratio of policies, so that its gradient is that of the KL"
+    )
     kl_in_score: bool = arg(
         False, "subtract the KL of a response from its score, before scores are compared, instead of token by token"
     )

@@ -38,6 +38,11 @@ class RewardArguments:
     loss: str = arg(
         "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
+    center_rewards_coef: float = arg(
+        0.0,
+        "add this times the square of the sum of both scores, so that their mean stays near 0",
+        type="NonNegativeFloat",
+    )
     compute_fp32_loss: bool = arg(False, "fp32 reward head with any --param_dtype (the loss is always fp32)")
     value_head_prefix: str = arg("score", "name of the reward head in --pretrain, if there is one; saved as `score`")
     margin_key: Optional[str] = arg(None, "column with the score margin of the chosen answer (--loss sigmoid)")
@@ -47,6 +52,11 @@ class RewardArguments:
 class PreferenceArguments:
     """Preference optimization"""
 
+    online: bool = arg(
+        False,
+        "train on pairs of the model's own answers, ranked by a reward: rollouts and rewards as in train_ppo, no pairs in "
+        "--dataset; see docs/preference.md",
+    )
     loss: str = arg(
         "dpo",
         "dpo, cdpo, robust, ipo, hinge, apo_zero, apo_down, sppo, nca, bco, simpo, orpo, kto, or your own: "
@@ -64,10 +74,6 @@ class PreferenceArguments:
     )
     label_smoothing: float = arg(0.0, "cdpo, robust: probability that a label is wrong", type="ClosedUnitInterval")
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
-    desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
-    undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")
-    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs become single answers")
-    label_key: str = arg("label", "kto: column that says whether the answer is desirable")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
     aux_loss_coef: float = arg(
         0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
@@ -79,6 +85,16 @@ class PreferenceArguments:
     precompute_ref_logps: bool = arg(
         False, "compute the reference's log-probs once, keep them on disk, and train without a reference (not with kto)"
     )
+
+
+@dataclass
+class SingleAnswerArguments:
+    """Single answers"""
+
+    desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
+    undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")
+    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs become single answers")
+    label_key: str = arg("label", "kto: column that says whether the answer is desirable")
 
 
 @dataclass
@@ -107,6 +123,7 @@ class DPOArguments(
     OptimizerArguments,
     BatchArguments,
     VisionArguments,
+    SingleAnswerArguments,
     PreferenceArguments,
     PreferenceDataArguments,
     LengthArguments,

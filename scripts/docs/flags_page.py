@@ -8,11 +8,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from trainer.arguments import ALLOWED, SFTArguments
+from trainer.kd_arguments import KDArguments
+from trainer.online_arguments import OnlineDPOArguments
 from trainer.ppo_arguments import PPOArguments
 from trainer.preference_arguments import DPOArguments, RMArguments
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 COMMANDS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
+COMMANDS |= {"train_dpo --online": OnlineDPOArguments, "train_kd": KDArguments}
 HEAD = """<!-- Written by scripts/docs/flags_page.py from the arguments of the commands. Do not edit. -->
 
 # All flags
@@ -107,9 +110,10 @@ def page() -> str:
         title = base.__doc__.splitlines()[0]
         fields = [field for field in dataclasses.fields(base) if field.name in vars(base)["__annotations__"]]
         hints = typing.get_type_hints(base)
-        which = "all four commands" if len(commands) == len(COMMANDS) else " and ".join(f"`{c}`" for c in commands)
-        if len(commands) == 3:
-            which = ", ".join(f"`{c}`" for c in commands[:2]) + f" and `{commands[2]}`"
+        *first, last = [f"`{command}`" for command in commands]
+        which = (
+            "all commands" if len(commands) == len(COMMANDS) else " and ".join(filter(None, [", ".join(first), last]))
+        )
         parts.append(f"## {title}\n\nFlags of {which}.\n")
         parts.append("\n".join(entry(field, hints[field.name]) for field in fields) + "\n")
     return "\n".join(parts)

@@ -13,10 +13,13 @@ from doc_runs import Runner, free_port, make_base, make_page_folder, overlap, re
 from launch import ROOT
 
 from trainer.arguments import SFTArguments, parse_arguments
+from trainer.kd_arguments import KDArguments
+from trainer.online_arguments import OnlineDPOArguments
 from trainer.ppo_arguments import PPOArguments
 from trainer.preference_arguments import DPOArguments, RMArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
+ARGUMENTS |= {"train_kd": KDArguments}
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     block
@@ -74,7 +77,8 @@ def segments(text: str) -> list[list[str]]:
 def check_flags(name: str, flags: list[str]) -> None:
     """Raises UserError, or ImportError, where there is no such command or flag."""
     if name in ARGUMENTS:
-        parse_arguments(ARGUMENTS[name], name, [flag for flag in flags if flag != "--help"])
+        kind = OnlineDPOArguments if "--online" in flags else ARGUMENTS[name]
+        parse_arguments(kind, name, [flag for flag in flags if flag != "--help"])
     else:
         importlib.import_module(f"trainer.cli.{name}")
 

@@ -40,6 +40,8 @@ def validate(args: PPOArguments) -> None:
         raise UserError("--param_dtype", "fp16 with train_ppo", "bf16, fp32")
     _validate_engine(args)
     _validate_staleness(args)
+    if args.curriculum != "none" and args.num_episodes == 1 and not args.max_steps:
+        raise UserError("--curriculum", "with one pass over the prompts", "--num_episodes 2, or --max_steps")
     _validate_routing_replay(args)
     _validate_rewards(args)
     _validate_algorithm(args)
@@ -65,8 +67,10 @@ def _refuse_idle(args: PPOArguments) -> None:
         ("advantage_batch_std", estimator == "group_norm", "--advantage_estimator group_norm"),
         ("rollout_kl_estimator", args.rollout_kl_max is not None, "--rollout_kl_max"),
         ("kl_estimator", bool(args.init_kl_coef), "--init_kl_coef above 0"),
+        ("kl_unbiased", args.use_kl_loss and args.kl_estimator == "k3", "--use_kl_loss with --kl_estimator k3"),
         ("kl_horizon", args.kl_target is not None, "--kl_target"),
         ("partial_rollouts", bool(args.max_staleness), "--max_staleness above 0"),
+        ("curriculum", not args.rollouts_from, "rollouts of its own, not --rollouts_from"),
         ("dynamic_filtering_range", args.dynamic_filtering, "--dynamic_filtering"),
         ("tis_level tis_mask", args.tis_cap is not None, "--tis_cap"),
         ("overlong_penalty_factor", bool(args.overlong_buffer_len), "--overlong_buffer_len"),
@@ -162,6 +166,7 @@ def _validate_staleness(args: PPOArguments) -> None:
         "--rollout_engine vllm": args.rollout_engine == "vllm",  # its ranks communicate, and it draws random numbers
         "--rollouts_from": args.rollouts_from,
         "--dynamic_filtering": args.dynamic_filtering,  # the next prompts would depend on scores
+        "--curriculum": args.curriculum != "none",
         "--offload_actor_optimizer": args.offload_actor_optimizer,
         "--offload_critic": args.offload_critic,
         "--verify_resume": args.verify_resume,  # a second run has other versions
@@ -311,6 +316,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         dual_clip=args.dual_clip,
         entropy_coef=args.entropy_loss_coef,
         kl_estimator=args.kl_estimator if args.use_kl_loss else None,
+        kl_unbiased=args.kl_unbiased,
         value_clip=args.value_clip,
         sapo_temperatures=tuple(args.sapo_temperatures),
     )

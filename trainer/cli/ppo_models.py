@@ -29,18 +29,20 @@ def stop_ids(setup: training_command.Setup) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def count_steps(args: PPOArguments, order, frozen: Optional[list]) -> int:
+def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: Optional[int] = None) -> int:
     """Optimizer steps of the whole run: --max_steps, or those of all rollouts. An episode's last one may be shorter.
 
-    Raises UserError if even the largest rollout is smaller than an optimizer step.
+    A batch counts responses, or `per_prompt` pairs of each prompt. Raises UserError if even the largest rollout is
+    smaller than an optimizer step.
     """
     size, num = args.rollout_batch_size, len(order.prompts)
     prompts = [min(size, num - start) for start in range(0, num, size)]
-    sizes = [count * args.n_samples_per_prompt for count in prompts] * args.num_episodes
+    each = per_prompt or args.n_samples_per_prompt
+    sizes = [count * each for count in prompts] * args.num_episodes
     if frozen is not None:
-        sizes = [len(samples) for samples in frozen]
+        sizes = [len(samples) // args.n_samples_per_prompt * each for samples in frozen]
     if args.train_batch_size > max(sizes):
-        found = f"{args.train_batch_size}, but a rollout has {max(sizes)} responses"
+        found = f"{args.train_batch_size}, but a rollout has {max(sizes)} {'pairs' if per_prompt else 'responses'}"
         raise UserError("--train_batch_size", found, f"up to {max(sizes)}, or larger rollouts")
     return args.max_steps or args.max_epochs * sum(-(-size // args.train_batch_size) for size in sizes)
 

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 import functools
 
 from trainer.cli import training_command
+from trainer.cli.dpo_flags import make_loss, needs_reference, validate_losses
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.preference_data import (
     build_pair_loader,
@@ -32,45 +33,10 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
     return training_command.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
 
 
-def needs_reference(args: DPOArguments) -> bool:
-    from trainer.models.preference_loss import PAIR_LOSSES, loss_names
-
-    return args.loss == "kto" or any(PAIR_LOSSES[name].needs_reference for name in loss_names(args.loss))
-
-
-def _validate_losses(args: DPOArguments) -> list[str]:
-    """The names of --loss. Raises UserError for a name, a weight or a constant that does not fit."""
-    from trainer.models.preference_loss import PAIR_LOSSES, loss_names
-
-    if args.loss == "kto":
-        names, losses = ["kto"], []
-    else:
-        names = loss_names(args.loss)
-        unknown = next((name for name in names if name not in PAIR_LOSSES), None)
-        if unknown is not None:
-            allowed = ", ".join((*PAIR_LOSSES, "kto"))
-            raise UserError("--loss", args.loss, allowed if len(names) == 1 else allowed.removesuffix(", kto"))
-        losses = [PAIR_LOSSES[name] for name in names]
-    if args.loss_weights is not None and len(args.loss_weights) != len(losses):
-        raise UserError(
-            "--loss_weights", f"{len(args.loss_weights)} with --loss {args.loss}", "one for each loss of pairs"
-        )
-    if len({loss.needs_reference for loss in losses}) > 1:
-        raise UserError("--loss", f"{args.loss}: only some of them have a reference", "losses of one kind")
-    smoothed = any(loss.has_label_smoothing for loss in losses)
-    if (args.label_smoothing > 0) != smoothed or args.label_smoothing >= 0.5:
-        found = f"{args.label_smoothing} with --loss {args.loss}"
-        raise UserError(
-            "--label_smoothing", found, "above 0 and below 0.5 with --loss cdpo or robust, 0 with any other"
-        )
-    if args.f_divergence != "reverse_kl" and not all(loss.of_margin for loss in losses or [PAIR_LOSSES["nca"]]):
-        fit = [name for name, loss in PAIR_LOSSES.items() if loss.of_margin]
-        raise UserError("--f_divergence", f"{args.f_divergence} with --loss {args.loss}", f"--loss {', '.join(fit)}")
-    return names
-
-
 def validate(args: DPOArguments) -> None:
-    names = _validate_losses(args)
+    if args.online:
+        raise UserError("--online", "in a file of --config", "--online on the command line")
+    names = validate_losses(args)
     validate_pairs(args, EVAL_METRICS[:2] if args.loss == "kto" else EVAL_METRICS)  # kto has no pairs, so no margin
     reference_flags = {
         "--ref_model": args.ref_model,
@@ -115,33 +81,6 @@ def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
     return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag)
 
 
-def make_loss(args: DPOArguments, config, reference, sp_group):
-    from trainer.models.preference_loss import PreferenceOptions
-    from trainer.training.dpo import make_preference_loss
-    from trainer.training.kto import make_kto_loss
-
-    def balanced(loss_fn):
-        if not args.aux_loss_coef:
-            return loss_fn
-        from trainer.training.load_balance import balanced_answers, experts_per_token
-
-        return balanced_answers(loss_fn, args.aux_loss_coef, experts_per_token(config), sp_group)
-
-    if args.loss == "kto":
-        return balanced(make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group))
-    options = PreferenceOptions(
-        args.loss,
-        args.beta,
-        args.label_smoothing,
-        args.simpo_gamma,
-        args.nll_loss_coef,
-        weights=tuple(args.loss_weights) if args.loss_weights else None,
-        f_divergence=args.f_divergence,
-        f_alpha=args.f_alpha,
-    )
-    return balanced(make_preference_loss(options, reference, sp_group, args.precompute_ref_logps))
-
-
 def reference_folder(args: DPOArguments, setup: training_command.Setup) -> str:
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import resolve_model_folder
@@ -168,6 +107,10 @@ def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=
 
 
 def run(argv: list[str]) -> None:
+    if "--online" in argv:
+        from trainer.cli.online_dpo import run_online
+
+        return run_online(argv)
     args, is_demo = parse(argv)
     quiet_libraries()
 

@@ -7,13 +7,16 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 import contextlib
 import dataclasses
 import functools
-from typing import Optional
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
 
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
 from trainer.cli.image_runs import prompts_with_images, refuse_ppo_flags, tokenizer_of_answers
 from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
 from trainer.cli.presets import told, with_preset, with_teacher
+from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
 
 COMMAND = "train_ppo"
@@ -65,10 +68,25 @@ def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
     return verify_replay(ppo_run.checkpoints, progress, some_steps)
 
 
+@dataclass(frozen=True)
+class Method:
+    """What another command changes: it shares the rollouts and the reward, and makes updates of its own."""
+
+    command: str
+    flags: Any  # its own, which the run folder records
+    make_batches_of: Callable  # (args, setup), in place of that of `ppo_models`
+    make_updates: Callable  # (setup, roles) to the `updates` of a PPORun
+    per_prompt: int  # of what a batch counts, for each prompt
+
+
 def run(argv: list[str]) -> None:
     args, is_demo = parse(argv)
     quiet_libraries()
+    validate(args)
+    train(args, is_demo)
 
+
+def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
     from trainer.cli import ppo_models as build
     from trainer.cli.certify import certify_run
     from trainer.cli.model_card import save_model
@@ -83,7 +101,7 @@ def run(argv: list[str]) -> None:
     from trainer.training.ppo import PPORun, train_ppo
     from trainer.training.ppo_state import RLState
 
-    validate(args)
+    own, command = (method.flags, method.command) if method else (args, COMMAND)
     setup = training_command.set_up(args, is_demo, args.rollout_engine == "vllm")
     strategy, tokenizer = setup.strategy, setup.tokenizer
     if args.preset:
@@ -93,12 +111,15 @@ def run(argv: list[str]) -> None:
     prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load, render_prompt_text)
     image_run = training_command.image_run_of(args, setup, prompts, eval_prompts)
     if image_run:
+        if method:
+            raise UserError("--online", "with rows that have images", "leave it out")
         refuse_ppo_flags(args)
     more_stops = image_run.image_tokens() if image_run else ()
     frozen = build.frozen_rollouts(args)
-    order = PromptOrder(prompts, batch_size=args.rollout_batch_size, seed=args.seed, shuffle=not args.no_shuffle)
-    total_steps = build.count_steps(args, order, frozen)
-    output_dir = training_command.open_run(args, setup, COMMAND)
+    sizes = {"batch_size": args.rollout_batch_size, "seed": args.seed, "curriculum": args.curriculum}
+    order = PromptOrder(prompts, **sizes, shuffle=not args.no_shuffle)
+    total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
+    output_dir = training_command.open_run(args, setup, command)
     make_batches = build.make_batches_of(args, setup, image_run)
     options = ppo_options(args, (*build.stop_ids(setup), *more_stops))
     if args.aux_loss_coef:
@@ -116,9 +137,12 @@ def run(argv: list[str]) -> None:
     others = {"critic": roles.critic} if roles.critic else {}
     trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
     policy = SavePolicy() if args.verify_resume else save_policy(args)
-    checkpoints = Checkpoints(output_dir, trained, policy, dataclasses.asdict(args))
+    checkpoints = Checkpoints(output_dir, trained, policy, dataclasses.asdict(own))
     progress = checkpoints.resume(args.load_checkpoint)
+    if method:
+        make_batches = method.make_batches_of(args, setup)
     ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group, frozen)
+    ppo_run.updates = method and method.make_updates(setup, roles)
     loop = training_command.loop_options(args, total_steps)
     if args.verify_resume:
         loop = dataclasses.replace(loop, eval_steps=None, parity_dump=None)
@@ -130,19 +154,19 @@ def run(argv: list[str]) -> None:
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
     ppo_run.timeline = Timeline(output_dir) if args.timeline else None
     facts = {"data": ledger.as_dict(), "total_steps": total_steps}
-    metrics = start_metrics(strategy, args, output_dir, progress, **facts)
+    metrics = start_metrics(strategy, own, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
         train_ppo(ppo_run, loop, progress, metrics)
-        run_facts = training_command.Run(COMMAND, output_dir, ledger, None, None)
+        run_facts = training_command.Run(command, output_dir, ledger, None, None)
         if not args.no_save:
-            save_model(args, setup, roles.actor[0], run_facts, progress)
+            save_model(own, setup, roles.actor[0], run_facts, progress)
         if roles.average and not args.no_save:
             with roles.average.in_place():
                 save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
         if metrics:
             metrics.event("end", steps=progress.step)
     if metrics and not args.no_save:
-        certify_run(args, output_dir, COMMAND, setup.folder, state.fingerprint(), str(strategy.device))
+        certify_run(own, output_dir, command, setup.folder, state.fingerprint(), str(strategy.device))
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def run(argv: list[str]) -> None:
         if strategy.is_rank_0():
             plot_scores(*scores.unbind(1), os.path.join(output_dir, "reward_histogram.png"))
 
-    loss_fn = make_reward_loss(args.loss, setup.sp_group)
+    loss_fn = make_reward_loss(args.loss, setup.sp_group, args.center_rewards_coef)
     run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     training_command.train_and_save(args, setup, model, loss_fn, run_facts, at_end)
 

@@ -181,8 +181,8 @@ def collate_pairs(
     """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
 
     Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
-    Per pair (n,): rows (index into the data), margins, ref_chosen and ref_rejected. The last two are log-probs of a
-    reference. Their shape is (0,) if the pairs do not have them.
+    Per pair (n,): rows (index into the data), margins, has_loss, ref_chosen and ref_rejected. The last two are log-probs of
+    a reference. Their shape is (0,) if the pairs do not have them.
     """
     sides = [
         {**sample, "input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
@@ -194,6 +194,7 @@ def collate_pairs(
     for name in ("ref_chosen", "ref_rejected"):
         batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
+    batch["has_loss"] = torch.tensor([sample.get("num_loss_tokens", 1) > 0 for sample in samples], dtype=torch.bool)
     return batch
 
 

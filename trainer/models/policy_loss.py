@@ -88,6 +88,7 @@ class PolicyOptions:
     dual_clip: Optional[float] = None
     entropy_coef: float = 0.0
     kl_estimator: Optional[str] = None
+    kl_unbiased: bool = False  # the term times pi / pi_old, with its gradient
     value_clip: Optional[float] = None
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
 

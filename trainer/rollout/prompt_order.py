@@ -1,25 +1,77 @@
-"""Which prompts form which rollout: a pure function of the data, the seed and the sizes. Its position can be saved."""
+"""Which prompts form which rollout: a pure function of the data, the seed and the sizes. Its position can be saved.
+
+With a curriculum, it is also one of the scores so far. They are part of the position.
+"""
 
 import hashlib
 
+import torch
+
 from trainer.datasets.global_batches import epoch_order
+
+UNKNOWN = 0.5  # the pass rate of a prompt without one: nothing says whether it is easy or hard
+SPARE = 1 / 40  # of the weight of each prompt in `learnable`, so that none is lost; the largest weight is 1/4
 
 
 class PromptOrder:
-    """Hands out prompts, episode after episode. An episode's permutation depends only on the seed and its number."""
+    """Hands out prompts, episode after episode. An episode's permutation depends only on the seed and its number.
 
-    def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool):
+    With a `curriculum`, later episodes also depend on pass rates. That of a prompt is the mean of its last scores, each
+    clipped to 0 to 1. `easy_first` sorts by it. `learnable` draws prompts with weights p (1 - p), with replacement (Foster et
+    al. 2025, Learning to reason at the frontier of learnability). An episode uses the rates from before it.
+    """
+
+    def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool, curriculum: str = "none"):
         self.prompts, self.batch_size, self.seed, self.shuffle = prompts, batch_size, seed, shuffle
         self.episode, self.next_index = 0, 0
+        self.curriculum = curriculum
+        self.rates: dict[int, float] = {}  # by row
+        self._rates_before: dict[int, float] = {}  # those when the episode began
 
     def take(self, count: int) -> list[dict]:
         """The next `count` prompts of the episode, or all that are left. Then the next episode begins."""
-        order = epoch_order(len(self.prompts), self.seed, self.episode, self.shuffle)
+        order = self._order()
         chosen = order[self.next_index : self.next_index + count]
         self.next_index += len(chosen)
         if self.next_index >= len(order):
             self.episode, self.next_index = self.episode + 1, 0
         return [self.prompts[index] for index in chosen]
+
+    def _order(self):
+        order = epoch_order(len(self.prompts), self.seed, self.episode, self.shuffle)
+        if self.curriculum == "none":
+            return order
+        if self.next_index == 0:
+            self._rates_before = dict(self.rates)
+        if not self._rates_before:
+            return order
+        rates = torch.tensor([self._rates_before.get(row, UNKNOWN) for row in self.prompts["row"]], dtype=torch.float64)
+        if self.curriculum == "easy_first":
+            return order[torch.argsort(rates[torch.from_numpy(order).long()], descending=True, stable=True).numpy()]
+        cumulative = (rates * (1 - rates) + SPARE).cumsum(0)
+        digest = hashlib.blake2b(f"{self.seed}/{self.episode}/curriculum".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.rand(len(rates), dtype=torch.float64, generator=generator) * cumulative[-1]
+        return torch.searchsorted(cumulative, drawn, right=True).clamp(max=len(rates) - 1).numpy()
+
+    def note(self, samples: list) -> None:
+        """Measure the pass rates of the prompts of these samples, if there is a curriculum."""
+        if self.curriculum == "none":
+            return
+        scores: dict[int, list[float]] = {}
+        for sample in samples:
+            scores.setdefault(sample.row, []).append(min(max(sample.score, 0.0), 1.0))
+        self.rates |= {row: sum(found) / len(found) for row, found in scores.items()}
+
+    def position(self) -> dict:
+        rates = (
+            {"rates": [list(self.rates.items()), list(self._rates_before.items())]} if self.curriculum != "none" else {}
+        )
+        return {"episode": self.episode, "next_index": self.next_index, **rates}
+
+    def go_to(self, position: dict) -> None:
+        self.episode, self.next_index = position["episode"], position["next_index"]
+        self.rates, self._rates_before = (dict(map(tuple, pairs)) for pairs in position.get("rates", ([], [])))
 
     def digest(self) -> str:
         return hashlib.blake2b("".join(self.prompts["digest"]).encode(), digest_size=8).hexdigest()

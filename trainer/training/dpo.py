@@ -64,7 +64,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
             rejected_rewards = options.beta * policy.mean_rejected()
             ratios = None
         values = pair_losses(policy, ratios, options)
-        weight = counts_here(sp_group)
+        weight = counts_here(sp_group) * micro_batch["has_loss"]
         metrics = {
             "chosen_rewards": chosen_rewards,
             "rejected_rewards": rejected_rewards,
@@ -75,7 +75,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
         }
         if needs_reference:  # log pi/ref, mean of both answers; this would be the KL if the policy had sampled them
             metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
-        sums = {name: weight * metric.detach().sum() for name, metric in metrics.items()}
-        return weight * values.sum(), values.new_full((), weight * values.numel()), sums
+        sums = {name: (weight * metric.detach()).sum() for name, metric in metrics.items()}
+        return (weight * values).sum(), weight.sum(), sums
 
     return preference_loss

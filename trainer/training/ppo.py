@@ -111,6 +111,7 @@ def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, fact
             new = draw(roles, prompts, size, options.sampling, **asked)
         with timed(facts, "reward"):
             roles.score(new)
+        state.prompts.note(new)
         drawn += len(prompts)
         if options.filtering_range is None:
             return new
@@ -197,7 +198,7 @@ def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict,
     return means_over_tokens(part, **told)
 
 
-# --- updates
+# --- updates and evaluation
 
 
 def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
@@ -222,9 +223,6 @@ def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str
     lr = scheduler.get_last_lr()[0]
     grad_norm = strategy.optimizer_step(optimizer, model, scheduler)
     return {"value_loss": means.pop("loss"), **means, "critic_grad_norm": grad_norm, "critic_lr": lr}
-
-
-# --- evaluation
 
 
 def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
@@ -261,6 +259,7 @@ class PPORun:
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
     timeline: Optional[Timeline] = None
+    updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters
 
 
 def train_ppo(
@@ -290,7 +289,7 @@ def train_ppo(
                 if metrics:
                     run.rollouts_log.show(first, metrics, progress.step)
             if samples:
-                _updates(run, loop, log, progress, samples, episode, facts)
+                (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
             state.rollout += 1
             if run.options.kl_target is not None and samples:
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
@@ -346,7 +345,7 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     return samples
 
 
-def _updates(
+def policy_updates(
     run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
 ) -> None:
     """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""

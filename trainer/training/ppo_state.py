@@ -76,12 +76,12 @@ class RLState:
     facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
 
     def state_dict(self) -> dict:
-        position = {"episode": self.prompts.episode, "next_index": self.prompts.next_index}
+        position = self.prompts.position()
         counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
         return position | counts | {"rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.prompts.episode, self.prompts.next_index = state["episode"], state["next_index"]
+        self.prompts.go_to(state)
         self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
         self.moments = adv.RunningMoments(**state["moments"])
         # checkpoints before these counts existed do not have them
@@ -94,4 +94,5 @@ class RLState:
     def fingerprint(self) -> dict:
         prompts = self.prompts
         own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
+        own |= {"curriculum": prompts.curriculum} if prompts.curriculum != "none" else {}
         return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}

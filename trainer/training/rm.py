@@ -19,12 +19,17 @@ def pair_scores(model, micro_batch: dict, sp_group) -> tuple[torch.Tensor, torch
     return scores[:n], scores[n:]
 
 
-def make_reward_loss(loss: str, sp_group) -> Callable:
-    """The loss function for a name in REWARD_LOSSES. Its metrics are sums over pairs."""
+def make_reward_loss(loss: str, sp_group, center_coef: float = 0.0) -> Callable:
+    """The loss function for a name in REWARD_LOSSES. Its metrics are sums over pairs.
+
+    `center_coef` times (chosen + rejected)^2 is added, so that scores have a mean near 0 (Eisenstein et al. 2023).
+    """
 
     def reward_loss(model, micro_batch: dict):
         chosen, rejected = pair_scores(model, micro_batch, sp_group)
         losses = REWARD_LOSSES[loss](chosen, rejected, micro_batch["margins"])
+        if center_coef:
+            losses = losses + center_coef * (chosen + rejected) ** 2
         weight = counts_here(sp_group)
 
         def total(values: torch.Tensor) -> torch.Tensor:

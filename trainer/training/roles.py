@@ -98,6 +98,8 @@ def make_policy_loss(
         }
         if options.kl_estimator:
             kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], options.kl_estimator)
+            if options.kl_unbiased:
+                kl = kl * losses.bounded(tokens.log_ratio).exp()
             total = total + kl_coef() * (kl * weights).sum()
             of_tokens["kl_loss"] = kl * keep
         metrics = {"policy_loss": MetricSum(policy_sum), **_means_over_tokens(of_tokens, keep)}
