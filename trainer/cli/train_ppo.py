@@ -86,6 +86,17 @@ def run(argv: list[str]) -> None:
     train(args, is_demo)
 
 
+def _of_mixture(args: PPOArguments, folder: str, options):
+    """`options` with what the balance of experts needs, if it is asked for."""
+    if not args.aux_loss_coef:
+        return options
+    from trainer.checkpoints.model_folder import read_config
+    from trainer.training.load_balance import experts_per_token
+
+    top_k = experts_per_token(read_config(folder, args.trust_remote_code))
+    return dataclasses.replace(options, experts_per_token=top_k)
+
+
 def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
     from trainer.cli import ppo_models as build
     from trainer.cli.certify import certify_run
@@ -121,13 +132,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
     output_dir = training_command.open_run(args, setup, command)
     make_batches = build.make_batches_of(args, setup, image_run)
-    options = ppo_options(args, (*build.stop_ids(setup), *more_stops))
-    if args.aux_loss_coef:
-        from trainer.checkpoints.model_folder import read_config
-        from trainer.training.load_balance import experts_per_token
-
-        top_k = experts_per_token(read_config(setup.folder, args.trust_remote_code))
-        options = dataclasses.replace(options, experts_per_token=top_k)
+    options = _of_mixture(args, setup.folder, ppo_options(args, (*build.stop_ids(setup), *more_stops)))
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
     if roles.routers and frozen:
         roles.routers.check(sample.experts for samples in frozen for sample in samples)
