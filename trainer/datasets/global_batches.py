@@ -49,10 +49,11 @@ def column_of(dataset, name: str) -> np.ndarray:
         return np.asarray(dataset[name], dtype=np.bytes_ if name == "digest" else np.int32)
     chunks = dataset.data.column(name).chunks
     if name == "digest":
-        joined = [pc.binary_join(pa.ListArray.from_arrays([0, len(chunk)], chunk), "")[0].as_py() for chunk in chunks]
-        values = np.frombuffer("".join(joined).encode(), dtype=f"S{len(chunks[0][0].as_py())}")
+        lists = (pa.ListArray.from_arrays([0, len(chunk)], chunk) for chunk in chunks)
+        joined = b"".join(pc.binary_join(chunk, "")[0].as_buffer() for chunk in lists)
+        values = np.frombuffer(joined, dtype=f"S{len(chunks[0][0].as_py())}")
     else:
-        values = np.concatenate([chunk.to_numpy().astype(np.int32) for chunk in chunks])
+        values = np.concatenate([chunk.to_numpy(zero_copy_only=False).astype(np.int32) for chunk in chunks])
     rows = dataset._indices  # the rows that are left after `select`
     return values if rows is None else values[rows.column(0).to_numpy()]
 

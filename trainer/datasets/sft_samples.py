@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.datasets.global_batches import column_of
 from trainer.datasets.rows import (
     digest_of,
     is_stop_token,
@@ -125,24 +126,21 @@ def options_of(
 
 def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", DataLedger]:
     """The samples with a loss token, and the ledger. Raises UserError if none is left."""
-    counts = samples.with_format("numpy").select_columns(["num_tokens", "num_loss_tokens", *LEDGER_COLUMNS])[:]
-    kept = np.flatnonzero(counts["num_loss_tokens"])
-    ledger = DataLedger(
-        num_rows=len(samples),
-        num_truncated=int(counts["truncated"].sum()),
-        num_excluded=len(samples) - len(kept),
-        num_samples=len(kept),
-        num_tokens=int(counts["num_tokens"][kept].sum()),
-        num_loss_tokens=int(counts["num_loss_tokens"].sum()),
-        num_stop_trained=int(counts["stop_trained"][kept].sum()),
-    )
-    if not len(kept):
-        empty, total = int(counts["empty"].sum()), len(samples)
-        wanted = "answers that are not empty" if empty * 2 > total else f"answers that fit into --max_len {max_len}"
-        found = f"no sample is left: {empty} answers are empty, {total - empty} are cut off ({ledger.summary()})"
+    kept = column_of(samples, "num_loss_tokens") > 0
+
+    def total(name: str, where: np.ndarray | bool = True) -> int:  # one column at a time: there may be a billion rows
+        return int(column_of(samples, name).sum(dtype=np.int64, where=where))
+
+    ledger = DataLedger(num_rows=len(samples), num_samples=int(kept.sum()), num_excluded=int((~kept).sum()))
+    ledger.num_truncated, ledger.num_loss_tokens = total("truncated"), total("num_loss_tokens")
+    ledger.num_tokens, ledger.num_stop_trained = total("num_tokens", kept), total("stop_trained", kept)
+    if not kept.any():
+        empty, cut = total("empty"), len(samples) - total("empty")
+        wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
+        found = f"no sample is left: {empty} answers are empty, {cut} are cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
-    return (samples if len(kept) == len(samples) else samples.select(kept)), ledger
+    return (samples if kept.all() else samples.select(np.flatnonzero(kept))), ledger
 
 
 def _chat_column(columns: list[str]) -> str | None:
