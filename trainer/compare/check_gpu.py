@@ -120,7 +120,7 @@ class Machine:
         return self.run(name, [sys.executable, *launcher, str(free_port()), "-m", *words], until, **env)
 
     def rank_counts(self) -> list[int]:
-        return [self.num_ranks] if self.tiny else sorted({1, self.num_ranks})
+        return sorted({1, self.num_ranks})
 
     def demo(self) -> Path:
         from trainer.datasets.demo import make_demo
