@@ -153,16 +153,17 @@ def family(pid: int) -> set[int]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(kill: Callable, description: str) -> None:
+    """Call `kill(folder, count, generator)` with a new demo in `folder`. The flags are --count and --seed."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, generator = Path(name), random.Random(args.seed)
         make_demo(str(folder / "demo"))
-        kill_environments(folder, args.count, generator)
+        kill(folder, args.count, generator)
 
 
 if __name__ == "__main__":
-    main()
+    main(kill_environments, __doc__)

@@ -6,7 +6,6 @@ Two servers share the work. One of them is killed, and started again a moment la
 those of an undisturbed run, and no process of a server may be left.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -14,15 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
-from kill_environments import begun, named, run
+from kill_environments import begun, main, named, run
 from launch import ROOT, _environment, read_steps
 
-from trainer.datasets.demo import make_demo
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 
@@ -106,16 +103,5 @@ def kill_servers(folder: Path, count: int, generator: random.Random) -> None:
     print(f"reward servers: {count} kills while {len(rollouts)} rollouts were trained")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder, generator = Path(name), random.Random(args.seed)
-        make_demo(str(folder / "demo"))
-        kill_servers(folder, args.count, generator)
-
-
 if __name__ == "__main__":
-    main()
+    main(kill_servers, __doc__)
