@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -334,9 +333,3 @@ class Runner:
     def _entry(self, index: int, command: Command) -> dict:
         own = {"code": command.text, "name": command.where} if command.kind == "snippet" else {"line": command.argv}
         return {"id": index, "folder": str(self.folder(command)), "env": command.env, **own}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,7 +1,6 @@
 """`python -m trainer.cli.doctor`, run in sound and in broken environments. Nothing of them is made up by the test."""
 
 import contextlib
-import random
 import socket
 import subprocess
 import sys
@@ -10,15 +9,9 @@ from pathlib import Path
 import pytest
 from launch import ROOT, run_process
 
+from trainer.compare.launch import free_port
+
 DOCTOR = [sys.executable, "-m", "trainer.cli.doctor"]
-
-
-def free_port() -> int:
-    """Return a port below those that the kernel gives to clients, or another process could take it meanwhile."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", random.randrange(20000, 29000)))
-            return probe.getsockname()[1]
 
 
 def lines(output: str) -> dict[str, tuple[str, str]]:

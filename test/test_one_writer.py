@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from kill_test import children, start, wait_for
 from launch import ROOT, run_process
-from two_nodes import free_port
 
+from trainer.compare.launch import free_port
 from trainer.datasets.demo import make_demo
 
 GONE_WITHIN_SECONDS = 10

@@ -10,7 +10,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,8 @@ from pathlib import Path
 from kill_test import STEPS, children, command_line, wait_for
 from launch import ROOT, read_rows, read_steps
 
+from trainer.compare.launch import free_port
 from trainer.datasets.demo import make_demo
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def start_node(number: int, port: int, line: list[str], folder: Path) -> subprocess.Popen:

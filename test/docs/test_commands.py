@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import NEEDS, OPERATORS, Block, launched, read_blocks, read_commands, statements
-from doc_runs import Runner, free_port, make_base, make_page_folder, overlap, resources, shorten
+from doc_runs import Runner, make_base, make_page_folder, overlap, resources, shorten
 from launch import ROOT
 
 from trainer.arguments import SFTArguments, parse_arguments
+from trainer.compare.launch import free_port
 from trainer.kd_arguments import KDArguments
 from trainer.online_arguments import OnlineDPOArguments
 from trainer.ppo_arguments import PPOArguments

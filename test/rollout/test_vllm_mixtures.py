@@ -16,10 +16,11 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see test/run_vllm_tests.sh", allow_module_level=True)
 
 from rollout.test_vllm_engine import MAX_LEN, PROMPTS, assert_same, shaken, stored
-from rollout.test_vllm_server import free_port, serving
+from rollout.test_vllm_server import serving
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.compare.launch import free_port
 from trainer.compare.zoo_models import tiny_config
 from trainer.datasets.demo import make_demo
 from trainer.errors import UserError

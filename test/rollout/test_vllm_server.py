@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ pytest.importorskip("vllm")
 
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 
+from trainer.compare.launch import free_port
 from trainer.datasets.demo import make_demo
 from trainer.rollout.rollouts_file import read_rollouts
 
@@ -53,12 +53,6 @@ def reward_func(prompts, responses, labels):
     return score(prompts, responses, labels)
 """
 )
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def command_of(folder, port: int, model: str = "demo/model") -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -100,9 +101,15 @@ def _outputs(folder: Path) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a free port below those that the kernel gives to clients, or another process could take it meanwhile.
+
+    The system's random numbers keep two forks of one process from the same choice.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20000, 32000)
+            probe.bind(("", port))
+            return port
 
 
 def run_jobs(jobs: list[Job], cwd: Path, num_parallel: int, timeout: float) -> Iterator[tuple[Job, Outcome]]:

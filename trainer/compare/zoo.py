@@ -134,7 +134,11 @@ def run_zoo(models: list[str], names: list[str], work_dir: Path, timeout: float,
 def row_line(name: str, row: dict) -> str:
     if row["problem"]:
         return f"{name}: {row['problem']}"
-    verdicts = [f"{key} {cell['verdict']}" for key, cell in row["cells"].items() if cell["verdict"] != "pass"]
+    verdicts = [
+        f"{key} {cell['verdict']}" + (f" ({cell['note']})" if is_bad(cell) else "")
+        for key, cell in row["cells"].items()
+        if cell["verdict"] != "pass"
+    ]
     passed = sum(cell["verdict"] == "pass" for cell in row["cells"].values())
     return f"{name} ({row['seconds']:.0f} s): {passed} pass" + "".join(f", {verdict}" for verdict in verdicts)
 
