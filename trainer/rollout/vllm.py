@@ -5,7 +5,7 @@ compared bit by bit with the tensors that came. Models are in fp32 or bf16, on C
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.rollout.checksum import Checksum, slice_sum
 from trainer.rollout.sampling import Completion, Sampling
 from trainer.rollout.vllm_experts import check_experts, experts_part, pack_experts
+from trainer.rollout.vllm_images import ImagePrompts, image_options
 
 CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPU
 MIN_CPU_HEAD_DIM = 32
@@ -41,10 +42,11 @@ class VLLMEngine:
         tp_size: int = 1,
         gpu_memory_utilization: float = 0.5,
         trust_remote_code: bool = False,
+        images_of: Callable[[Sequence], dict] | None = None,
     ):
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
-        This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
+        Prompts with images need `images_of`: from the images of a prompt, it makes the processor's tensors. This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
         """
         if quantization(folder):  # vLLM would keep the weights quantized, and training does not
             raise UserError("--rollout_engine", f"vllm with quantized weights in {folder}", "hf")
@@ -60,6 +62,8 @@ class VLLMEngine:
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
             keep_plain_weights()
             communicate_by_gloo()
+        if images_of:
+            options |= image_options(folder, trust_remote_code)
         # vLLM seeds torch's generators, which training draws from, and it tries its model while it starts
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             self._llm = _start(
@@ -81,6 +85,7 @@ class VLLMEngine:
         if device.type == "cpu":
             self._llm.apply_model(use_plain_embeddings)
             self._llm.apply_model(check_experts)
+        self._image_prompts = ImagePrompts(self._llm, images_of) if images_of else None
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Load (name, full tensor) pairs into the engine, one at a time. Returns (checksum, bytes) of the full tensors.
@@ -118,8 +123,9 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
+        images: Sequence[tuple] = (),
     ) -> list[Completion]:
-        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds` and `limits`."""
+        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds`, `limits` and `images`."""
         if not prompts:
             return []
         # the cache is of older weights; also, a resumed run starts with an empty cache and must give the same results
@@ -131,8 +137,20 @@ class VLLMEngine:
         for one, limit in zip(params, limits):
             one.max_tokens = limit
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
-            outputs = self._llm.generate(asked, params, use_tqdm=False)
+            outputs = self._outputs(asked, params, images)
         return [_completion(output.outputs[0], sampling.truncates) for output in outputs]
+
+    def _outputs(self, asked: list[dict], params: list, images: Sequence[tuple]) -> list:
+        if not images:
+            return self._llm.generate(asked, params, use_tqdm=False)
+        from vllm import RequestOutput
+
+        self._llm.llm_engine.reset_encoder_cache()  # it is of an older tower
+        make = self._image_prompts.engine_input
+        inputs = [make(prompt["prompt_token_ids"], own) for prompt, own in zip(asked, images, strict=True)]
+        for one, its_params in zip(inputs, params, strict=True):
+            self._llm._add_request(one, its_params)
+        return self._llm._run_engine(RequestOutput, use_tqdm=False)
 
 
 def _start(**options):
@@ -238,12 +256,13 @@ def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torc
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_bytes
         for name, tensor in tensors:
-            if name not in parts:
+            place = place_of(model, parts, name)
+            if place not in parts:
                 raise UserError("--rollout_engine", f"vllm, which keeps {name} in a form that cannot be checked", "hf")
             value = tensor.to(dtype) if tensor.is_floating_point() else tensor
             num_bytes += value.nbytes
             full.add(name, value)
-            came.add(name, parts[name].cut(value))
+            came.add(place, parts[place].cut(value))
             yield name, value
 
     model.load_weights(watched())
@@ -277,6 +296,12 @@ def load_slices(model, tensors: Iterable[tuple[str, torch.Tensor]], engine: VLLM
         raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
     pack_experts(model)
     return sums, num_bytes
+
+
+def place_of(model, parts: dict, name: str) -> str:
+    """The name in `parts` of a tensor. vLLM nests the parts of a model of images in its own way."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return name if name in parts or mapper is None else mapper.map_name(name) or name
 
 
 def checksum_of_slices(sums: dict[str, int], ranks_per_engine: int, device: torch.device) -> str:
