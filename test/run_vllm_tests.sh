@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_vllm_env.sh
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-python -m pytest test/rollout/test_vllm_engine.py test/rollout/test_vllm_server.py test/rollout/test_vllm_mixtures.py --durations=10 "$@"
+python -m pytest test/rollout/test_vllm_engine.py test/rollout/test_vllm_server.py test/rollout/test_vllm_mixtures.py \
+    test/rollout/test_vllm_images.py --durations=10 "$@"

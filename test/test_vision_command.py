@@ -47,7 +47,8 @@ def test_flags_of_the_tower_are_refused_without_images(flags):
 
 
 REFUSED_BY_PPO = {
-    "--rollout_engine vllm": "--rollout_engine: with rows that have images",
+    "--rollout_engine vllm_server": "--rollout_engine: with rows that have images",
+    "--rollout_engine vllm --tensor_parallel_size 2": "--engine_tensor_parallel_size: with rows that have images",
     "--advantage_estimator gae": "--advantage_estimator: with rows that have images",
     "--reward_pretrain rm": "--reward_pretrain: with rows that have images",
     "--ref_model other": "--ref_model: with rows that have images",

@@ -114,6 +114,10 @@ class ImageRun:
         )
         return {name: value.to(input_ids.device) for name, value in found.items()}
 
+    def tensors_of_prompt(self, sources: tuple) -> dict:
+        """The processor's tensors of the images of one prompt."""
+        return self.collate.tensors_of([list(map(self._decode, sources))])
+
 
 def prompts_with_images(prompts, rows, columns: list[str]):
     """Prompts of `tokenizer_of_answers` with the `columns` of their rows that rewards take."""
@@ -125,8 +129,11 @@ def prompts_with_images(prompts, rows, columns: list[str]):
 
 def refuse_ppo_flags(args) -> None:
     """Raise UserError for flags of train_ppo that do not work with images."""
+    from trainer.cli.ppo_flags import engine_tp_size
+
     refused = [
-        ("--rollout_engine", args.rollout_engine != "hf", "hf"),
+        ("--rollout_engine", args.rollout_engine == "vllm_server", "hf, vllm"),
+        ("--engine_tensor_parallel_size", args.rollout_engine == "vllm" and engine_tp_size(args) > 1, "1"),
         ("--advantage_estimator", args.advantage_estimator == "gae", "one without a critic, such as group_norm"),
         ("--reward_pretrain", bool(args.reward_pretrain), "--reward_func or --remote_rm_url"),
         ("--ref_model", bool(args.ref_model), "leave it out: the reference is --pretrain"),

@@ -167,7 +167,7 @@ def _engine(args: PPOArguments, setup: training_command.Setup, image_run=None):
         "trust_remote_code": args.trust_remote_code,
     }
     if args.rollout_engine == "vllm":
-        return _vllm_engine(args, setup, options)
+        return _vllm_engine(args, setup, options, image_run)
     if args.rollout_engine == "vllm_server":
         from trainer.distributed.collectives import wait_for_all
         from trainer.rollout.vllm_server import VLLMServerEngine
@@ -231,7 +231,7 @@ def _environments(args: PPOArguments, setup: training_command.Setup):
     return Environments(make, call, where, setup.tokenizer, args.env_max_turns, args.prompt_max_len)
 
 
-def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dict):
+def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dict, image_run=None):
     import torch
 
     share, num_ranks = args.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -251,6 +251,8 @@ def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dic
 
     if share is not None:
         options["gpu_memory_utilization"] = share
+    if image_run:
+        options |= {"images_of": image_run.tensors_of_prompt, "processor": image_run.collate.processor}
     max_len = args.prompt_max_len + args.generate_max_len
     return VLLMEngine(setup.folder, **options, max_len=max_len, tp_size=engine_tp_size(args))
 

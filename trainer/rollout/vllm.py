@@ -43,13 +43,16 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5,
         trust_remote_code: bool = False,
         images_of: Callable[[Sequence], dict] | None = None,
+        processor=None,
     ):
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
-        Prompts with images need `images_of`: from the images of a prompt, it makes the processor's tensors. This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
+        Prompts with images need the `processor` of training, and `images_of`. From the images of a prompt, it makes the
+        processor's tensors. This is collective over the world: vLLM makes its process groups. Raises UserError if vLLM refuses the model.
         """
         if quantization(folder):  # vLLM would keep the weights quantized, and training does not
             raise UserError("--rollout_engine", f"vllm with quantized weights in {folder}", "hf")
+        for_images = image_options(folder, trust_remote_code, processor) if images_of else {}
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self.slices: Slices | None = None  # what each rank needs, once a first update has proven it
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
@@ -62,8 +65,6 @@ class VLLMEngine:
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
             keep_plain_weights()
             communicate_by_gloo()
-        if images_of:
-            options |= image_options(folder, trust_remote_code)
         # vLLM seeds torch's generators, which training draws from, and it tries its model while it starts
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             self._llm = _start(
@@ -79,6 +80,7 @@ class VLLMEngine:
                 trust_remote_code=trust_remote_code,
                 seed=0,
                 **options,
+                **for_images,
             )
         # otherwise, at exit or when collected, it would destroy the process group, which training uses too
         self._llm.llm_engine.engine_core._finalizer.detach()

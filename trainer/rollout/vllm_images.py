@@ -3,8 +3,11 @@
 So vLLM processes no image and expands no token: the ids that it reads are those that training reads.
 """
 
+import copy
 import hashlib
+import importlib
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,18 +19,49 @@ from trainer.errors import UserError
 KINDS = ("qwen3_vl",)
 
 
-def image_options(folder: str, trust_remote_code: bool) -> dict:
-    """What vLLM needs besides to run the model of `folder` with images. Raises UserError for a kind that is not tested."""
+def image_options(folder: str, trust_remote_code: bool, processor) -> dict:
+    """What vLLM needs besides to run the model of `folder` with images. `processor` is that of training.
+
+    Raises UserError for a kind that is not tested.
+    """
     kind = read_config(folder, trust_remote_code).model_type
     if kind not in KINDS:
         found = f"vllm with images and a {kind}, which is not compared with the hf engine yet"
         raise UserError("--rollout_engine", found, f"hf, or a model of kind {', '.join(KINDS)}")
+    import_without_torchvision()
+    use_processor(processor)
     return {
         "hf_overrides": as_transformers_rotates,
         "limit_mm_per_prompt": {"image": 1, "video": 0},  # what vLLM tries while it starts; it is no limit of prompts
         "mm_processor_cache_gb": 0,  # there is nothing to process
         "mm_encoder_tp_mode": "data",  # each rank holds the whole tower, as in training
     }
+
+
+def use_processor(processor) -> None:
+    """Make vLLM, in this process, ask this processor about images, such as for the largest one. Its own would load parts for
+    videos, and these need torchvision."""
+    from vllm.multimodal.processing.context import InputProcessingContext
+
+    own = copy.copy(processor)
+    own.video_processor = own.video_processor or own.image_processor  # it only tells names of options: no video comes
+    InputProcessingContext.get_hf_processor = lambda self, *args, **options: own
+
+
+def import_without_torchvision() -> None:
+    """Import vLLM's Qwen3-VL if torchvision is missing. It needs one function of a module that imports torchvision, and
+    PIL's module has the function too."""
+    if importlib.util.find_spec("torchvision"):
+        return
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    path = "transformers.models.qwen2_vl.image_processing"
+    sys.modules[f"{path}_qwen2_vl"] = importlib.import_module(f"{path}_pil_qwen2_vl")
+    try:
+        model_class = importlib.import_module("vllm.model_executor.models.qwen3_vl").Qwen3VLForConditionalGeneration
+        ModelRegistry.register_model(model_class.__name__, model_class)
+    finally:
+        del sys.modules[f"{path}_qwen2_vl"]
 
 
 def as_transformers_rotates(config):
