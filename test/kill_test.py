@@ -1,10 +1,11 @@
 """SIGKILL at random moments, during saves too, of one rank or of everything; then the same command again.
 
-    python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save] [--vision]
+    python test/kill_test.py --backend fsdp2|deepspeed [--count 25] [--seed 0] [--zero_stage N] [--async_save] [--hf] [--vision]
 
 Runs of 60 steps on 2 ranks are killed `count` times in all and started again blindly, until each has ended. Every second
 kill hits torchrun and all ranks, the others one rank. Every joined loss curve must be bitwise that of the undisturbed run,
-and after the death of one rank all must be gone within 30 s.
+and after the death of one rank all must be gone within 30 s. With --hf, each checkpoint has a Hugging Face folder, whose
+files both ranks write. Those that are left at the end must be byte for byte those of the undisturbed run.
 """
 
 import argparse
@@ -20,11 +21,13 @@ from pathlib import Path
 
 from launch import ROOT, read_rows, read_steps, torchrun
 
+from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.demo import make_demo
 from trainer.datasets.vision_demo import make_vision_demo
 
 STEPS, SAVE_STEPS, RANKS = 60, 3, 2
 GONE_WITHIN_SECONDS = 30
+HF = "--save_hf_ckpt"
 VISION = {"--freeze_vision", "false"}  # "-" sorts before "f"
 ROW_BYTES = 400  # of one step in metrics.jsonl, about
 
@@ -33,7 +36,8 @@ def command_line(folder: Path, name: str, flags: list[str]) -> list[str]:
     demo = folder / "demo"
     data = ["--dataset", f"{demo}/train.jsonl"] if set(flags) >= VISION else ["--dataset", f"{demo}/sft.jsonl"]
     data += [] if set(flags) >= VISION else ["--apply_chat_template"]
-    line = ["-m", "trainer.cli.train_sft", "--pretrain", f"{demo}/model", *data]
+    program = [str(ROOT / "test/small_shards.py")] if HF in flags else ["-m", "trainer.cli.train_sft"]
+    line = [*program, "--pretrain", f"{demo}/model", *data]
     line += ["--max_len", "128", "--max_samples", "200", "--max_steps", str(STEPS)]
     line += ["--train_batch_size", "8", "--micro_train_batch_size", "4", "--learning_rate", "2e-3", "--no_save"]
     line += ["--save_steps", str(SAVE_STEPS), "--max_ckpt_num", "2", "--output_dir", str(folder / name)]
@@ -133,6 +137,20 @@ def assert_same_curve(folder: Path, name: str) -> None:
     assert not stray, stray
 
 
+def assert_same_hf_folders(folder: Path, name: str) -> None:
+    """Both checkpoints that are left have whole files, and the Hugging Face folders of the undisturbed run."""
+    kept = sorted((folder / "undisturbed/checkpoints").glob("step_*"))
+    assert [path.name for path in kept] == [
+        path.name for path in sorted((folder / name / "checkpoints").glob("step_*"))
+    ]
+    for expected in kept:
+        found = folder / name / "checkpoints" / expected.name
+        assert store.find_damage(str(found)) is None
+        files = {path.name: path.read_bytes() for path in (expected / "hf").iterdir()}
+        assert files == {path.name: path.read_bytes() for path in (found / "hf").iterdir()}
+        assert sum(file.endswith(".safetensors") for file in files) > 2 * RANKS, files.keys()
+
+
 def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
     generator = random.Random(seed)
     (make_vision_demo if set(flags) >= VISION else make_demo)(str(folder / "demo"))
@@ -143,6 +161,8 @@ def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
         number += 1
         done = disturbed_run(generator, folder, f"run-{number}", flags, done, count)
         assert_same_curve(folder, f"run-{number}")
+        if HF in flags:
+            assert_same_hf_folders(folder, f"run-{number}")
         resumed = sum(row.get("event") == "resume" for row in read_rows(folder / f"run-{number}"))
         print(f"run {number}: bitwise the undisturbed curve, {resumed} resumes, {done} of {count} kills", flush=True)
 
@@ -152,12 +172,13 @@ def main() -> None:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--zero_stage")
     parser.add_argument("--async_save", action="store_true")
+    parser.add_argument("--hf", action="store_true", help="with Hugging Face folders that several ranks write")
     parser.add_argument("--vision", action="store_true", help="rows with images, and a tower that trains")
     parser.add_argument("--count", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     flags = ["--backend", args.backend, *(["--zero_stage", args.zero_stage] if args.zero_stage else [])]
-    flags += sorted(VISION) * args.vision
+    flags += sorted(VISION) * args.vision + [HF] * args.hf
     with tempfile.TemporaryDirectory() as folder:
         kill_test(Path(folder), flags + ["--async_save"] * args.async_save, args.count, args.seed)
 

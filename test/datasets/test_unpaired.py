@@ -62,7 +62,8 @@ def test_pairs_taken_apart_have_the_tokens_of_the_pairs(tokenizer):
 def sample(number: int) -> dict:
     """Prompt [number], answer [10 + number] * (1 + number)."""
     ids = [number] + [10 + number] * (1 + number)
-    facts = {"label": number % 2, "row": number, "num_tokens": len(ids), "num_loss_tokens": 1, "digest": str(number)}
+    facts = {"label": number % 2, "row": number, "num_tokens": len(ids), "num_loss_tokens": 1}
+    facts["digest"] = f"{number:016x}"
     return {"input_ids": ids, "loss_mask": [0] + [1] * (1 + number), "start": 1, **facts}
 
 

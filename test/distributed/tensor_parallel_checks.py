@@ -64,7 +64,7 @@ def make_samples(vocab_size: int, num_samples: int = 7) -> Samples:
     for number in range(num_samples):
         length = 5 + 4 * number
         ids = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
-        counts = {"num_tokens": length, "num_loss_tokens": length - 2, "digest": str(number)}
+        counts = {"num_tokens": length, "num_loss_tokens": length - 2, "digest": f"{number:016x}"}
         samples.append({"input_ids": ids, "loss_mask": [0, 0, *[1] * (length - 2)], **counts})
     return samples
 

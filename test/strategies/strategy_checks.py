@@ -53,7 +53,7 @@ def make_samples(num_samples: int = 9) -> Samples:
                 "loss_mask": mask,
                 "num_tokens": length,
                 "num_loss_tokens": length - 2,
-                "digest": str(number),
+                "digest": f"{number:016x}",
             }
         )
     return samples

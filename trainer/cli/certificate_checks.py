@@ -4,7 +4,6 @@ A check returns the differences as texts; none means that all is as certified. I
 example because the data is not on this machine.
 """
 
-import hashlib
 import json
 import os
 from typing import Any
@@ -107,15 +106,15 @@ def check_data(content: dict, replaced: str | None) -> list[str] | None:
 def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> list[str]:
     """The batches, computed again from the data, the seed and the sizes. Each must have the hash and the targets that
     its row has."""
-    from trainer.datasets.global_batches import column_of
+    from trainer.datasets.global_batches import column_of, hash_digests
 
     digests, targets = column_of(samples, "digest"), column_of(samples, "num_loss_tokens")
-    whole = hashlib.blake2b(digests.view("uint8"), digest_size=8).hexdigest()
-    differences = [] if whole == content["data"]["data"] else ["the tokens of the data are not those of the run"]
+    is_same = hash_digests(digests) == content["data"]["data"]
+    differences = [] if is_same else ["the tokens of the data are not those of the run"]
     hashes = []
     for row in rows:
         ids = batch(row["step"])
-        hashes.append(hashlib.blake2b(digests[ids].tobytes(), digest_size=8).hexdigest())
+        hashes.append(hash_digests(digests[ids]))
         if hashes[-1] != row["batch_hash"]:
             differences.append(f"step {row['step']}: the data, seed and sizes give another batch")
         elif int(targets[ids].sum()) != row["tokens"]:

@@ -5,6 +5,7 @@ communication, and all layouts agree about every batch.
 """
 
 import hashlib
+from binascii import unhexlify
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,25 +38,34 @@ def epoch_order(num_samples: int, seed: int, epoch: int | str, shuffle: bool) ->
         return np.arange(num_samples, dtype=np.int32)
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randperm(num_samples, generator=generator).numpy().astype(np.int32)
+    return torch.randperm(num_samples, generator=generator, dtype=torch.int32).numpy()
 
 
 def column_of(dataset, name: str) -> np.ndarray:
-    """A column of a Dataset as an array: numbers as int32, digests (all of one length) as bytes.
+    """A column of a Dataset, or of rows of the caller's own, as an array: numbers as int32, hex digests as bytes.
 
-    Arrow converts whole chunks. One Python object per row would take 30 microseconds and 100 bytes on every rank.
+    Arrow converts whole chunks, and one at a time is in memory. An object per row would take 30 us and 100 bytes.
     """
-    if not hasattr(dataset, "data"):  # rows of the caller's own
-        return np.asarray(dataset[name], dtype=np.bytes_ if name == "digest" else np.int32)
-    chunks = dataset.data.column(name).chunks
-    if name == "digest":
-        lists = (pa.ListArray.from_arrays([0, len(chunk)], chunk) for chunk in chunks)
-        joined = b"".join(pc.binary_join(chunk, "")[0].as_buffer() for chunk in lists)
-        values = np.frombuffer(joined, dtype=f"S{len(chunks[0][0].as_py())}")
+    kind = pa.string() if name == "digest" else pa.int64()
+    chunks = dataset.data.column(name).chunks if hasattr(dataset, "data") else [pa.array(dataset[name], kind)]
+    if name == "digest":  # all of one length
+        joined = bytearray()
+        for chunk in chunks:
+            joined += unhexlify(pc.binary_join(pa.ListArray.from_arrays([0, len(chunk)], chunk), "")[0].as_buffer())
+        values = np.frombuffer(joined, dtype=f"V{len(joined) // (sum(map(len, chunks)) or 1) or 1}")
     else:
-        values = np.concatenate([chunk.to_numpy(zero_copy_only=False).astype(np.int32) for chunk in chunks])
-    rows = dataset._indices  # the rows that are left after `select`
+        arrays = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]  # of numbers: views of the file
+        values = np.concatenate(arrays, dtype=np.int32, casting="unsafe")
+    rows = getattr(dataset, "_indices", None)  # the rows that are left after `select`
     return values if rows is None else values[rows.column(0).to_numpy()]
+
+
+def hash_digests(digests: np.ndarray) -> str:
+    """The hash of digests as one hex text. At most 2**20 of them are text at a time."""
+    found = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(digests), 1 << 20):
+        found.update(digests[start : start + (1 << 20)].tobytes().hex().encode())
+    return found.hexdigest()
 
 
 def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
@@ -110,7 +120,7 @@ class GlobalBatchLoader:
         self.micro_batch_size = micro_batch_size
         self._cut_sizes = {"max_tokens": max_tokens, "packed_capacity": packed_capacity}
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
-        self._digests = column_of(dataset, "digest")
+        self._digests, self._data_hash = column_of(dataset, "digest"), ""
         self.epoch, self.next_index = 0, 0
         self.num_workers = 1  # threads, each of which makes a batch ahead
 
@@ -120,8 +130,9 @@ class GlobalBatchLoader:
 
     def fingerprint(self) -> dict:
         """The facts that must not change: only with them does a saved position mean the same samples."""
-        data = hashlib.blake2b(self._digests.view(np.uint8), digest_size=8).hexdigest()
-        return {"train_batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle, "data": data}
+        self._data_hash = self._data_hash or hash_digests(self._digests)
+        facts = {"train_batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
+        return {**facts, "data": self._data_hash}
 
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "next_index": self.next_index}
@@ -165,14 +176,13 @@ class GlobalBatchLoader:
     def global_batch(self, sample_ids: list[int], index: int) -> GlobalBatch:
         [mine] = self.plan(sample_ids, [self.dp_rank])
         previous = dict(zip(sample_ids, sample_ids[-1:] + sample_ids[:-1]))
-        digest = hashlib.blake2b(self._digests[sample_ids].tobytes(), digest_size=8).hexdigest()
         return GlobalBatch(
             epoch=self.epoch,
             index=index,
             sample_ids=sample_ids,
             num_tokens=int(self._num_tokens[sample_ids].sum(dtype=np.int64)),
             num_targets=int(self._num_targets[sample_ids].sum(dtype=np.int64)),
-            batch_hash=digest,
+            batch_hash=hash_digests(self._digests[sample_ids]),
             micro_batches=[self.collate(self._samples(ids, previous)) for ids in mine],
         )
 
@@ -201,18 +211,12 @@ def to_device(batch: dict, device: torch.device) -> dict:
 
 
 def setup_dataloader(
-    strategy,
-    dataset,
-    collate: Callable[[list[dict]], dict],
-    *,
-    batch_size: int,
-    micro_batch_size: int,
-    max_tokens: Optional[int] = None,
-    packed_capacity: Optional[int] = None,
-    shuffle: bool = True,
-    with_previous: bool = False,
+    strategy, dataset, collate: Callable[[list[dict]], dict], *, shuffle: bool = True, **options
 ) -> GlobalBatchLoader:
-    """Make the loader of this rank. Each sequence is split over sp. Both strategies have this function as a method."""
+    """Make the loader of this rank. Each sequence is split over sp. Both strategies have this function as a method.
+
+    `options` are those of GlobalBatchLoader that the strategy does not decide: sizes, and `with_previous`.
+    """
 
     def prepared(samples: list[dict]) -> dict:
         batch = collate(samples)
@@ -225,14 +229,10 @@ def setup_dataloader(
     return GlobalBatchLoader(
         dataset,
         prepared,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        max_tokens=max_tokens,
-        packed_capacity=packed_capacity,
         seed=strategy.seed,
         shuffle=shuffle,
         dp_rank=strategy.meshes.dp.get_local_rank(),
         dp_size=strategy.sizes.dp,
-        with_previous=with_previous,
         place=lambda batch: to_device(batch, strategy.device),
+        **options,
     )
