@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch import LAUNCHER, ROOT, _environment, read_steps
@@ -153,16 +153,18 @@ def family(pid: int) -> set[int]:
     return found
 
 
-def main(kill: Callable, description: str) -> None:
-    """Call `kill(folder, count, generator)` with a new demo in `folder`. The flags are --count and --seed."""
+def main(kill: Callable, description: str, more: Sequence[str] = ()) -> None:
+    """Call `kill(folder, count, generator, *more)` with a new demo in `folder`. The flags are --count, --seed and `more`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    for flag in more:
+        parser.add_argument(f"--{flag}", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, generator = Path(name), random.Random(args.seed)
         make_demo(str(folder / "demo"))
-        kill(folder, args.count, generator)
+        kill(folder, args.count, generator, *(vars(args)[flag] for flag in more))
 
 
 if __name__ == "__main__":

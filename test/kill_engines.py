@@ -1,0 +1,214 @@
+"""SIGKILL of vLLM rollout servers at random moments, while train_ppo goes on with 2 ranks. Runs in the environment of vLLM.
+
+    .venv-vllm/bin/python test/kill_engines.py [--count 5] [--seed 0] [--max_staleness K]
+
+Of one of two servers, all processes are killed, or the first one; a moment later it is started again.
+
+In lock step, the run must go on. Every token must be drawn from the weights of its rollout. With --max_staleness, the run must
+end with a checkpoint and one line, and the same command goes on. Both ways, every prompt must be trained once in its order, a
+replay of the run's samples must be the run to the bit, and no process may be left.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+from kill_environments import begun, children, command_line, family, main, named, run
+from kill_servers import Server
+from kill_test import start
+from launch import read_rows, read_steps, torchrun
+
+from trainer.rollout.rollouts_file import read_rollouts
+
+REWARD = """
+import time
+
+def reward_func(prompts, responses, labels):
+    time.sleep(0.5)  # the cores are for a server that starts
+    return [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
+"""
+PARTS = ["all", "server"]  # not its engine alone: one vLLM server had not ended by itself 30 s after that
+GONE_WITHIN = 30  # seconds
+SAME = "loss grad_norm reward batch_hash tokens_seen"
+
+
+class Engine(Server):
+    """A server that remembers every process that it ever had."""
+
+    def __init__(self, folder: Path):
+        self.processes: set[tuple[int, str]] = set()
+        serve = ["trainer.cli.serve_engine", "--pretrain", f"{folder}/demo/model", "--param_dtype", "fp32"]
+        super().__init__(folder, [*serve, "--max_len", "128", "--batch_size", "16"])
+
+    def look(self) -> list[int]:
+        """Its processes now, the first one first."""
+        first = self._process.pid
+        found = [first, *sorted(family(first) - {first})]
+        self.processes |= {(pid, begun_at) for pid in found if (begun_at := started(pid))}
+        return found
+
+    def kill_part(self, part: str) -> int:
+        """Kill its first process, or all; returns how many processes there were."""
+        found = self.look()
+        for pid in {"all": found, "server": found[:1]}[part]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(timeout=GONE_WITHIN)
+        return len(found)
+
+    def left(self) -> list[int]:
+        return [pid for pid, begun_at in self.processes if started(pid) == begun_at]
+
+
+def started(pid: int) -> str:
+    """When a process was started, since numbers are used again; empty if it is gone or only waits to be reaped."""
+    with contextlib.suppress(OSError):
+        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return facts[18] if state != "Z" else ""
+    return ""
+
+
+def title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return ""
+
+
+def none_left(servers: list[Engine]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN
+    while (left := [pid for server in servers for pid in server.left()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"processes are left: {[(pid, title(pid)) for pid in left]}"
+
+
+def wait_for_all(servers: list[Engine]) -> None:
+    while not all(server.answers() for server in servers):
+        time.sleep(0.5)
+    for server in servers:
+        server.look()
+
+
+def kill_in_lock_step(
+    folder: Path, count: int, generator: random.Random, servers: list[Engine], more: list[str]
+) -> None:
+    """One run, which must not end."""
+    state = {"kills": 0, "next": 0.0, "dead": None, "back": 0.0}
+
+    def meanwhile() -> bool:
+        now = time.monotonic()
+        if state["dead"] and now >= state["back"]:
+            state["dead"].start()
+            state["dead"] = None
+        if not begun(folder, "killed") or state["dead"] or now < state["next"]:
+            return False
+        if not state["next"] and not all(server.answers() for server in servers):
+            time.sleep(0.5)
+            return False
+        if not state["next"]:  # both work: wait a random time
+            state["next"] = now + generator.uniform(0, 6)
+            return False
+        if state["kills"] == count:
+            return True
+        state.update(dead=generator.choice(servers), kills=state["kills"] + 1, next=0.0)
+        tell_kill(state["dead"], generator, servers, len(read_rows(folder / "killed")))
+        state["back"] = time.monotonic() + generator.uniform(0, 2)
+        return False
+
+    output = run(folder, "killed", 9999, more, meanwhile)
+    lost, back = output.count("rollout server lost"), len(re.findall("rollout server .* is back", output))
+    assert back > 0 and count <= lost, (lost, back)
+    for row in read_steps(folder / "killed"):  # older weights would give other log-probs: a step changes them by more
+        assert row["rollout_logprob_diff_max"] < 1e-4, row
+    print(f"each lost server was used again: {back} times it is back on a rank", flush=True)
+
+
+def kill_ahead(folder: Path, count: int, generator: random.Random, servers: list[Engine], more: list[str]) -> None:
+    """Runs that must each end with a checkpoint and one line, and go on with the same command."""
+    for kills in range(count + 1):
+        wait_for_all(servers)
+        log, rows = folder / f"killed-{kills}.log", len(read_rows(folder / "killed")) if kills else 0
+        line = [*command_line(folder, "killed", 9999, [*more, "--load_checkpoint"])]
+        process, at = start(line, log), 0.0
+        while process.poll() is None and (not at or time.monotonic() < at):
+            if not at and (folder / "killed/metrics.jsonl").exists():
+                steps = [row for row in read_rows(folder / "killed")[rows:] if "loss" in row]
+                at = time.monotonic() + generator.uniform(0, 4) if steps else 0.0
+            time.sleep(0.005)
+        assert process.poll() is None, log.read_text()[-5000:]
+        if kills == count:
+            for rank in children(process.pid):
+                os.kill(rank, signal.SIGTERM)
+            process.wait(timeout=120)
+            assert "stopped by SIGTERM after step" in log.read_text(), log.read_text()[-5000:]
+            break
+        victim = generator.choice(servers)
+        tell_kill(victim, generator, servers, len(read_rows(folder / "killed")))
+        code, output = process.wait(timeout=120), log.read_text()
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert code and len(errors) == 1 and errors[0].startswith("error: --engine_urls: "), output[-5000:]
+        assert "Traceback" not in output, output[-5000:]
+        print(errors[0], flush=True)
+        victim.start()
+
+
+def tell_kill(victim: Engine, generator: random.Random, servers: list[Engine], rows: int) -> None:
+    part = generator.choice(PARTS)
+    started_at, processes = time.monotonic(), victim.kill_part(part)
+    none_left([victim])
+    seconds = time.monotonic() - started_at
+    print(
+        f"row {rows}: server {servers.index(victim)}, {part}: {processes} processes gone in {seconds:.1f} s", flush=True
+    )
+
+
+def check_each_trained_once(folder: Path, bound: int, more: list[str]) -> None:
+    """By the log of (sample, version), and by a replay of it."""
+    rollouts, steps = read_rollouts(f"{folder}/killed/rollouts.jsonl"), read_steps(folder / "killed")
+    assert [row["step"] for row in steps] == [*range(1, len(steps) + 1)] and len(steps) == len(rollouts)
+    order = []
+    for number, samples in enumerate(rollouts):
+        assert [sample.number for sample in samples] == [*range(16)], number
+        assert all(0 <= number - (number if s.version is None else s.version) <= bound for s in samples), number
+        order += [sample.row for sample in samples[::2]]
+    passes = [order[at : at + 64] for at in range(0, len(order), 64)]
+    assert all(len(set(one)) == len(one) for one in passes), "a prompt came twice in one pass over the prompts"
+    frozen = [*more, "--rollouts_from", f"{folder}/killed/rollouts.jsonl"]
+    for flag in ("--reward_func", "--rollout_engine", "--engine_urls", "--max_staleness"):
+        if flag in frozen:
+            at = frozen.index(flag)
+            del frozen[at : at + 2]
+    code, output = torchrun(2, *command_line(folder, "replay", len(steps), frozen), timeout=1200)
+    assert code == 0, output[-5000:]
+    replayed = read_steps(folder / "replay")
+    assert len(replayed) == len(steps)
+    for row, other in zip(steps, replayed):
+        assert all(row[key] == other[key] for key in SAME.split()), (row, other)
+    print(f"{len(rollouts)} rollouts of 16 samples, each trained once; the replay is the run to the bit", flush=True)
+
+
+def kill_engines(folder: Path, count: int, generator: random.Random, bound: int) -> None:
+    (folder / "reward.py").write_text(REWARD)
+    servers = [Engine(folder) for _ in range(2)]
+    more = ["--label_key", "label", "--reward_func", f"{folder}/reward.py", "--generate_max_len", "24"]
+    more += ["--rollout_engine", "vllm_server", "--engine_urls", ",".join(server.url for server in servers)]
+    more += ["--max_staleness", str(bound), "--tis_cap", "2"] * bool(bound)
+    try:
+        wait_for_all(servers)
+        (kill_ahead if bound else kill_in_lock_step)(folder, count, generator, servers, more)
+    finally:
+        for server in servers:
+            server.look()
+            with contextlib.suppress(ProcessLookupError):
+                server.kill()
+    none_left(servers)
+    assert not named(str(folder / "killed")), "a process of the run is left"
+    check_each_trained_once(folder, bound, more)
+    print(f"rollout servers: {count} kills, no process left")
+
+
+if __name__ == "__main__":
+    main(kill_engines, __doc__, ["max_staleness"])
