@@ -8,7 +8,8 @@ import vision_models
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trainer.cli import train_ppo, train_sft
-from trainer.cli.image_runs import ImageRun, refuse_ppo_flags
+from trainer.cli.image_runs import ImageRun
+from trainer.cli.ppo_flags import refuse_with_images
 from trainer.datasets import vision_demo
 from trainer.errors import UserError
 from trainer.models.vision_tower import check_tower
@@ -62,7 +63,7 @@ def test_flags_of_train_ppo_that_do_not_work_with_images_are_refused(flags):
     estimator = [] if "estimator" in flags else ["--advantage_estimator", "group_norm"]
     args, _ = train_ppo.parse(["--pretrain", "m", "--dataset", "d", *estimator, *flags.split()])
     with pytest.raises(UserError) as found:
-        refuse_ppo_flags(args)
+        refuse_with_images(args)
     assert str(found.value).startswith(REFUSED_BY_PPO[flags])
 
 

@@ -127,25 +127,6 @@ def prompts_with_images(prompts, rows, columns: list[str]):
     return ImagePrompts(with_columns(prompts.samples, rows, columns), prompts.rows, prompts.processor)
 
 
-def refuse_ppo_flags(args) -> None:
-    """Raise UserError for flags of train_ppo that do not work with images."""
-    from trainer.cli.ppo_flags import engine_tp_size
-
-    refused = [
-        ("--rollout_engine", args.rollout_engine == "vllm_server", "hf, vllm"),
-        ("--engine_tensor_parallel_size", args.rollout_engine == "vllm" and engine_tp_size(args) > 1, "1"),
-        ("--advantage_estimator", args.advantage_estimator == "gae", "one without a critic, such as group_norm"),
-        ("--reward_pretrain", bool(args.reward_pretrain), "--reward_func or --remote_rm_url"),
-        ("--ref_model", bool(args.ref_model), "leave it out: the reference is --pretrain"),
-        ("--env", bool(args.env), "leave it out"),
-        ("--max_staleness", bool(args.max_staleness), "0"),
-        ("--routing_replay", args.routing_replay, "leave it out"),
-    ]
-    for flag, used, allowed in refused:
-        if used:
-            raise UserError(flag, "with rows that have images", allowed)
-
-
 def _refuse_flags(args, any_images: bool) -> None:
     if not any_images:
         flag = next(name for name, usual in vars(VisionArguments()).items() if vars(args)[name] != usual)

@@ -286,6 +286,23 @@ def _validate_critic(args: PPOArguments) -> None:
             raise UserError(flag, f"with --advantage_estimator {args.advantage_estimator}", "gae")
 
 
+def refuse_with_images(args: PPOArguments) -> None:
+    """Raise UserError for flags of train_ppo that do not work with images."""
+    refused = [
+        ("--rollout_engine", args.rollout_engine == "vllm_server", "hf, vllm"),
+        ("--engine_tensor_parallel_size", args.rollout_engine == "vllm" and engine_tp_size(args) > 1, "1"),
+        ("--advantage_estimator", args.advantage_estimator == "gae", "one without a critic, such as group_norm"),
+        ("--reward_pretrain", bool(args.reward_pretrain), "--reward_func or --remote_rm_url"),
+        ("--ref_model", bool(args.ref_model), "leave it out: the reference is --pretrain"),
+        ("--env", bool(args.env), "leave it out"),
+        ("--max_staleness", bool(args.max_staleness), "0"),
+        ("--routing_replay", args.routing_replay, "leave it out"),
+    ]
+    for flag, used, allowed in refused:
+        if used:
+            raise UserError(flag, "with rows that have images", allowed)
+
+
 def sampling_of(args: PPOArguments, stop_ids: tuple[int, ...] = ()):
     from trainer.rollout.sampling import Sampling
 

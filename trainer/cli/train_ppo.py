@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 from trainer.cli import training_command
 from trainer.cli.entry import quiet_libraries, run_command
-from trainer.cli.image_runs import prompts_with_images, refuse_ppo_flags, tokenizer_of_answers
-from trainer.cli.ppo_flags import demo_defaults, ppo_options, validate
+from trainer.cli.image_runs import prompts_with_images, tokenizer_of_answers
+from trainer.cli.ppo_flags import demo_defaults, ppo_options, refuse_with_images, validate
 from trainer.cli.presets import told, with_preset, with_teacher
 from trainer.errors import UserError
 from trainer.ppo_arguments import PPOArguments
@@ -124,7 +124,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     if image_run:
         if method:
             raise UserError("--online", "with rows that have images", "leave it out")
-        refuse_ppo_flags(args)
+        refuse_with_images(args)
     more_stops = image_run.image_tokens() if image_run else ()
     frozen = build.frozen_rollouts(args)
     sizes = {"batch_size": args.rollout_batch_size, "seed": args.seed, "curriculum": args.curriculum}
