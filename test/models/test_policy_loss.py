@@ -33,7 +33,7 @@ def test_ppo_clip(rows, low, high):
     for value, was_clipped, (r, a) in zip(loss.tolist(), clipped.tolist(), rows):
         assert value == pytest.approx(ppo_by_cases(math.exp(r), a, low, high), rel=1e-9, abs=1e-12)
         outside = math.exp(r) > 1 + high if a > 0 else math.exp(r) < 1 - low
-        assert was_clipped == (outside and abs(a) > 1e-300) or abs(a) < 1e-300
+        assert was_clipped == (outside and abs(a) > 1e-300) or abs(a) <= 1e-300
 
 
 @settings(max_examples=60, deadline=None)
