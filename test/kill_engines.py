@@ -17,8 +17,8 @@ import signal
 import time
 from pathlib import Path
 
-from kill_environments import begun, children, command_line, family, main, named, run
-from kill_servers import Server
+from kill_environments import children, command_line, family, main, named, run
+from kill_servers import Server, random_kills
 from kill_test import start
 from launch import read_rows, read_steps, torchrun
 
@@ -96,29 +96,11 @@ def kill_in_lock_step(
     folder: Path, count: int, generator: random.Random, servers: list[Engine], more: list[str]
 ) -> None:
     """One run, which must not end."""
-    state = {"kills": 0, "next": 0.0, "dead": None, "back": 0.0}
 
-    def meanwhile() -> bool:
-        now = time.monotonic()
-        if state["dead"] and now >= state["back"]:
-            state["dead"].start()
-            state["dead"] = None
-        if not begun(folder, "killed") or state["dead"] or now < state["next"]:
-            return False
-        if not state["next"] and not all(server.answers() for server in servers):
-            time.sleep(0.5)
-            return False
-        if not state["next"]:  # both work: wait a random time
-            state["next"] = now + generator.uniform(0, 6)
-            return False
-        if state["kills"] == count:
-            return True
-        state.update(dead=generator.choice(servers), kills=state["kills"] + 1, next=0.0)
-        tell_kill(state["dead"], generator, servers, len(read_rows(folder / "killed")))
-        state["back"] = time.monotonic() + generator.uniform(0, 2)
-        return False
+    def kill(victim: Engine) -> None:
+        tell_kill(victim, generator, servers, len(read_rows(folder / "killed")))
 
-    output = run(folder, "killed", 9999, more, meanwhile)
+    output = run(folder, "killed", 9999, more, random_kills(folder, count, generator, servers, 6, kill))
     lost, back = output.count("rollout server lost"), len(re.findall("rollout server .* is back", output))
     assert back > 0 and count <= lost, (lost, back)
     for row in read_steps(folder / "killed"):  # older weights would give other log-probs: a step changes them by more

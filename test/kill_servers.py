@@ -10,16 +10,17 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 from kill_environments import begun, main, named, run
 from launch import ROOT, _environment, read_steps
 
+from trainer.compare.launch import free_port
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 
@@ -28,9 +29,7 @@ class Server:
     """A server that is started again after each kill."""
 
     def __init__(self, folder: Path, command: list[str]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url, self._log = f"http://127.0.0.1:{self.port}", folder / f"server-{self.port}.log"
         self.command = [sys.executable, "-m", *command, "--port", str(self.port)]
         self.start()
@@ -53,14 +52,16 @@ class Server:
         self._process.wait()
 
 
-def kill_servers(folder: Path, count: int, generator: random.Random) -> None:
-    make_initial_reward_model(f"{folder}/demo/model", f"{folder}/scorer", 0, False)
-    command = ["trainer.cli.serve_rm", "--reward_pretrain", f"{folder}/scorer", "--param_dtype", "fp32"]
-    servers = [Server(folder, command) for _ in range(2)]
-    while not all(server.answers() for server in servers):
-        time.sleep(0.5)
-    urls, more = ",".join(server.url for server in servers), ["--label_key", "label", "--generate_max_len", "24"]
-    more += ["--remote_rm_url", urls, "--learning_rate", "1e-5"]
+def random_kills(
+    folder: Path,
+    count: int,
+    generator: random.Random,
+    servers: list[Server],
+    longest_wait: float,
+    kill: Callable[[Server], None],
+) -> Callable[[], bool]:
+    """A `meanwhile` of `run`: `kill` is called of one server up to `longest_wait` seconds after all answer, `count` times. Each
+    is started again within 2 s. True once all answer after the last kill, and a wait."""
     state = {"kills": 0, "next": 0.0, "dead": None, "back": 0.0}
 
     def meanwhile() -> bool:
@@ -70,18 +71,31 @@ def kill_servers(folder: Path, count: int, generator: random.Random) -> None:
             state["dead"] = None
         if not begun(folder, "killed") or state["dead"] or now < state["next"]:
             return False
-        if not all(server.answers() for server in servers):
+        if not state["next"]:
+            if all(server.answers() for server in servers):
+                state["next"] = now + generator.uniform(0, longest_wait)
+            else:
+                time.sleep(0.5)
             return False
         if state["kills"] == count:
             return True
-        if not state["next"]:  # both work: wait a random time
-            state["next"] = now + generator.uniform(0, 2)
-            return False
         state.update(dead=generator.choice(servers), kills=state["kills"] + 1, next=0.0)
-        state["dead"].kill()
-        state["back"] = now + generator.uniform(0, 2)
+        kill(state["dead"])
+        state["back"] = time.monotonic() + generator.uniform(0, 2)
         return False
 
+    return meanwhile
+
+
+def kill_servers(folder: Path, count: int, generator: random.Random) -> None:
+    make_initial_reward_model(f"{folder}/demo/model", f"{folder}/scorer", 0, False)
+    command = ["trainer.cli.serve_rm", "--reward_pretrain", f"{folder}/scorer", "--param_dtype", "fp32"]
+    servers = [Server(folder, command) for _ in range(2)]
+    while not all(server.answers() for server in servers):
+        time.sleep(0.5)
+    urls, more = ",".join(server.url for server in servers), ["--label_key", "label", "--generate_max_len", "24"]
+    more += ["--remote_rm_url", urls, "--learning_rate", "1e-5"]
+    meanwhile = random_kills(folder, count, generator, servers, 2, Server.kill)
     try:
         run(folder, "killed", 9999, more, meanwhile)
         rollouts, steps = read_rollouts(f"{folder}/killed/rollouts.jsonl"), read_steps(folder / "killed")
