@@ -93,17 +93,20 @@ def _manifest_bytes(files: dict[str, dict], written_at: float) -> bytes:
     return (json.dumps({**content, "blake2b": own}, sort_keys=True) + "\n").encode()
 
 
+def flush_and_hash(folder: str, names: list[str]) -> dict[str, dict]:
+    """The entries of files that others wrote, once they are on the disk. Raises OSError."""
+    for name in names:
+        with open(os.path.join(folder, name), "rb") as file:
+            os.fsync(file.fileno())
+    return {name: hash_file(os.path.join(folder, name)) for name in names}
+
+
 def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     """Write the manifest of a finished `temporary` folder and give it its final name.
 
     `known` holds the entries of files that were flushed and hashed when written. The rest is flushed and hashed here.
     """
-    files = dict(known)
-    for name in files_below(temporary):
-        if name not in files:
-            files[name] = hash_file(os.path.join(temporary, name))
-            with open(os.path.join(temporary, name), "rb") as file:
-                os.fsync(file.fileno())
+    files = known | flush_and_hash(temporary, [name for name in files_below(temporary) if name not in known])
     write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(files, time.time()))
     for parent, _, _ in os.walk(temporary):
         flush_folder(parent)

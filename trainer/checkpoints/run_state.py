@@ -204,7 +204,7 @@ def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
     reader = ShardReader(temporary)  # the index names only shards, while other ranks write full tensors
     shards = full_shards(reader, rank, world_size)
     full = _complete(lambda: write_shards(shards, temporary, f"full-{rank:05d}"), temporary)
-    rest = {name: entry for name, entry in entries.items() if not name.endswith(".safetensors")}
+    rest = {name: entry for name, entry in entries.items() if not name.startswith("pieces-")}
     if rank == 0:
         for name in entries.keys() - rest.keys():
             os.remove(os.path.join(temporary, name))
@@ -243,6 +243,8 @@ def save(
         entries, pieces = write_shards(shards, temporary, f"pieces-{rank:05d}")
         name = f"random-{rank:05d}.json"
         entries[name] = store.write_json(os.path.join(temporary, name), randoms)
+        exported = [name for name in store.files_below(temporary) if os.path.dirname(name) == HF_FOLDER]
+        entries |= store.flush_and_hash(temporary, exported[rank :: dist.get_world_size()])
         if rank == 0:
             entries[STATE] = store.write_json(os.path.join(temporary, STATE), state)
         return entries, pieces

@@ -348,8 +348,9 @@ class DeepspeedStrategy:
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
         from trainer.checkpoints.model_writer import save_pretrained
+        from trainer.strategies.zero_weights import weights_to_save
 
-        tensors, module = self.iter_full_params(model), model_folder.unwrapped(model)
+        tensors, module = weights_to_save(self, model, self._tp_group), model_folder.unwrapped(model)
         save_pretrained(tensors, module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
         collectives.wait_for_all()
 
@@ -373,11 +374,12 @@ class DeepspeedStrategy:
         from trainer.checkpoints import run_state
         from trainer.checkpoints.model_writer import save_pretrained
         from trainer.strategies.zero_masters import loss_scale_of
+        from trainer.strategies.zero_weights import weights_to_save
 
         model = roles[run_state.MAIN][0]
 
         def export(target: str) -> None:
-            tensors = self.iter_full_params(model) if form.hf_weights else None
+            tensors = weights_to_save(self, model, self._tp_group) if form.hf_weights else None
             save_pretrained(tensors, model.module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
         own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}

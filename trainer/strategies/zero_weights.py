@@ -1,7 +1,7 @@
-"""The weights that DeepSpeed's model computes with, whole and for a rollout engine: its masters, rounded, from all ranks.
+"""DeepSpeed's weights in the dtype that a rollout engine or a model folder wants: cast first, then sent and joined.
 
 ZeRO 0 to 2 have the rounded weights on every rank of dp x sp, so only tp ranks send anything. Under ZeRO 3, each rank has
-a stretch of every weight. Only the matrices of an adapter are read from their masters, because merging needs fp32.
+a stretch of every weight.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,14 @@ from trainer.checkpoints import model_folder
 from trainer.checkpoints.adapter_tensors import merge_adapter, merging_dtype
 from trainer.distributed.bucketed_gather import Cut, Piece, gathered
 from trainer.strategies import autotp
-from trainer.strategies.zero_masters import full
+from trainer.strategies.zero_masters import full, stage_3_part
 
 
 def merged_weights(module, dtype: torch.dtype, zero_stage: int, tp_group) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor in `dtype`) of the plain model that an adapter makes (all-gathers over dp x sp and over tp)."""
+    """(name, full tensor in `dtype`) of the plain model that an adapter makes (all-gathers over dp x sp and over tp).
+
+    Only the matrices of an adapter are read from their masters, because merging needs fp32.
+    """
     parameters = dict(module.named_parameters())
 
     def piece(name: str, tensor: torch.Tensor) -> Piece:
@@ -26,15 +29,44 @@ def merged_weights(module, dtype: torch.dtype, zero_stage: int, tp_group) -> Ite
         if ".lora_" in name:
             part = full(tensor)
         elif zero_stage == 3 and hasattr(tensor, "ds_id"):
-            part, count = tensor.ds_tensor.detach().flatten(), tensor.ds_process_group.size()
-            most = tensor.ds_tensor.ds_numel  # the last stretches are padded, or empty
-            sizes = tuple(max(0, min(most, tensor.ds_numel - most * rank)) for rank in range(count))
-            part = part.to(module.device)[: sizes[tensor.ds_process_group.rank()]]
-            cuts.append(Cut(0, sizes, tensor.ds_process_group, tuple(tensor.ds_shape)))
-        partition = autotp.partition_of(tensor)
-        if partition is not None:
-            cuts.append(Cut(partition[0], tuple(partition[1]), tp_group))
-        return Piece(name, part, wanted, cuts)
+            cuts.append(_stretches(tensor))
+            part = tensor.ds_tensor.detach().flatten().to(module.device)[: cuts[0].sizes[cuts[0].group.rank()]]
+        return Piece(name, part, wanted, cuts + _cut_by_tp(tensor, tp_group))
 
     pieces = (piece(name, tensor) for name, tensor in model_folder.all_tensors(module).items())
     return merge_adapter(gathered(pieces), module, dtype)
+
+
+def weights_to_save(strategy, engine, tp_group) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `iter_full_params`. Under ZeRO 3 without an adapter, ranks cast to the compute dtype before they send.
+
+    The masters count, not the weights that the model computes with: an average may be in their place.
+    """
+    if strategy.zero_stage < 3 or model_folder.has_adapter(model_folder.unwrapped(engine)):
+        yield from strategy.iter_full_params(engine)
+        return
+    parameters = dict(engine.module.named_parameters())
+    for name, tensor in model_folder.stored_tensors(engine.module).items():
+        tensor, cuts = parameters.get(name, tensor), []
+        part, dtype = tensor.detach(), strategy.param_dtype if tensor.is_floating_point() else tensor.dtype
+        if hasattr(tensor, "ds_id"):
+            cuts.append(_stretches(tensor))
+            size = cuts[0].sizes[cuts[0].group.rank()]
+            part = tensor.ds_tensor.detach().flatten()[:size]
+            if tensor.requires_grad:
+                _, _, masters, where, size = stage_3_part(tensor, engine.optimizer)
+                part = masters.narrow(0, where, size)
+            part = part.to(engine.device)
+        yield from gathered([Piece(name, part, dtype, cuts + _cut_by_tp(tensor, tp_group))])
+
+
+def _stretches(parameter) -> Cut:
+    """The equal stretches of a flattened parameter under ZeRO 3. The last ones are padded, or empty."""
+    most, group = parameter.ds_tensor.ds_numel, parameter.ds_process_group
+    sizes = tuple(max(0, min(most, parameter.ds_numel - most * rank)) for rank in range(group.size()))
+    return Cut(0, sizes, group, tuple(parameter.ds_shape))
+
+
+def _cut_by_tp(parameter, tp_group) -> list[Cut]:
+    partition = autotp.partition_of(parameter)
+    return [] if partition is None else [Cut(partition[0], tuple(partition[1]), tp_group)]
