@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python test/kill_engines.py [--count 5] [--seed 0] [--max_staleness K]
 
-Of one of two servers, all processes are killed, or the first one; a moment later it is started again.
+Of one of two servers, all processes are killed, or the first one, or vLLM's engine; a moment later it is started again.
 
 In lock step, the run must go on. Every token must be drawn from the weights of its rollout. With --max_staleness, the run must
 end with a checkpoint and one line, and the same command goes on. Both ways, every prompt must be trained once in its order, a
@@ -31,7 +31,7 @@ def reward_func(prompts, responses, labels):
     time.sleep(0.5)  # the cores are for a server that starts
     return [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
 """
-PARTS = ["all", "server"]  # not its engine alone: one vLLM server had not ended by itself 30 s after that
+PARTS = ["all", "server", "engine"]
 GONE_WITHIN = 30  # seconds
 SAME = "loss grad_norm reward batch_hash tokens_seen"
 
@@ -52,9 +52,11 @@ class Engine(Server):
         return found
 
     def kill_part(self, part: str) -> int:
-        """Kill its first process, or all; returns how many processes there were."""
+        """Kill its first process, its engine, or all; returns how many processes there were."""
         found = self.look()
-        for pid in {"all": found, "server": found[:1]}[part]:
+        engine = [pid for pid in found if "EngineCore" in title(pid)]
+        assert engine, [title(pid) for pid in found]
+        for pid in {"all": found, "server": found[:1], "engine": engine}[part]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait(timeout=GONE_WITHIN)

@@ -4,8 +4,11 @@ python -m trainer.cli.serve_engine --pretrain MODEL --port 8001 --max_len 2048
 """
 
 import importlib.util
+import multiprocessing
 import os
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -15,6 +18,7 @@ from trainer.distributed.lifeline import end_with_parent
 from trainer.errors import UserError
 
 WORKER = "trainer.rollout.vllm_worker.WeightReceiver"
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass
@@ -46,7 +50,22 @@ def run(argv: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
     sys.argv = ["serve_engine", *server_flags(args)]
+    threading.Thread(target=end_with_engine, daemon=True).start()
     vllm_main()
+
+
+def end_with_engine() -> None:
+    """End this process with status 1 once a process that it has started is gone; the others then end with it.
+
+    vLLM's server would go on to listen, and notice a lost engine only when it is asked for tokens.
+    """
+    begun: set[int] = set()
+    while begun <= (running := {process.pid for process in multiprocessing.active_children()}):
+        begun |= running
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    print(f"error: serve_engine: its process {min(begun - running)} is gone, so the server ends", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def server_flags(args: EngineArguments) -> list[str]:
