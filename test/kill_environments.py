@@ -38,39 +38,11 @@ class Environment:
 
 
 def command_line(folder: Path, name: str, rollouts: int, more: list[str]) -> list[str]:
-    line = ["--backend", "fsdp2", "--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl"]
-    line += [
-        "--param_dtype",
-        "fp32",
-        "--no_save",
-        "--max_samples",
-        "64",
-        "--advantage_estimator",
-        "group_norm",
-        "--prompt_max_len",
-        "64",
-    ]
-    line += [
-        "--rollout_batch_size",
-        "8",
-        "--n_samples_per_prompt",
-        "2",
-        "--train_batch_size",
-        "16",
-        "--num_episodes",
-        "99",
-    ]
-    line += ["--micro_train_batch_size", "8", "--learning_rate", "1e-3", "--lr_scheduler", "constant"]
-    return [
-        "-m",
-        "trainer.cli.train_ppo",
-        *line,
-        "--max_steps",
-        str(rollouts),
-        "--output_dir",
-        str(folder / name),
-        *more,
-    ]
+    flags = f"--backend fsdp2 --pretrain {folder}/demo/model --dataset {folder}/demo/prompts.jsonl --param_dtype fp32 --no_save "
+    flags += "--max_samples 64 --advantage_estimator group_norm --prompt_max_len 64 --rollout_batch_size 8 "
+    flags += "--n_samples_per_prompt 2 --train_batch_size 16 --num_episodes 99 --micro_train_batch_size 8 --learning_rate 1e-3 "
+    flags += f"--lr_scheduler constant --max_steps {rollouts} --output_dir {folder / name}"
+    return ["-m", "trainer.cli.train_ppo", *flags.split(), *more]
 
 
 def run(folder: Path, name: str, rollouts: int, more: list[str], meanwhile: Callable[[], bool]) -> str:
