@@ -33,6 +33,7 @@ LORA = ["--lora_rank", "8", "--learning_rate", "2e-3"]
 ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS["ppo"], *LORA]}
 CUT = ["--top_p", "0.9", "--top_k", "50", "--min_p", "0.01", "--mask_truncated"]
 ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT]}
+ALGORITHMS |= {"grposhared": [*ALGORITHMS["grpo"], "--share_prompts"]}
 ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
 ALGORITHMS |= {"grporeplay": [*ALGORITHMS["grpo"], "--routing_replay"]}
 MIXTURES_OF = ("grpomoe", "grporeplay")
@@ -49,6 +50,8 @@ FULL = os.environ.get("PARITY") == "full"
 GRID = FULL_GRID if FULL else SAMPLE
 GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
 GRID += ["grpocut-fsdp2-tp2", "grpocut-z3-sp2", "ppocut-fsdp2-sp2", "ppocut-z1-dp2"]
+GRID += ["grposhared-fsdp2-tp2", "grposhared-z1-dp2", "grposhared-z3-tp2"]
+GRID += ["grposhared-fsdp2-dp2", "grposhared-fsdp2-dp2-tp2", "grposhared-z1-tp2", "grposhared-z3-dp2"] if FULL else []
 GRID += ["grpolora-z3-dp2", "grpocut-fsdp2-dp2", "grpocut-z1-tp2"] if FULL else []
 MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
 # on experts that were drawn at random, so that nothing is right by chance
@@ -124,7 +127,7 @@ def command_line(name: str, folder, data) -> list[str]:
         _, layout = LAYOUTS["-".join(parts[1:])]
         flags += [*BACKENDS[parts[0]], *layout, "--check_replicas_every", "2", "--reward_func", "math"]
         flags += ["--eval_dataset", f"{data}/gsm8k/test.jsonl", "--eval_steps", "100"]
-        flags += ["--packing_samples"] if parts[0] != "z1" else []
+        flags += ["--packing_samples"] if parts[0] != "z1" and algorithm != "grposhared" else []
         flags += ["--gradient_checkpointing"] if algorithm == "grporeplay" else []
     run = f"{folder}/{name}"
     return ["train_ppo", *flags, "--output_dir", run, "--save_path", f"{run}/model", "--parity_dump", f"{run}/parity"]

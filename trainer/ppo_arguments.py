@@ -80,6 +80,10 @@ class RolloutArguments:
     offload_actor_optimizer: bool = arg(
         False, "keep the optimizer states of the policy in host memory while responses are generated"
     )
+    share_prompts: bool = arg(
+        False,
+        "train the responses to one prompt in one row, so that it is computed once; for models with full attention",
+    )
     routing_replay: bool = arg(
         False, "mixture of experts: training sends each token to the experts that it had in the rollout"
     )

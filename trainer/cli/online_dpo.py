@@ -41,6 +41,7 @@ def validate(args: OnlineDPOArguments) -> None:
         "--aux_loss_coef": args.aux_loss_coef,
         "--max_staleness": args.max_staleness,
         "--routing_replay": args.routing_replay,
+        "--share_prompts": args.share_prompts,
         "--sample_pages": args.sample_pages,
     }
     for flag in (flag for flag, value in others.items() if value):

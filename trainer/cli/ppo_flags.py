@@ -43,6 +43,7 @@ def validate(args: PPOArguments) -> None:
     if args.curriculum != "none" and args.num_episodes == 1 and not args.max_steps:
         raise UserError("--curriculum", "with one pass over the prompts", "--num_episodes 2, or --max_steps")
     _validate_routing_replay(args)
+    _validate_shared_prompts(args)
     _validate_rewards(args)
     _validate_algorithm(args)
     _validate_critic(args)
@@ -194,6 +195,24 @@ def _validate_routing_replay(args: PPOArguments) -> None:
         raise UserError("--routing_replay", f"with {other}", "one of them")
 
 
+def _validate_shared_prompts(args: PPOArguments) -> None:
+    others = {
+        "--n_samples_per_prompt 1": args.n_samples_per_prompt == 1,
+        "--packing_samples": args.packing_samples,
+        "--max_tokens_per_micro_batch": args.max_tokens_per_micro_batch,
+        "--ring_attn_size": args.ring_attn_size > 1,
+        "--sequence_parallel": args.sequence_parallel,
+        f"--attn_implementation {args.attn_implementation}": args.attn_implementation not in ("auto", "sdpa"),
+        "--advantage_estimator gae": args.advantage_estimator
+        == "gae",  # critics and reward models read rows of one answer
+        "--reward_pretrain": args.reward_pretrain,
+        "--routing_replay": args.routing_replay,
+        "--aux_loss_coef": args.aux_loss_coef,  # tokens of a prompt count once for each answer
+    }
+    for other in (flag for flag, value in others.items() if value and args.share_prompts):
+        raise UserError("--share_prompts", f"with {other}", "one of them")
+
+
 def _validate_rewards(args: PPOArguments) -> None:
     from trainer.rollout.rewards import needs_labels
 
@@ -297,6 +316,7 @@ def refuse_with_images(args: PPOArguments) -> None:
         ("--env", bool(args.env), "leave it out"),
         ("--max_staleness", bool(args.max_staleness), "0"),
         ("--routing_replay", args.routing_replay, "leave it out"),
+        ("--share_prompts", args.share_prompts, "leave it out"),
     ]
     for flag, used, allowed in refused:
         if used:

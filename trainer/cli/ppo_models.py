@@ -75,6 +75,7 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run
 
     It communicates (all-to-all over the world). `image_run`: prompts have images.
     """
+    from trainer.datasets import shared_prompts
     from trainer.rollout.experience import SampleSet, collate_samples
     from trainer.rollout.placement import move, trained_by
 
@@ -87,6 +88,8 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run
         )
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
         options["collate"] = image_run and image_run.rows_of_rollout
+        if args.share_prompts:
+            options["collate"] = shared_prompts.collate_shared
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
             as_set(samples),
@@ -99,6 +102,8 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run
         )
         loader.num_workers = args.image_workers if image_run else 1
         loader.load_state_dict({"epoch": episode, "next_index": 0})
+        if args.share_prompts:
+            loader.sizes_to_plan = shared_prompts.sizes_to_plan(samples)
         samples = move(samples, trained_by(setup.strategy.meshes, loader))
         loader.dataset = as_set(samples)
         return list(loader), samples
@@ -118,12 +123,15 @@ def build_roles(
     """Load and shard all models one after the other, so that only one model is ever whole."""
     from transformers import AutoModelForCausalLM
 
+    from trainer.datasets import shared_prompts
     from trainer.training.ema import WeightAverage
     from trainer.training.ppo_state import Roles
 
     auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
     model = training_command.load_model(args, setup, setup.folder, auto_class)
     _check_length(args, model.config)
+    if args.share_prompts:
+        shared_prompts.refuse_model(model)
     if image_run:
         image_run.use(model)
     if args.lora_rank:
@@ -260,6 +268,7 @@ def _vllm_engine(args: PPOArguments, setup: training_command.Setup, options: dic
 def _reference(args: PPOArguments, setup: training_command.Setup, image_run=None):
     from transformers import AutoModelForCausalLM
 
+    from trainer.datasets import shared_prompts
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
@@ -273,6 +282,8 @@ def _reference(args: PPOArguments, setup: training_command.Setup, image_run=None
         )
     auto_class = image_run.auto_class if image_run else AutoModelForCausalLM
     reference = training_command.load_model(args, setup, folder, auto_class, flag, trained=False)
+    if args.share_prompts:
+        shared_prompts.refuse_model(reference)
     if image_run:
         image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.offload_ref)

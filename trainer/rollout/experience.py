@@ -6,6 +6,7 @@ sample. Plain code computes advantages from it. `collect` and `spread` convert b
 """
 
 import base64
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -182,7 +183,7 @@ def collate_samples(
 ) -> dict[str, torch.Tensor]:
     """A micro-batch of samples, padded or packed. Labels are the generated tokens. `collate`: as in `collate_sequences`.
 
-    It adds to the result of `trainer.datasets.packing`, per token (rows, tokens):
+    It adds to the result of `trainer.datasets.packing` or `shared_prompts`, per token (rows, tokens):
     - sequence_ids: the number of the token's sample in the micro-batch
     - is_token: 1 for a token of a sample, 0 for padding
     - response_index: the position of the label in the flat vector
@@ -196,23 +197,24 @@ def collate_samples(
     """
     collate = collate or (collate_packed if packed else collate_padded)
     batch = collate(samples, pad_token_id=pad_token_id)
+    starts = [0, *itertools.accumulate(len(sample["input_ids"]) for sample in samples)]
+    places = [(0, starts[number], 0) if packed else (number, 0, 0) for number in range(len(samples))]
+    places = batch.pop("places", places)
     names = ("sequence_ids", "is_token", "response_index", "is_last")
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in names}
     weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
-    start, scoring_pad = 0, pad_token_id if scoring_pad is None else scoring_pad
-    for number, sample in enumerate(samples):
-        row, first = (0, start) if packed else (number, 0)
+    scoring_pad = pad_token_id if scoring_pad is None else scoring_pad
+    for number, (sample, (row, first, skipped)) in enumerate(zip(samples, places)):
         length, response = len(sample["input_ids"]), sample["response_length"]
-        start += length
-        extra["sequence_ids"][row, first : first + length] = number
-        extra["is_token"][row, first : first + length] = 1
+        extra["sequence_ids"][row, first + skipped : first + length] = number
+        extra["is_token"][row, first + skipped : first + length] = 1
         extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
         # labels are shifted: the token at t predicts the token at t + 1
         predicting = first + torch.tensor(sample["loss_mask"]).nonzero().squeeze(1) - 1
         extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
         weights[row, predicting] = sample["loss_weight"]
     if samples and samples[0].get("experts") is not None:
-        extra["experts"] = _experts(samples, batch["input_ids"].shape, packed)
+        extra["experts"] = _experts(samples, batch["input_ids"].shape, places)
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
     numbers = torch.tensor([sample["number"] for sample in samples], dtype=torch.int64)
     has_loss = torch.tensor([sample["loss_weight"] > 0 for sample in samples], dtype=torch.bool)
@@ -220,13 +222,11 @@ def collate_samples(
     return {**batch, **extra, "loss_weights": weights, **of_samples}
 
 
-def _experts(samples: list[dict], shape: torch.Size, packed: bool) -> torch.Tensor:
+def _experts(samples: list[dict], shape: torch.Size, places: list[tuple]) -> torch.Tensor:
     """The experts of samples, where their tokens are in a micro-batch of (rows, tokens). See `collate_samples`."""
-    experts, start = torch.zeros(*shape, *samples[0]["experts"].shape[1:], dtype=torch.int16), 0
-    for number, sample in enumerate(samples):
-        row, first = (0, start) if packed else (number, 0)
+    experts = torch.zeros(*shape, *samples[0]["experts"].shape[1:], dtype=torch.int16)
+    for sample, (row, first, _) in zip(samples, places):
         experts[row, first : first + len(sample["experts"])] = sample["experts"] + 1
-        start += len(sample["input_ids"])
     return experts
 
 
@@ -256,6 +256,7 @@ class SampleSet:
                 for place in sample.generated():
                     loss_mask[len(sample.prompt_ids) + place] = 1
                 row |= {"input_ids": input_ids, "loss_mask": loss_mask, "number": number, "offset": offset}
+                row["prompt_length"] = len(sample.prompt_ids)
                 row |= {"response_length": size.generated, "loss_weight": weight * has_loss, "experts": sample.experts}
                 offset += size.generated
             self._rows.append(row)

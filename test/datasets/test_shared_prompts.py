@@ -1,0 +1,93 @@
+"""--share_prompts: rows of answers to one prompt, and what models of several kinds compute from them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from trainer.datasets.global_batches import balanced_rows
+from trainer.datasets.packing import IGNORE, collate_padded, model_inputs
+from trainer.datasets.shared_prompts import collate_shared, refuse_model, sizes_to_plan
+from trainer.errors import UserError
+
+
+def sample(prompt: list[int], answer: list[int], without_loss: tuple = ()) -> dict:
+    mask = [0] * len(prompt) + [int(place not in without_loss) for place in range(len(answer))]
+    return {"input_ids": prompt + answer, "loss_mask": mask, "prompt_length": len(prompt)}
+
+
+def test_rows_positions_labels_and_places():
+    batch = collate_shared([sample([5, 6, 7], [8, 9]), sample([4], [3]), sample([5, 6, 7], [2])], pad_token_id=0)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 7, 2], [4, 3, 0, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 0, 0, 0, 0, 0]]
+    none = IGNORE
+    assert batch["labels"].tolist() == [[none, none, 8, 9, none, 2, none], [3, none, none, none, none, none, none]]
+    assert batch["places"] == [(0, 0, 2), (1, 0, 0), (0, 3, 2)]  # token 2 of the last sample is the 6th of row 0
+    seen = batch["more_inputs"]["attention_mask"][0, 0].int().tolist()
+    assert seen[4] == [1, 1, 1, 1, 1, 0, 0] and seen[6] == [1, 1, 0, 0, 0, 1, 1]
+    assert batch["more_inputs"]["attention_mask"].any(-1).all(), "padding sees something"
+
+
+def test_no_sample_is_a_row_without_labels():
+    batch = collate_shared([], pad_token_id=0)
+    assert (batch["labels"] == IGNORE).all() and "attention_mask" not in model_inputs(batch)
+
+
+SAMPLES = [
+    sample([11, 12, 13, 14], [15, 16, 17]),
+    sample([11, 12, 13, 14], [18]),
+    sample([21], [22, 23]),
+    sample([11, 12, 13, 14], [15, 16, 19, 20], without_loss=(1, 2)),  # a turn of an environment in between
+    sample([21], [24, 25, 26]),
+    sample([11, 12, 13], [14, 15]),  # another prompt, of which the first one is a part
+]
+
+
+def loss_and_gradients(model, batch: dict) -> tuple[torch.Tensor, dict]:
+    """A loss in which every label has a weight of its own, and its gradients. Weights are fp64."""
+    labels = batch["labels"]
+    log_probs = model(**model_inputs(batch)).logits.log_softmax(-1)
+    picked = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != IGNORE]
+    names, order = labels[labels != IGNORE], batch["weights"][labels != IGNORE]
+    assert len(names) == 13
+    loss = (picked * order).sum()
+    return loss.detach(), dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+
+
+@pytest.mark.parametrize("kind", ["llama_bias", "qwen2", "qwen3", "olmo2"])
+def test_loss_and_gradients_are_those_of_rows_of_their_own(kind):
+    model = make_model(kind).double().eval()
+    refuse_model(model)
+    plain, shared = collate_padded(SAMPLES, 0), collate_shared(SAMPLES, 0)
+    places = shared.pop("places")
+    assert len(shared["input_ids"]) == 3
+    for batch in (plain, shared):
+        batch["weights"] = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for number, (one, (row, first, skipped)) in enumerate(zip(SAMPLES, places)):
+        for place in range(skipped, len(one["input_ids"])):
+            weight = 1 + 0.1 * number + 0.37 * place
+            plain["weights"][number, place] = shared["weights"][row, first + place] = weight
+    expected, gradients = loss_and_gradients(model, plain)
+    found, others = loss_and_gradients(model, shared)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-13)
+    for name, gradient in gradients.items():
+        # norms compute in fp32, so gradients that are sums over tokens differ by its rounding
+        assert (others[name] - gradient).abs().max() < 1e-6 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_layers_that_do_not_see_everything_are_refused(kind):
+    with pytest.raises(UserError, match=r"--share_prompts: the layers of .* cannot share a prompt"):
+        refuse_model(make_model(kind))
+
+
+def test_a_plan_keeps_the_samples_of_a_prompt_together():
+    lengths = [9, 3, 9, 5, 8, 9, 4, 4]  # of four prompts with two answers each
+    samples = [SimpleNamespace(row=n // 2, size=lambda n=n: SimpleNamespace(tokens=lengths[n])) for n in range(8)]
+    sizes = sizes_to_plan(samples)
+    assert sizes.tolist() == [9, 9, 9, 9, 9, 9, 4, 4]
+    falling = (-sizes).argsort(kind="stable").tolist()
+    for rank in range(2):
+        for places in balanced_rows(falling, rank, 2, 2):
+            assert len({samples[place].row for place in places}) == 1, places
