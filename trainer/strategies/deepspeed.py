@@ -117,12 +117,7 @@ class DeepspeedStrategy:
     # --- models
 
     def load_model(
-        self,
-        folder: str,
-        auto_class,
-        *,
-        attn_implementation: str = "sdpa",
-        trust_remote_code: bool = False,
+        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
         config = model_folder.read_config(folder, trust_remote_code)

@@ -90,12 +90,7 @@ class FSDP2Strategy:
     # --- models
 
     def load_model(
-        self,
-        folder: str,
-        auto_class,
-        *,
-        attn_implementation: str = "sdpa",
-        trust_remote_code: bool = False,
+        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
     ) -> torch.nn.Module:
         """The model of a Hugging Face folder on the meta device. `prepare` reads its weights."""
         config = model_folder.read_config(folder, trust_remote_code)

@@ -224,8 +224,9 @@ class StopRequest:
     def __exit__(self, _type, error, _traceback) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self.received and isinstance(error, RuntimeError):
-            # when one rank dies, torchrun ends the others with SIGTERM, and they cannot finish their step
+        quiet = (RuntimeError, UserError) if int(os.environ.get("RANK", 0)) else RuntimeError
+        if self.received and isinstance(error, quiet):
+            # when one rank dies, torchrun ends the others with SIGTERM; rank 0 tells an error that all ranks have
             name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
             raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
 
