@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.collectives import gather_objects
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
 from trainer.rollout.placement import share
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
@@ -79,11 +79,13 @@ class RolloutsAhead:
         self._thread.start()
         return self
 
-    def __exit__(self, *_error) -> None:
-        """Wait until the thread has ended the batch that it generates."""
+    def __exit__(self, _type, error, _traceback) -> None:
+        """Wait until the thread has ended the batch that it generates. After a signal, until those of all ranks have."""
         self._stopped = True
         self._asked.put(None)
         self._thread.join()
+        if isinstance(error, Interrupted):  # all ranks have it; torchrun ends rank 0 once another rank is gone
+            gather_objects(None)
 
     @contextlib.contextmanager
     def paused(self):
