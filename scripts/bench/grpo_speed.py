@@ -69,7 +69,6 @@ def command(name: str, demo: Path, steps: int, folder: Path) -> list[str]:
     flags += ["--generate_max_len", str(MAX_NEW), "--learning_rate", "2e-4", "--lr_scheduler", "constant"]
     flags += ["--output_dir", str(folder), "--overwrite", "--logging_steps", "1000"]
     flags += ["--compile"] if "compiled" in name else []
-    flags += ["--share_prompts"] if "shared" in name else []
     return [sys.executable, "-m", "trainer.cli.train_ppo", *flags]
 
 
@@ -118,12 +117,8 @@ def main() -> None:
         return
     parser = bench_parser(__doc__)
     args = parser.parse_args()
-    own = [
-        f"train_ppo {backend}{more}"
-        for backend in ("fsdp2", "deepspeed")
-        for more in ("", " compiled", " shared prompts")
-    ]
-    names = [*own[:3], "TRL GRPOTrainer", *own[3:]]
+    names = ["train_ppo fsdp2", "train_ppo fsdp2 compiled", "TRL GRPOTrainer", "train_ppo deepspeed"]
+    names += ["train_ppo deepspeed compiled"]
     with tempfile.TemporaryDirectory() as name:
         demo, folder = Path(name) / "demo", Path(name) / "run"
         make_demo = [sys.executable, "-m", "trainer.cli.make_demo", "--output_dir", str(demo)]

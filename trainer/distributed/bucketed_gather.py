@@ -112,14 +112,15 @@ def _gather(parts: list[tuple[torch.Tensor, Cut]], group: dist.ProcessGroup) -> 
     own = torch.cat([part.flatten().view(torch.uint8) for part in padded])
     rows = own.new_empty(group.size(), len(own))
     dist.all_gather_single(rows.flatten(), own, group=group)
+    del own
     columns = rows.split([part.nbytes for part in padded], 1)
     return [_joined(column, part, cut) for column, part, (_, cut) in zip(columns, padded, parts)]
 
 
 def _joined(rows: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
     """A whole tensor from the bytes of its padded parts, (ranks, bytes)."""
-    parts = [
-        row.clone().view(like.dtype).view(like.shape).narrow(cut.dim, 0, size) for row, size in zip(rows, cut.sizes)
-    ]
+    if any(row.storage_offset() % like.itemsize for row in rows):
+        rows = [row.clone() for row in rows]  # a view of another dtype must begin at a whole element
+    parts = [row.view(like.dtype).view(like.shape).narrow(cut.dim, 0, size) for row, size in zip(rows, cut.sizes)]
     whole = torch.cat(parts, cut.dim)
     return whole if cut.shape is None else whole.view(cut.shape)
