@@ -482,6 +482,7 @@ def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, 
 # --- one line
 
 WRONG = {
+    "--share_prompts": ["--share_prompts", "--packing_samples"],
     "--top_p": ["--top_p", "1.1"],
     "--n_samples_per_prompt": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
     "--reward_func": ["--reward_func", ""],
