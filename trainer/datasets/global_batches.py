@@ -121,7 +121,7 @@ class GlobalBatchLoader:
         self._cut_sizes = {"max_tokens": max_tokens, "packed_capacity": packed_capacity}
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
         self._digests, self._data_hash = column_of(dataset, "digest"), ""
-        self.sizes_to_plan = self._num_tokens  # others may take their place
+        self.sizes_to_plan: Optional[np.ndarray] = None  # in place of the numbers of tokens
         self.epoch, self.next_index = 0, 0
         self.num_workers = 1  # threads, each of which makes a batch ahead
 
@@ -159,7 +159,7 @@ class GlobalBatchLoader:
 
     def plan(self, sample_ids: list[int], ranks: Sequence[int]) -> list[list[list[int]]]:
         """Sample ids by micro-batch, for each of `ranks`. Ranks with fewer micro-batches get empty ones at the end."""
-        sizes = self.sizes_to_plan[sample_ids]
+        sizes = (self._num_tokens if self.sizes_to_plan is None else self.sizes_to_plan)[sample_ids]
         if not (self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]):
             falling = np.argsort(-sizes, kind="stable").tolist()
             plan = [balanced_rows(falling, rank, self.dp_size, self.micro_batch_size) for rank in ranks]

@@ -49,15 +49,13 @@ class ImageCollate:
         drawn = is_target & self._types(batch["input_ids"]).bool()
         batch["input_ids"] = batch["input_ids"].masked_fill(drawn, pad_token_id)
         types = self._types(batch["input_ids"])
-        batch["more_inputs"] = {**tensors, **dict.fromkeys(self._takes, types)}
+        batch["images"] = {**tensors, **dict.fromkeys(self._takes, types)}
         if self._split:
             of_image = batch["input_ids"] == self._image_token
             places = of_image.flatten().cumsum(0).view(of_image.shape) - 1
-            batch["more_inputs"]["image_places"] = places.where(of_image, -1)
+            batch["images"]["image_places"] = places.where(of_image, -1)
         if self._positions is not None:
-            batch["more_inputs"]["position_ids"] = self._grid_positions(
-                samples, batch, types, tensors["image_grid_thw"]
-            )
+            batch["images"]["position_ids"] = self._grid_positions(samples, batch, types, tensors["image_grid_thw"])
         return batch
 
     def prompt_arguments(self, input_ids: torch.Tensor, mask: torch.Tensor, nested: list[list]) -> dict:

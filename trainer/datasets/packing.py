@@ -65,4 +65,4 @@ def model_inputs(batch: dict) -> dict:
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
             max_length_q=batch["max_length"], max_length_k=batch["max_length"],
         )  # fmt: skip
-    return inputs | batch.get("more_inputs", {})
+    return inputs | batch.get("images", {}) | batch.get("more_inputs", {})

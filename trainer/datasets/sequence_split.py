@@ -43,7 +43,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
         split["max_length"] = max(batch["max_length"], padding)
     for name, tensor in split.items():
         if isinstance(tensor, dict):
-            part = functools.partial(_split_images, padding=padding) if name == "more_inputs" else split_micro_batch
+            part = functools.partial(_split_images, padding=padding) if name == "images" else split_micro_batch
             split[name] = part(tensor, sp_rank=sp_rank, sp_size=sp_size)
         elif isinstance(tensor, torch.Tensor) and tensor.shape[:2] == (rows, num_tokens):
             split[name] = zigzag_shard(_padded(name, tensor, padding), sp_rank, sp_size)
