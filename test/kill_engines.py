@@ -134,9 +134,8 @@ def kill_ahead(folder: Path, count: int, generator: random.Random, servers: list
         code, output = process.wait(timeout=120), log.read_text()
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         assert code and len(errors) == 1 and errors[0].startswith("error: --engine_urls: "), output[-5000:]
-        assert "/trainer/" not in "".join(re.findall('File ".*', output)), output[
-            -5000:
-        ]  # torchrun has a traceback of its own
+        files = "".join(re.findall('File ".*', output))  # of tracebacks; torchrun has one of its own
+        assert "/trainer/" not in files, output[-5000:]
         print(errors[0], flush=True)
         victim.start()
 
