@@ -39,7 +39,7 @@ class ModelArguments:
     activation_offload: bool = arg(
         False, "with --gradient_checkpointing on CUDA: keep each decoder layer's input in host memory"
     )
-    compile: bool = arg(False, "torch.compile each decoder layer: a slow first step, then faster ones")
+    compile: bool = arg(False, "torch.compile layers, and decoding by the hf engine: slow at first, then faster")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
     print_model: bool = arg(
         False, "print the layers and sizes of the model before training, and which flags it refuses"

@@ -1,9 +1,11 @@
 """The embedded engine with models that plain key-value caches do not fit: states of Mamba and linear attention, no sdpa.
 
-Tiny random ones: against plain forward passes without a cache, and through train_ppo on two ranks.
+Tiny random ones: against plain forward passes without a cache, and through train_ppo on two ranks. `PARITY=full` compiles
+their decoding, too (half an hour).
 """
 
 import json
+import os
 import shutil
 
 import pytest
@@ -64,6 +66,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 UNCACHED = {"nemotron_h", "falcon_h1-norm", "recurrent_gemma", "mamba2", "deepseek_v32"}
+CASES = [(kind, False) for kind in CONFIGS]
+if os.environ.get("PARITY") == "full":
+    CASES += [(kind, True) for kind in CONFIGS if kind not in UNCACHED]
 # one is shorter than the convolutions, one longer than the windows and chunks; two are equal
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], list(range(40, 62)), [5, 6, 7]]
 TRAINED = ("qwen3_5", "nemotron_h", "gpt_oss", "gemma4", "lfm2")
@@ -88,14 +93,14 @@ def demo(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_log_probs_are_those_of_a_plain_forward_pass(kind, demo, tmp_path):
+@pytest.mark.parametrize("kind, compiled", CASES)
+def test_log_probs_are_those_of_a_plain_forward_pass(kind, compiled, demo, tmp_path):
     model, tokenizer = make(kind, tmp_path), AutoTokenizer.from_pretrained(demo / "demo/model")
     sampling, seeds = Sampling(0.8, 24, tuple(range(1, 40))), [sample_seed(0, 0, n) for n in range(len(PROMPTS))]
     tokens = {}
     for batch_size in (8, 1):
         options = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": batch_size}
-        engine = HFEngine(str(tmp_path), tokenizer, **options)
+        engine = HFEngine(str(tmp_path), tokenizer, **options, compiled=compiled)
         weights = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
         engine.update_weights(weights.items())
         assert engine.kind_of_rows is (UncachedRows if kind in UNCACHED else CachedRows)

@@ -11,6 +11,7 @@ from trainer.datasets.demo import make_demo
 from trainer.rollout.checksum import CHUNK, PRIME, Checksum, bits_sum
 from trainer.rollout.decoding import FEW_KEYS, decoding_attention
 from trainer.rollout.hf import HFEngine
+from trainer.rollout.responses import Responses, ends_in_text
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, sample_seed, uniform_numbers
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]
@@ -24,11 +25,11 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder / "model")
 
 
-def make_engine(architecture: str, tokenizer, tmp_path, batch_size: int = 8) -> tuple:
+def make_engine(architecture: str, tokenizer, tmp_path, batch_size: int = 8, compiled: bool = False) -> tuple:
     model = make_model(architecture).eval()
     model.save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": batch_size}
-    engine = HFEngine(str(tmp_path), tokenizer, **options)
+    engine = HFEngine(str(tmp_path), tokenizer, **options, compiled=compiled)
     stored = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
     engine.update_weights(stored.items())
     return model, engine
@@ -64,6 +65,18 @@ def test_log_probs_are_those_of_a_plain_forward_pass(architecture, tokenizer, tm
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
         assert completion.finished == (completion.token_ids[-1] in (1, 2, 3))
         assert not set(completion.token_ids[:-1]) & {1, 2, 3}
+
+
+def test_compiled_decoding_gives_the_same_tokens(tokenizer, tmp_path):
+    model, engine = make_engine("qwen3", tokenizer, tmp_path, compiled=True)
+    _, plain = make_engine("qwen3", tokenizer, tmp_path)
+    prompts, sampling = [*PROMPTS, PROMPTS[0]], Sampling(0.8, 16, (1, 2, 3))
+    for some in (prompts, prompts[1:4]):  # also another number of rows
+        found, expected = (each.generate(some, sampling, [*SEEDS, 12][: len(some)]) for each in (engine, plain))
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        for completion, prompt in zip(found, some):
+            log_probs = plain_log_probs(model, prompt, completion.token_ids, 0.8)
+            torch.testing.assert_close(torch.tensor(completion.log_probs), log_probs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_keys", [1, 40, FEW_KEYS, FEW_KEYS + 1])
@@ -173,11 +186,14 @@ class Words:
 
 @pytest.mark.parametrize("stop", [" w5", "w5", " ".join(f"w{n}" for n in range(60))])
 def test_a_stop_text_is_found_at_the_first_token_and_over_many(stop):
-    engine, prompt = object.__new__(HFEngine), [7]
-    engine.tokenizer = Words()
-    sampling, ids = Sampling(1.0, 99, (), (stop,)), [5] if len(stop) < 9 else list(range(60))
-    ends = [
-        engine._ends_in_text(prompt, Completion(ids[:count], [], False), sampling) for count in range(1, len(ids) + 1)
-    ]
+    tokenizer, ids = Words(), [5] if len(stop) < 9 else list(range(60))
+    ends = [ends_in_text(tokenizer, [7], ids[:count], [stop]) for count in range(1, len(ids) + 1)]
     assert ends == [False] * (len(ids) - 1) + [True]
-    assert not engine._ends_in_text([5], Completion([7], [], False), sampling)  # the prompt is not the response
+    assert not ends_in_text(tokenizer, [5], [7], [stop])  # the prompt is not the response
+    sampling = Sampling(1.0, 99, (), (stop,))
+    responses = Responses([[5], [7]], [99, 99], sampling, tokenizer, "cpu")
+    for count, token in enumerate(ids, 1):  # the first row never says the text
+        going_on = responses.append(torch.tensor([2, token]), torch.zeros(2), None)
+        assert going_on == 2 - (count == len(ids))
+    assert responses.completions()[1] == Completion(ids, [0.0] * len(ids), True)
+    assert not responses.completions()[0].finished

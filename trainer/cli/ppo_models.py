@@ -87,9 +87,8 @@ def make_batches_of(args: PPOArguments, setup: training_command.Setup, image_run
             SampleSet, loss_agg=args.loss_agg, max_len=args.generate_max_len, mask_truncated=args.mask_truncated
         )
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
-        options["collate"] = image_run and image_run.rows_of_rollout
-        if args.share_prompts:
-            options["collate"] = shared_prompts.collate_shared
+        images = image_run and image_run.rows_of_rollout
+        options["collate"] = shared_prompts.collate_shared if args.share_prompts else images
         collate = functools.partial(collate_samples, packed=args.packing_samples, **options)
         loader = setup.strategy.setup_dataloader(
             as_set(samples),
@@ -180,18 +179,19 @@ def _engine(args: PPOArguments, setup: training_command.Setup, image_run=None):
         from trainer.distributed.collectives import wait_for_all
         from trainer.rollout.vllm_server import VLLMServerEngine
 
-        del options["trust_remote_code"]  # a flag of serve_engine
-        urls, max_len = args.engine_urls.split(","), args.prompt_max_len + args.generate_max_len
-        alone = bool(args.max_staleness)
-        engine = VLLMServerEngine([url.strip() for url in urls], **options, max_len=max_len, alone=alone)
+        options.pop("trust_remote_code")  # a flag of serve_engine
+        urls = [url.strip() for url in args.engine_urls.split(",")]
+        options |= {"max_len": args.prompt_max_len + args.generate_max_len, "alone": bool(args.max_staleness)}
+        engine = VLLMServerEngine(urls, **options)
         wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
         return engine
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
+    options |= {"record_experts": args.routing_replay, "compiled": args.compile}
     if image_run:
         options |= {"auto_class": image_run.auto_class, "read_images": image_run.read_prompts}
-    engine = HFEngine(setup.folder, setup.tokenizer, **options, record_experts=args.routing_replay)
+    engine = HFEngine(setup.folder, setup.tokenizer, **options)
     if engine.kind_of_rows is UncachedRows:
         name = type(engine.model).__name__
         if args.routing_replay:

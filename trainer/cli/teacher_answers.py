@@ -29,7 +29,8 @@ def draw_answers(args, setup: training_command.Setup, teacher, teacher_folder: s
     prompts, ledger = rank_0_first(lambda: _prompts(args, setup.tokenizer))
     strategy.print(f"prompts for the teacher: {ledger.summary()}")
     options = {"dtype": strategy.param_dtype, "device": strategy.device, "batch_size": args.micro_rollout_batch_size}
-    engine = HFEngine(teacher_folder, setup.tokenizer, **options, trust_remote_code=args.trust_remote_code)
+    options |= {"trust_remote_code": args.trust_remote_code, "compiled": args.compile}
+    engine = HFEngine(teacher_folder, setup.tokenizer, **options)
     sync_weights(strategy, teacher, engine)
     sampling, each = (
         Sampling(args.temperature, args.generate_max_len, stop_ids(dataclasses.replace(setup, folder=teacher_folder))),

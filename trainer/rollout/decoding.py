@@ -32,7 +32,7 @@ class _ReservedLayer(DynamicLayer):
         start = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._rooms = tuple(_room(states, self.length) for states in (key_states, value_states))
+            self._rooms = tuple(_room(states, self.length, len(states)) for states in (key_states, value_states))
         end = start + key_states.shape[-2]
         for room, states in zip(self._rooms, (key_states, value_states)):
             room[..., start:end, :] = states
@@ -43,12 +43,15 @@ class _ReservedLayer(DynamicLayer):
         end = self.get_seq_length()
         if end == 0:  # this layer takes its keys from another one
             return
-        self._rooms = tuple(room[rows] for room in self._rooms)
+        rooms = tuple(_room(room, self.length, len(rows)) for room in self._rooms)
+        for room, former in zip(rooms, self._rooms):
+            torch.index_select(former[..., :end, :], 0, rows, out=room[..., :end, :])
+        self._rooms = rooms
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
 
-def _room(states: torch.Tensor, length: int) -> torch.Tensor:
-    return states.new_zeros(*states.shape[:-2], length, states.shape[-1])
+def _room(states: torch.Tensor, length: int, rows: int) -> torch.Tensor:
+    return states.new_empty(rows, *states.shape[1:-2], length, states.shape[-1])
 
 
 def make_cache(config, length: int) -> DynamicCache:
@@ -119,16 +122,40 @@ def can_cache(model) -> bool:
     return plain and has_keys and has_states >= model._is_stateful and unlimited and takes_tokens
 
 
+def compile_decoding(model):
+    """`model`, compiled for calls that read one token per row. One code serves every number of rows and of keys.
+
+    The experts of a mixture run as they are, as in `compile_layers`.
+    """
+    from trainer.distributed.expert_parallel import are_experts
+    from trainer.models.compiled import RECOMPILE_LIMIT
+
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for module in model.modules():
+        if are_experts(module):
+            module.forward = torch.compiler.disable(module.forward)
+    return torch.compile(model, dynamic=True)
+
+
 class CachedRows:
     """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once.
 
     `images` are those of each prompt, if it has some. `read(ids, mask, images)` gives further arguments to read them.
+    `compiled` is what reads single tokens in place of `model`, see `compile_decoding`.
     """
 
     def __init__(
-        self, model, prompts: Sequence[Sequence[int]], pad_token_id: int, max_new_tokens: int, images=(), read=None
+        self,
+        model,
+        prompts: Sequence[Sequence[int]],
+        pad_token_id: int,
+        max_new_tokens: int,
+        images=(),
+        read=None,
+        compiled=None,
     ):
         self.model, self.known = model, inspect.signature(model.forward).parameters
+        self.next_model = model if compiled is None else compiled
         # equal prompts have one row; their rows then continue from copies of the same cache
         keys = list(zip(map(tuple, prompts), images or [()] * len(prompts), strict=True))
         places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
@@ -144,7 +171,7 @@ class CachedRows:
 
     def first(self) -> torch.Tensor:
         """The logits (rows, vocab) after each prompt."""
-        logits = self._logits(self.ids, **self.extra)
+        logits = self._logits(self.model, self.ids, **self.extra)
         if len(self.ids) == len(self.copies):
             return logits
         self.keep(self.copies)
@@ -154,17 +181,17 @@ class CachedRows:
         """Append a token to each row. The logits (rows, vocab) after it."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
         self.positions = self.positions[..., -1:] + 1
-        return self._logits(tokens[:, None])
+        return self._logits(self.next_model, tokens[:, None])
 
     def keep(self, rows: torch.Tensor) -> None:
         """Continue only with these rows, in this order."""
         self.cache.reorder_cache(rows)
         self.mask, self.positions = self.mask[rows], self.positions[..., rows, :]
 
-    def _logits(self, input_ids: torch.Tensor, **extra) -> torch.Tensor:
+    def _logits(self, model, input_ids: torch.Tensor, **extra) -> torch.Tensor:
         options = {"position_ids": self.positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self.known} | extra
-        out = self.model(
+        out = model(
             input_ids=input_ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **options
         )
         return out.logits[:, -1]

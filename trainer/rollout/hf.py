@@ -13,10 +13,9 @@ from trainer.checkpoints.model_folder import restore_computed_buffers, stored_te
 from trainer.models.model_loading import has_sdpa
 from trainer.models.truncation import truncate
 from trainer.rollout.checksum import Checksum
-from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, register_attention
+from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, compile_decoding, register_attention
+from trainer.rollout.responses import Responses
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
-
-STOP_TEXT_TOKENS = 32  # so many of the last tokens are decoded to find a stop text
 
 
 class HFEngine:
@@ -37,11 +36,12 @@ class HFEngine:
         auto_class=None,
         read_images: Optional[Callable] = None,
         record_experts: bool = False,
+        compiled: bool = False,
     ):
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
         Prompts with images need the `auto_class` of such models, and `read_images(ids, mask, images)`, see `CachedRows`.
-        `record_experts`: completions tell the experts of their tokens.
+        `record_experts`: completions tell the experts of their tokens. `compiled`: see `compile_decoding`.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +63,7 @@ class HFEngine:
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
         self.kind_of_rows, self.read_images = CachedRows if cached else UncachedRows, read_images
+        self.options = {"compiled": compile_decoding(self.model)} if compiled and cached else {}
         self.routers = None
         if record_experts:
             from trainer.models.routing_replay import Routers
@@ -127,9 +128,8 @@ class HFEngine:
     @torch.no_grad()
     def _generate_batch(self, prompts, sampling: Sampling, seeds, limits, images, interrupted) -> list[Completion]:
         uniforms = uniform_numbers(seeds, sampling.max_new_tokens).to(self.device) if sampling.temperature else None
-        completions = [Completion([], [], False) for _ in prompts]
-        rows = list(range(len(prompts)))  # which prompts are still being continued
-        own = {"images": images, "read": self.read_images} if images else {}
+        responses = Responses(prompts, limits, sampling, self.tokenizer, self.device)
+        own = self.options | ({"images": images, "read": self.read_images} if images else {})
         going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits), **own)
         if self.routers:
             from trainer.models.routing_replay import RecordedRows
@@ -138,51 +138,22 @@ class HFEngine:
         tokens = None
         for step in range(max(limits)):
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
-            log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
-            kept_ids = None
+            if sampling.temperature not in (0, 1):
+                logits = logits / sampling.temperature
+            log_probs, kept_ids = logits.log_softmax(-1), None
             if sampling.truncates:
                 log_probs = truncate(log_probs, sampling.top_p, sampling.top_k, sampling.min_p)
-                kept_ids = [row.nonzero().squeeze(1).tolist() for row in log_probs > float("-inf")]
-            tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[rows, step])
+                kept_ids = log_probs > float("-inf")
+            tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[:, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
-            continued = [(prompts[row], completions[row], limits[row]) for row in rows]
-            going_on = self._append(continued, tokens.tolist(), picked.tolist(), kept_ids, sampling)
-            if not going_on or interrupted():
+            num_open = responses.append(tokens, picked, kept_ids)
+            if not num_open or interrupted():
                 break
-            at_limit = any(limits[row] == step + 1 for row in rows)  # the model may have no further positions there
-            if at_limit or 2 * len(going_on) <= len(rows):  # drop the ended rows once that halves the work
-                kept = torch.tensor(going_on, device=self.device)
+            kept = responses.kept_rows(num_open)
+            if kept is not None:
                 going.keep(kept)
-                tokens, rows = tokens[kept], [rows[index] for index in going_on]
+                tokens, uniforms = tokens[kept], None if uniforms is None else uniforms[kept]
+        completions = responses.completions()
         if self.routers:
             going.note(completions)
         return completions
-
-    def _append(self, rows: list[tuple], tokens, log_probs, kept_ids, sampling: Sampling) -> list[int]:
-        """Add a token to each completion, of (prompt, completion, limit), that has not ended. Returns the positions of
-        those that continue."""
-        going_on = []
-        for index, (prompt, completion, limit) in enumerate(rows):
-            if completion.finished or len(completion.token_ids) == limit:
-                continue
-            completion.token_ids.append(tokens[index])
-            completion.log_probs.append(log_probs[index])
-            if kept_ids is not None:
-                completion.kept_ids.append(kept_ids[index])
-            in_text = self._ends_in_text(prompt, completion, sampling)
-            completion.finished = tokens[index] in sampling.stop_ids or in_text
-            if not completion.finished and len(completion.token_ids) < limit:
-                going_on.append(index)
-        return going_on
-
-    def _ends_in_text(self, prompt: Sequence[int], completion: Completion, sampling: Sampling) -> bool:
-        """Whether a stop text is in the last tokens. They are decoded after the token before them: a first token would
-        lose its leading space."""
-        if not sampling.stop_texts:
-            return False
-        # a token stands for one byte or more
-        most = max(STOP_TEXT_TOKENS, *(len(text.encode()) for text in sampling.stop_texts))
-        window = [*prompt[-1:], *completion.token_ids][-most - 1 :]
-        before, text = self.tokenizer.decode(window[:1]), self.tokenizer.decode(window)
-        text = text.removeprefix(before)
-        return any(stop in text for stop in sampling.stop_texts)
