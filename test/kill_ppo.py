@@ -65,7 +65,7 @@ def killed_run(folder: Path, name: str, flags: list[str], plans: list[dict]) -> 
     """Kill the run as each plan says, then let it end; returns the kills, which are fewer where the run ended before."""
     arguments, log = (
         ["-m", "trainer.cli.train_ppo", *command_line(folder, name, flags), "--load_checkpoint"],
-        folder / "log",
+        folder / f"{name}.log",
     )
     before, plan_file = len(kills_of(folder)), folder / "plan.json"
     for plan in [*plans, None]:
@@ -142,9 +142,9 @@ def kill_phases(folder: Path, flags: list[str], phases: list[str], count: int, s
         else:
             assert_same_run(folder, name, "undisturbed")
         resumed, same = sum(row.get("event") == "resume" for row in read_rows(folder / name)), "the undisturbed run"
-        print(
-            f"{name}: bitwise {'its replay' if bound else same}, {resumed} resumes, {done} of {count} kills", flush=True
-        )
+        kept = (folder / f"{name}.log").read_text().count("were drawn before")
+        told = f"{resumed} resumes, {kept} with rollouts drawn before, {done} of {count} kills"
+        print(f"{name}: bitwise {'its replay' if bound else same}, {told}", flush=True)
 
 
 def main() -> None:

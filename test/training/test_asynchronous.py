@@ -78,6 +78,9 @@ def runs(tmp_path_factory):
     # a run is at its end as it is after a kill: it has trained rollouts that no checkpoint has
     saved = ["--load_checkpoint", f"{folder}/fsdp2/checkpoints/step_6"]
     lines.append(flags(folder, "fsdp2", *BACKENDS["fsdp2"], *ahead, *saved, "--max_steps", "10"))
+    # the same command, from before its last two rollouts
+    saved = ["--load_checkpoint", f"{folder}/zero3/checkpoints/step_6"]
+    lines.append(flags(folder, "zero3", *BACKENDS["zero3"], *ahead, "--save_steps", "3", *saved))
     again = ["--rollouts_from", f"{folder}/fsdp2/rollouts.jsonl", "--max_steps", "10"]
     lines.append(flags(folder, "resumed-replay", *BACKENDS["fsdp2"], *again))
     talker = ["--env", f"{folder}/talker.py", "--generate_max_len", "40", "--stop", *"aeiou135"]
@@ -94,7 +97,7 @@ def runs(tmp_path_factory):
     slow, usual = ["0.8", "0.8", str(folder / "slow.json")], ["0", "0", str(folder / "lines.json")]
     middle = ["0.5", "0.1", str(folder / "partial.json")]
     code, output = torchrun(2, str(ROOT / "test/slow_engine.py"), *slow, *middle, *usual, timeout=300)
-    assert code == 1 and "run 7 of this launch begins" in output, output[-5000:]  # the failing reward is the last
+    assert code == 1 and "run 8 of this launch begins" in output, output[-5000:]  # the failing reward is the last
     return folder, output
 
 
@@ -152,6 +155,18 @@ def test_a_run_that_was_resumed_trains_no_sample_twice_and_replays_to_the_bit(ru
         trained = Counter(sample.row for samples in episode for sample in samples)
         assert set(trained.values()) == {2}, trained
     assert len(trained) == 16
+
+
+def test_a_resumed_run_trains_what_was_drawn_before(runs):
+    """Its rows are those of the first start, to the bit, and nothing is drawn again."""
+    folder, output = runs
+    assert output.count("rollouts 6 to 7 were drawn before: they are trained as they are") == 1
+    rows = [row for row in read_rows(folder / "zero3") if row.get("step") in (7, 8) and "loss" in row]
+    assert [row["step"] for row in rows] == [7, 8, 7, 8]
+    for key in SAME:
+        assert [row[key] for row in rows[:2]] == [row[key] for row in rows[2:]], key
+    assert all("time_generate" in row for row in rows[:2]) and not any("time_generate" in row for row in rows[2:])
+    assert not list((folder / "zero3/ahead").iterdir()), "of a run at its end"
 
 
 def test_new_weights_interrupt_responses_that_go_on_from_their_tokens(runs):

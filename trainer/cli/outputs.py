@@ -44,7 +44,7 @@ def _open(folder: str, overwrite: bool, resumes: bool) -> None:
             allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
             raise UserError("--output_dir", f"{folder} holds another run", allowed)
         lock_folder(folder)
-        for name in f"{METRICS_FILE} config.yaml certificate.json tensorboard checkpoints rollouts.jsonl".split():
+        for name in f"{METRICS_FILE} config.yaml certificate.json tensorboard checkpoints rollouts.jsonl ahead".split():
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     make_writable("--output_dir", folder)

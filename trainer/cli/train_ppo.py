@@ -97,15 +97,32 @@ def _of_mixture(args: PPOArguments, folder: str, options):
     return dataclasses.replace(options, experts_per_token=top_k)
 
 
+def _go_on_with_what_was_drawn(args: PPOArguments, ppo_run, output_dir: str, origin: str) -> None:
+    """Let a resumed run train the rollouts that it drew before and that its checkpoint does not have."""
+    from trainer.rollout.drawn_before import AheadFiles, DrawnBefore, drawn_before
+
+    found, files, ahead = DrawnBefore(), AheadFiles(output_dir, origin), ppo_run.roles.ahead
+    if args.load_checkpoint is not None and not args.dynamic_filtering:
+        found = drawn_before(output_dir, ppo_run.state, args.n_samples_per_prompt, origin)
+    files.forget(wanted=found.__contains__)
+    if found:
+        ppo_run.strategy.print(f"rollouts {min(found)} to {max(found)} were drawn before: they are trained as they are")
+    if ahead:
+        ahead.files, ahead.drawn_before = files, found
+    else:
+        ppo_run.recorded = found
+
+
 def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
     from trainer.cli import ppo_models as build
     from trainer.cli.certify import certify_run
     from trainer.cli.model_card import save_model
     from trainer.cli.outputs import save_policy, start_metrics
     from trainer.datasets.prompts import render_prompt_text
+    from trainer.rollout import rollouts_file
+    from trainer.rollout.drawn_before import origin_of
     from trainer.rollout.prompt_order import PromptOrder
     from trainer.rollout.rewards import load_reward_functions
-    from trainer.rollout.rollouts_file import RolloutsLog
     from trainer.rollout.sample_pages import SamplePages
     from trainer.rollout.timeline import Timeline
     from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
@@ -146,7 +163,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     progress = checkpoints.resume(args.load_checkpoint)
     if method:
         make_batches = method.make_batches_of(args, setup)
-    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group, frozen)
+    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group)
+    ppo_run.recorded = frozen and rollouts_file.frozen(frozen)
     ppo_run.updates = method and method.make_updates(setup, roles)
     loop = training_command.loop_options(args, total_steps)
     if args.verify_resume:
@@ -154,7 +172,10 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
         strategy.print(verify_resume(ppo_run, loop, progress, args.verify_resume))
         return
     ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    ppo_run.rollouts_log = RolloutsLog(output_dir, tokenizer)
+    origin = origin_of(dataclasses.asdict(own))
+    ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer, origin)
+    if not frozen:
+        _go_on_with_what_was_drawn(args, ppo_run, output_dir, origin)
     if args.sample_pages and strategy.is_rank_0():
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
     ppo_run.timeline = Timeline(output_dir) if args.timeline else None

@@ -7,6 +7,8 @@ to wait. So samples are no older than the engine's speed makes necessary.
 The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
 functions of texts, or calls environments.
 
+What it has drawn is also on disk until it is trained. A resumed run trains it (`drawn_before.py`).
+
 With `Pace.partial`, new weights interrupt the thread's responses. They go on from their tokens under the new weights. Then
 a sample says which version drew which tokens. The log-probs of each token are those of its own version.
 """
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Interrupted, UserError
+from trainer.rollout.drawn_before import AheadFiles, DrawnBefore
 from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
 from trainer.rollout.placement import share
 from trainer.rollout.sampling import Completion, Sampling, sample_seed
@@ -73,6 +76,8 @@ class RolloutsAhead:
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
+        self.files: Optional[AheadFiles] = None  # set before the first rollout, as `drawn_before`
+        self.drawn_before = DrawnBefore()
         self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
 
     def __enter__(self) -> "RolloutsAhead":
@@ -86,6 +91,8 @@ class RolloutsAhead:
         self._thread.join()
         if isinstance(error, Interrupted):  # all ranks have it; torchrun ends rank 0 once another rank is gone
             gather_objects(None)
+        if self.files and error is None:
+            self.files.forget()
 
     @contextlib.contextmanager
     def paused(self):
@@ -107,12 +114,20 @@ class RolloutsAhead:
         rollout, pace = state.rollout, self.pace
         if self._prompts is None:
             self._prompts, self._next = copy.copy(state.prompts), rollout
+            for samples in self.drawn_before.values():
+                self._prompts.take(self._prompts.batch_size)
+                self._count(len(samples))
         with span("sync"):
             facts = self._send(strategy, model, rollout)
         while self._next <= rollout or (
             self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
         ):
             self._ask()
+        if self.files:
+            self.files.forget(wanted=lambda number: number >= rollout)
+        if (samples := self.drawn_before.pop(rollout, None)) is not None:
+            self._check(samples, state)
+            return samples, facts
         waits = self._done.empty()
         with timed(facts, "wait"):
             mine: Part = self._done.get()
@@ -127,7 +142,6 @@ class RolloutsAhead:
         self._lead = min(self._lead + 1, pace.max_staleness) if waiting else max(self._lead - 1, 1)
         samples = share(mine.samples)
         self._check(samples, state)
-        self._ahead.popleft()
         return samples, {**facts, **mine.facts, "weights_checksum": newest_checksum([sums for _, sums, _ in told])}
 
     def _send(self, strategy, model, version: int) -> dict:
@@ -143,11 +157,16 @@ class RolloutsAhead:
         prompts = self._prompts.take(self._prompts.batch_size)
         asked = numbered(prompts, self._group_size)
         self._asked.put((self._next, contiguous_slice(asked, dist.get_rank(), dist.get_world_size())))
-        self._ahead.append(self.pace.steps_of(len(asked)))
+        self._count(len(asked))
+
+    def _count(self, num_samples: int) -> None:
+        """Note that the next rollout is asked for, or there already."""
+        self._ahead.append(self.pace.steps_of(num_samples))
         self._next += 1
 
     def _check(self, samples: list[Sample], state) -> None:
         """Move the position in the prompts, and compare the samples with it and with the bound."""
+        self._ahead.popleft()
         expected = [prompt["row"] for prompt in state.prompts.take(state.prompts.batch_size)]
         assert [sample.row for sample in samples[:: self._group_size]] == expected
         assert all(0 <= state.rollout - sample.version <= self.pace.max_staleness for sample in samples)
@@ -161,6 +180,8 @@ class RolloutsAhead:
                 part = Part()
                 try:
                     self._generate(part, *asked)
+                    if self.files and not self._stopped:
+                        self.files.write(asked[0], part.samples)
                 except BaseException as error:  # the main thread raises it
                     part.problem = error
                 self._done.put(part)

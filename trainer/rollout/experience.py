@@ -322,11 +322,10 @@ def spread_sets(batches: list, samples: list[Sample]) -> None:
 
 
 def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
-    """A line of rollouts.jsonl, with texts to read, and with token ids, log-probs and score to train on again."""
-    texts = {
-        "prompt": tokenizer.decode(sample.prompt_ids),
-        "response": tokenizer.decode(sample.response_ids),
-    }
+    """A line of rollouts.jsonl, with token ids, log-probs and score to train on again, and with texts if `tokenizer` is given."""
+    texts = {}
+    if tokenizer:
+        texts = {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response_ids)}
     left_out = ["columns", "here", "holder", "sizes"] + [
         name for name in ("kept_ids", "turns", "versions") if not getattr(sample, name)
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
@@ -18,11 +19,12 @@ SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 class RolloutsLog:
     """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`. Rank 0 writes what the ranks send to it.
 
-    A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count.
+    A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count. `origin`: see
+    `drawn_before`.
     """
 
-    def __init__(self, output_dir: str, tokenizer):
-        self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
+    def __init__(self, output_dir: str, tokenizer, origin: str):
+        self._path, self._tokenizer, self._origin = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer, origin
 
     def show(self, samples: list[Sample], metrics: MetricsLog, step: int) -> None:
         """Send a table of samples to wandb and TensorBoard, if they are used."""
@@ -34,7 +36,8 @@ class RolloutsLog:
 
         def write(part: list[Sample]) -> None:
             first.extend(part[: SHOWN - len(first)])
-            lines = [json.dumps(as_row(sample, rollout, self._tokenizer)) + "\n" for sample in part]
+            rows = [as_row(sample, rollout, self._tokenizer) | {"origin": self._origin} for sample in part]
+            lines = [json.dumps(row) + "\n" for row in rows]
             torn = os.path.exists(self._path) and not _ends_with_newline(self._path)
             with open(self._path, "a") as file:
                 file.write("\n" * torn + "".join(lines))
@@ -51,27 +54,36 @@ def _ends_with_newline(path: str) -> bool:
         return file.read() == b"\n"
 
 
+def sample_of(row: dict) -> Sample:
+    """The sample of a row of the log. Raises ValueError, KeyError, TypeError, IndexError or RuntimeError if it is none."""
+    row = {"kept_ids": [], "turns": [], "version": None, "versions": [], **row}
+    sample = Sample(**{field.name: row[field.name] for field in dataclasses.fields(Sample) if _is_stored(field)})
+    if row.get("experts"):
+        sample.experts = decoded(*row["experts"])
+    tokens = [sample.response_ids[place] for place in sample.generated()]
+    if not tokens or len(tokens) != len(sample.log_probs):
+        raise ValueError("a response without tokens, or without a log-prob for each token")
+    sets = sample.kept_ids or [[token] for token in tokens]
+    if not all(token in ids for token, ids in zip(tokens, sets, strict=True)):
+        raise ValueError("a token that is not in the set of its draw")
+    if sample.experts is not None and len(sample.experts) >= sample.size().tokens:
+        raise ValueError("experts of more tokens than there are")
+    return sample
+
+
+def _is_stored(field: dataclasses.Field) -> bool:
+    return field.compare and field.name != "columns"
+
+
 def read_rollouts(path: str) -> list[list[Sample]]:
     """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
-    names = [field.name for field in dataclasses.fields(Sample) if field.compare and field.name != "columns"]
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
         with open(path) as file:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                    row = {"kept_ids": [], "turns": [], "version": None, "versions": [], **row}
-                    sample = Sample(**{name: row[name] for name in names})
-                    if row.get("experts"):
-                        sample.experts = decoded(*row["experts"])
-                    tokens = [sample.response_ids[place] for place in sample.generated()]
-                    if not tokens or len(tokens) != len(sample.log_probs):
-                        raise ValueError("a response without tokens, or without a log-prob for each token")
-                    sets = sample.kept_ids or [[token] for token in tokens]
-                    if not all(token in ids for token, ids in zip(tokens, sets, strict=True)):
-                        raise ValueError("a token that is not in the set of its draw")
-                    if sample.experts is not None and len(sample.experts) >= sample.size().tokens:
-                        raise ValueError("experts of more tokens than there are")
+                    sample = sample_of(row)
                     if not abs(sample.score) <= LARGEST_SCORE:
                         raise ValueError(f"a score of {sample.score}")
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
@@ -82,3 +94,15 @@ def read_rollouts(path: str) -> list[list[Sample]]:
     except OSError as error:
         raise UserError(FLAG, f"{path}: {error.strerror}", "a rollouts.jsonl of train_ppo") from None
     return [[of[number] for number in sorted(of)] for _, of in sorted(rollouts.items())]
+
+
+def frozen(rollouts: list[list[Sample]]) -> Callable:
+    """`recorded` of a PPORun: every rollout is one of these. It raises UserError if there are no more."""
+
+    def recorded(state) -> list[Sample]:
+        if state.rollout >= len(rollouts):
+            found = f"holds {len(rollouts)} rollouts, but this run needs more"
+            raise UserError(FLAG, found, "a file with more rollouts, or a smaller --max_steps")
+        return rollouts[state.rollout]
+
+    return recorded

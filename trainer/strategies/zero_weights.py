@@ -29,8 +29,8 @@ def merged_weights(module, dtype: torch.dtype, zero_stage: int, tp_group) -> Ite
         if ".lora_" in name:
             part = full(tensor)
         elif zero_stage == 3 and hasattr(tensor, "ds_id"):
-            cuts.append(_stretches(tensor))
-            part = tensor.ds_tensor.detach().flatten().to(module.device)[: cuts[0].sizes[cuts[0].group.rank()]]
+            part, cut = _stretch(tensor)
+            part, cuts = part.to(module.device), [cut]
         return Piece(name, part, wanted, cuts + _cut_by_tp(tensor, tp_group))
 
     pieces = (piece(name, tensor) for name, tensor in model_folder.all_tensors(module).items())
@@ -50,9 +50,8 @@ def weights_to_save(strategy, engine, tp_group) -> Iterator[tuple[str, torch.Ten
         tensor, cuts = parameters.get(name, tensor), []
         part, dtype = tensor.detach(), strategy.param_dtype if tensor.is_floating_point() else tensor.dtype
         if hasattr(tensor, "ds_id"):
-            cuts.append(_stretches(tensor))
-            size = cuts[0].sizes[cuts[0].group.rank()]
-            part = tensor.ds_tensor.detach().flatten()[:size]
+            part, cut = _stretch(tensor)
+            cuts = [cut]
             if tensor.requires_grad:
                 _, _, masters, where, size = stage_3_part(tensor, engine.optimizer)
                 part = masters.narrow(0, where, size)
@@ -60,11 +59,12 @@ def weights_to_save(strategy, engine, tp_group) -> Iterator[tuple[str, torch.Ten
         yield from gathered([Piece(name, part, dtype, cuts + _cut_by_tp(tensor, tp_group))])
 
 
-def _stretches(parameter) -> Cut:
-    """The equal stretches of a flattened parameter under ZeRO 3. The last ones are padded, or empty."""
+def _stretch(parameter) -> tuple[torch.Tensor, Cut]:
+    """This rank's stretch of a flattened parameter under ZeRO 3. All are equal, but the last ones are padded, or empty."""
     most, group = parameter.ds_tensor.ds_numel, parameter.ds_process_group
     sizes = tuple(max(0, min(most, parameter.ds_numel - most * rank)) for rank in range(group.size()))
-    return Cut(0, sizes, group, tuple(parameter.ds_shape))
+    part = parameter.ds_tensor.detach().flatten()[: sizes[group.rank()]]
+    return part, Cut(0, sizes, group, tuple(parameter.ds_shape))
 
 
 def _cut_by_tp(parameter, tp_group) -> list[Cut]:

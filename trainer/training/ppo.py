@@ -90,17 +90,14 @@ def draw(roles: Roles, prompts: list[dict], num_each: int, sampling: Sampling, *
     return generate_episodes(roles.environment, roles.engine, prompts, num_each, sampling, **asked)
 
 
-def make_samples(roles: Roles, state: RLState, options: PPOOptions, frozen, facts: dict) -> list[Sample]:
-    """The samples of this rollout with their scores, from a file or generated and scored.
+def make_samples(roles: Roles, state: RLState, options: PPOOptions, recorded, facts: dict) -> list[Sample]:
+    """The samples of this rollout with their scores: those of `recorded(state)` if it has some, or generated and scored.
 
     Dynamic filtering keeps only prompts that `groups_in_range` accepts. It draws until the rollout is full or the
     prompts are used up. So the last rollout may be shorter, or empty.
     """
-    if frozen is not None:
-        if state.rollout >= len(frozen):
-            found = f"holds {len(frozen)} rollouts, but this run needs more"
-            raise UserError("--rollouts_from", found, "a file with more rollouts, or a smaller --max_steps")
-        return frozen[state.rollout]
+    if recorded and (samples := recorded(state)) is not None:
+        return samples
     size, wanted = options.advantages.group_size, state.prompts.batch_size
     samples: list[Sample] = []
     drawn, most = 0, wanted * (MAX_FILTERING_ROUNDS if options.filtering_range else 1)
@@ -254,7 +251,9 @@ class PPORun:
     make_batches: Callable[[list[Sample], int], tuple[list, list[Sample]]]
     checkpoints: Checkpoints
     sp_group: object = None
-    frozen_rollouts: Optional[list[list[Sample]]] = None
+    recorded: Optional[Callable[[RLState], Optional[list[Sample]]]] = (
+        None  # of --rollouts_from, or drawn before a resume
+    )
     eval_prompts: Optional[list[dict]] = None
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
@@ -330,13 +329,13 @@ def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
             if roles.ahead is not None:
                 samples, found = roles.ahead.next(strategy, roles.actor[0], run.state, progress.step)
                 facts |= found
-                if roles.ahead.score_mine is None:
+                if any(math.isnan(sample.score) for sample in samples):
                     with timed(facts, "reward"):
                         roles.score(samples)
                 return samples
             with offloaded(strategy, roles):
                 facts |= sync(strategy, roles, progress)
-                samples = make_samples(roles, run.state, run.options, run.frozen_rollouts, facts)
+                samples = make_samples(roles, run.state, run.options, run.recorded, facts)
                 if roles.engine is not None:
                     roles.engine.sleep()
         except UserError:
