@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
+import os
 
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
 
-from trainer.rollout.drawn_before import AheadFiles, drawn_before, origin_of
+from trainer.rollout.drawn_before import AheadFiles, drawn_before, history_after, link_of, origin_of
 from trainer.rollout.experience import Sample, as_row
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.rollouts_file import read_rollouts
+from trainer.training.ppo_state import RLState
 
 PROMPTS, BATCH, GROUP, FIRST = 12, 2, 2, 3
 
@@ -23,83 +24,146 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def run_state(curriculum: str = "none"):
-    """Of a run that has trained three rollouts."""
+def run_state(curriculum: str = "none", origin: str = "a") -> RLState:
+    """Of a run that has trained three rollouts of nothing."""
     prompts = Dataset.from_list([{"row": row, "prompt_ids": [row], "digest": str(row)} for row in range(PROMPTS)])
     order = PromptOrder(prompts, batch_size=BATCH, seed=0, shuffle=True, curriculum=curriculum)
+    state = RLState(order, 0.0, origin=origin, num_histories=3)
     for _ in range(FIRST):
         order.take(BATCH)
-    return SimpleNamespace(prompts=order, rollout=FIRST)
+        state.go_on([])
+    return state
 
 
-def rollouts_from(state, count: int) -> dict[int, list[Sample]]:
-    """The rollouts that follow, with scores by which a curriculum sorts the next episode."""
-    order, found = run_state(state.prompts.curriculum).prompts, {}
+def rollouts_from(state, count: int) -> tuple[dict[int, list[Sample]], dict[int, str]]:
+    """The rollouts that follow and the links of all versions. By the scores, a curriculum sorts the next episode."""
+    state, found = run_state(state.prompts.curriculum, state.origin), {}
+    links = {version: link_of(history, state.origin) for version, history in state.histories.items()}
     for rollout in range(FIRST, FIRST + count):
-        rows = [prompt["row"] for prompt in order.take(BATCH) for _ in range(GROUP)]
+        rows = [prompt["row"] for prompt in state.prompts.take(BATCH) for _ in range(GROUP)]
         ids = [[rollout, row, number] for number, row in enumerate(rows)]
         found[rollout] = [
             Sample(n, row, [row], ids[n], [-0.5] * 3, True, None, row / PROMPTS, version=rollout - 1)
             for n, row in enumerate(rows)
         ]
-        order.note(found[rollout])
-    return found
+        links[rollout] = state.link()
+        state.prompts.note(found[rollout])
+        state.go_on(found[rollout])
+    return found, links
 
 
-def lines_of(rollout: int, samples: list[Sample], origin: str = "a") -> str:
-    return "".join(json.dumps(as_row(sample, rollout, None) | {"origin": origin}) + "\n" for sample in samples)
+def lines_of(rollout: int, samples: list[Sample], link: str) -> str:
+    return "".join(json.dumps(as_row(sample, rollout, None) | {"origin": link}) + "\n" for sample in samples)
 
 
 @pytest.mark.parametrize("curriculum", ["none", "easy_first", "learnable"])
 def test_logged_and_ahead_rollouts_follow_each_other(tmp_path, curriculum):
     """Over an episode's end: with a curriculum, the scores of the rollouts decide which prompts come then."""
     state = run_state(curriculum)
-    rollouts = rollouts_from(state, 5)
+    rollouts, links = rollouts_from(state, 5)
     earlier = [dataclasses.replace(sample, score=0.25) for sample in rollouts[3]]
-    log = lines_of(1, rollouts[3]) + lines_of(3, earlier) + "".join(lines_of(r, rollouts[r]) for r in (3, 4, 5))
-    (tmp_path / "rollouts.jsonl").write_text(log + lines_of(6, rollouts[6])[:-20])  # the kill tore the last row
-    AheadFiles(str(tmp_path), "a").write(6, rollouts[6])
-    AheadFiles(str(tmp_path), "a").write(7, rollouts[7])
-    found = drawn_before(str(tmp_path), state, GROUP, "a")
+    log = lines_of(1, rollouts[3], links[3]) + lines_of(3, earlier, links[3])
+    log += "".join(lines_of(r, rollouts[r], links[r]) for r in (3, 4, 5))
+    (tmp_path / "rollouts.jsonl").write_text(
+        log + lines_of(6, rollouts[6], links[6])[:-20]
+    )  # the kill tore the last row
+    AheadFiles(str(tmp_path)).write(6, rollouts[6], links)
+    AheadFiles(str(tmp_path)).write(7, rollouts[7], links)
+    found = drawn_before(str(tmp_path), state, GROUP)
     assert dict(found) == rollouts and state.prompts.position() == run_state(curriculum).prompts.position()
+    after = run_state(curriculum).prompts
     for rollout in range(3, 8):
         assert found(state) == rollouts[rollout]
-        state.rollout += 1
-    after = run_state(curriculum).prompts
-    for samples in rollouts.values():
-        after.take(BATCH), after.note(samples)
+        state.go_on(rollouts[rollout])
+        after.take(BATCH), after.note(rollouts[rollout])
     assert found(state) is None and state.prompts.position() == after.position()
+    restored = run_state(curriculum)
+    restored.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert restored.histories == state.histories and list(state.histories) == [6, 7, 8]
 
 
-def test_a_gap_or_another_origin_or_another_prompt_ends_them(tmp_path):
+def test_what_the_checkpoint_already_knew_of_counts(tmp_path):
+    """A thread drew rollout 3 from version 2, before the checkpoint at version 3."""
     state = run_state()
-    rollouts, log = rollouts_from(state, 4), tmp_path / "rollouts.jsonl"
-    whole = {rollout: lines_of(rollout, samples) for rollout, samples in rollouts.items()}
+    rollouts, links = rollouts_from(state, 1)
+    AheadFiles(str(tmp_path)).write(3, rollouts[3], links)
+    assert dict(drawn_before(str(tmp_path), state, GROUP)) == rollouts
+    state.histories.pop(2)
+    assert not drawn_before(str(tmp_path), state, GROUP)
+
+
+def test_a_gap_or_another_prompt_ends_them(tmp_path):
+    state = run_state()
+    rollouts, links = rollouts_from(state, 4)
+    whole = {rollout: lines_of(rollout, samples, links[rollout]) for rollout, samples in rollouts.items()}
     others = [dataclasses.replace(sample, row=sample.row + 1) for sample in rollouts[4]]
-    for text in (lines_of(4, rollouts[4][:-1]), lines_of(4, rollouts[4], "b"), lines_of(4, others), "", "{\n"):
-        log.write_text(whole[3] + text + whole[5])
-        assert set(drawn_before(str(tmp_path), state, GROUP, "a")) == {3}, text
-    assert not drawn_before(str(tmp_path), state, GROUP, "b")
-    assert not drawn_before(str(tmp_path / "new"), state, GROUP, "a")
+    for text in (lines_of(4, rollouts[4][:-1], links[4]), lines_of(4, others, links[4]), "", "{\n"):
+        (tmp_path / "rollouts.jsonl").write_text(whole[3] + text + whole[5])
+        assert set(drawn_before(str(tmp_path), state, GROUP)) == {3}, text
+    assert not drawn_before(str(tmp_path / "new"), state, GROUP)
+
+
+def test_samples_of_weights_that_do_not_come_again_are_left(tmp_path):
+    """A start with other flags went on from the same checkpoint, and a later one has the first flags again."""
+    (first, links), (second, others) = (rollouts_from(run_state(origin=origin), 4) for origin in "ab")
+    log = "".join(lines_of(r, first[r], links[r]) for r in (3, 4, 5)) + lines_of(3, second[3], others[3])
+    (tmp_path / "rollouts.jsonl").write_text(log)
+    AheadFiles(str(tmp_path)).write(6, first[6], links)
+    assert set(drawn_before(str(tmp_path), run_state(), GROUP)) == {3, 4, 5, 6}
+    assert set(drawn_before(str(tmp_path), run_state(origin="b"), GROUP)) == {3}
+    state = run_state(origin="b")
+    state.prompts.take(BATCH)
+    state.go_on(second[3])  # and saved a checkpoint
+    state.origin = "a"
+    assert not drawn_before(str(tmp_path), state, GROUP)
+
+
+def test_the_history_is_of_tokens_scores_and_order():
+    samples = rollouts_from(run_state(), 1)[0][3]
+    history = history_after("link", samples)
+    assert history == history_after("link", [dataclasses.replace(sample) for sample in samples])
+    ids = [dataclasses.replace(samples[0], response_ids=[1], sizes=None), *samples[1:]]
+    score = [dataclasses.replace(samples[0], score=0.9), *samples[1:]]
+    others = [history_after("b", samples), *(history_after("link", each) for each in (ids, score, samples[::-1], []))]
+    assert len({history, *others}) == 6
 
 
 def test_files_of_trained_rollouts_go(tmp_path):
-    files, rollouts = AheadFiles(str(tmp_path), "a"), rollouts_from(run_state(), 3)
+    files, (rollouts, links) = AheadFiles(str(tmp_path)), rollouts_from(run_state(), 3)
     for rollout, samples in rollouts.items():
-        files.write(rollout, samples)
-    files.forget(wanted=lambda rollout: rollout > 3)
-    assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == ["4-0.jsonl", "5-0.jsonl"]
+        files.write(rollout, samples, links)
+    (tmp_path / "ahead/4-1.jsonl.tmp").touch()  # another rank writes it now
+    files.forget(before=4)
+    names = ["4-0.jsonl", "4-1.jsonl.tmp", "5-0.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == names
     assert read_rollouts(str(tmp_path / "ahead/5-0.jsonl")) == [rollouts[5]]
-    files.forget()
+    files.forget(before=6)
     assert not list((tmp_path / "ahead").iterdir())
 
 
+def test_a_disk_that_takes_no_file_costs_a_warning(tmp_path, capsys):
+    rollouts, links = rollouts_from(run_state(), 1)
+    (tmp_path / "ahead").touch()
+    AheadFiles(str(tmp_path)).write(3, rollouts[3], links)
+    assert "a resumed run will draw these samples again" in capsys.readouterr().out
+
+
 def test_the_origin_is_of_all_that_decides_samples(tmp_path):
-    reward = tmp_path / "reward.py"
+    reward, data, model = tmp_path / "reward.py", tmp_path / "data.jsonl", tmp_path / "model"
     reward.write_text("first")
-    flags = {"temperature": 1.0, "reward_func": [f"{reward}:score", "math"], "output_dir": "a", "load_checkpoint": None}
-    origin = origin_of(flags)
-    assert origin_of(flags | {"output_dir": "b", "load_checkpoint": "latest"}) == origin
-    assert origin_of(flags | {"temperature": 0.9}) != origin
+    data.write_text("{}")
+    model.mkdir()
+    (model / "weights").write_text("1")
+    flags = {"temperature": 1.0, "reward_func": f"math, {reward}:score", "dataset": str(data), "pretrain": str(model)}
+    flags |= {"output_dir": "a", "load_checkpoint": None, "stop": ""}
+    found = [origin_of(flags)]
+    assert origin_of(flags | {"output_dir": "b", "load_checkpoint": "latest"}) == found[0]
+    found.append(origin_of(flags | {"temperature": 0.9}))
     reward.write_text("second")
-    assert origin_of(flags) != origin
+    found.append(origin_of(flags))
+    data.write_text("[]")
+    os.utime(data, ns=(1, 1))
+    found.append(origin_of(flags))
+    (model / "weights").write_text("12")
+    found.append(origin_of(flags))
+    assert len(set(found)) == 5

@@ -91,7 +91,7 @@ def one_rank(folder: Path, tp: int) -> None:
     samples = whole_rollout(world)
     score_by_texts(TextScores(reward, Words(), ()), samples)
     generated = sum(sample.size().tokens for sample in samples if sample.here)
-    RolloutsLog(str(folder), Words(), "origin").write(0, samples)
+    RolloutsLog(str(folder), Words()).write(0, samples, "link")
     options = {"batch_size": len(samples) // 2, "micro_batch_size": 1, "max_tokens": 900}
     plan = GlobalBatchLoader(SampleSet(samples, "token", 400), list, **options, dp_size=sizes.dp)
     places = placement.trained_by(meshes, plan)

@@ -188,7 +188,7 @@ def _engine(args: PPOArguments, setup: training_command.Setup, image_run=None):
     from trainer.rollout.decoding import UncachedRows
     from trainer.rollout.hf import HFEngine
 
-    options |= {"record_experts": args.routing_replay, "compiled": args.compile}
+    options |= {"record_experts": args.routing_replay, "compiled": args.compile and not args.max_staleness}
     if image_run:
         options |= {"auto_class": image_run.auto_class, "read_images": image_run.read_prompts}
     engine = HFEngine(setup.folder, setup.tokenizer, **options)

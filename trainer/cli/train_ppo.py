@@ -97,18 +97,17 @@ def _of_mixture(args: PPOArguments, folder: str, options):
     return dataclasses.replace(options, experts_per_token=top_k)
 
 
-def _go_on_with_what_was_drawn(args: PPOArguments, ppo_run, output_dir: str, origin: str) -> None:
+def _go_on_with_what_was_drawn(args: PPOArguments, ppo_run, output_dir: str) -> None:
     """Let a resumed run train the rollouts that it drew before and that its checkpoint does not have."""
     from trainer.rollout.drawn_before import AheadFiles, DrawnBefore, drawn_before
 
-    found, files, ahead = DrawnBefore(), AheadFiles(output_dir, origin), ppo_run.roles.ahead
+    found, ahead = DrawnBefore(), ppo_run.roles.ahead
     if args.load_checkpoint is not None and not args.dynamic_filtering:
-        found = drawn_before(output_dir, ppo_run.state, args.n_samples_per_prompt, origin)
-    files.forget(wanted=found.__contains__)
+        found = drawn_before(output_dir, ppo_run.state, args.n_samples_per_prompt)
     if found:
         ppo_run.strategy.print(f"rollouts {min(found)} to {max(found)} were drawn before: they are trained as they are")
     if ahead:
-        ahead.files, ahead.drawn_before = files, found
+        ahead.files, ahead.drawn_before = AheadFiles(output_dir), found
     else:
         ppo_run.recorded = found
 
@@ -155,7 +154,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
         roles.routers.check(sample.experts for samples in frozen for sample in samples)
     roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
     facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
-    state = RLState(order, args.init_kl_coef, facts=facts)
+    history = {"origin": origin_of(dataclasses.asdict(own)), "num_histories": args.max_staleness + 1}
+    state = RLState(order, args.init_kl_coef, facts=facts, **history)
     others = {"critic": roles.critic} if roles.critic else {}
     trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
     policy = SavePolicy() if args.verify_resume else save_policy(args)
@@ -172,10 +172,9 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
         strategy.print(verify_resume(ppo_run, loop, progress, args.verify_resume))
         return
     ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    origin = origin_of(dataclasses.asdict(own))
-    ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer, origin)
+    ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer)
     if not frozen:
-        _go_on_with_what_was_drawn(args, ppo_run, output_dir, origin)
+        _go_on_with_what_was_drawn(args, ppo_run, output_dir)
     if args.sample_pages and strategy.is_rank_0():
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
     ppo_run.timeline = Timeline(output_dir) if args.timeline else None

@@ -77,7 +77,7 @@ class RolloutsAhead:
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
         self.files: Optional[AheadFiles] = None  # set before the first rollout, as `drawn_before`
-        self.drawn_before = DrawnBefore()
+        self.drawn_before, self._links = DrawnBefore(), {}  # the latter by version
         self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
 
     def __enter__(self) -> "RolloutsAhead":
@@ -92,7 +92,7 @@ class RolloutsAhead:
         if isinstance(error, Interrupted):  # all ranks have it; torchrun ends rank 0 once another rank is gone
             gather_objects(None)
         if self.files and error is None:
-            self.files.forget()
+            self.files.forget(before=self._next)
 
     @contextlib.contextmanager
     def paused(self):
@@ -117,6 +117,7 @@ class RolloutsAhead:
             for samples in self.drawn_before.values():
                 self._prompts.take(self._prompts.batch_size)
                 self._count(len(samples))
+        self._links[rollout] = state.link()
         with span("sync"):
             facts = self._send(strategy, model, rollout)
         while self._next <= rollout or (
@@ -124,7 +125,7 @@ class RolloutsAhead:
         ):
             self._ask()
         if self.files:
-            self.files.forget(wanted=lambda number: number >= rollout)
+            self.files.forget(before=rollout)
         if (samples := self.drawn_before.pop(rollout, None)) is not None:
             self._check(samples, state)
             return samples, facts
@@ -179,17 +180,18 @@ class RolloutsAhead:
             while (asked := self._asked.get()) is not None and not self._stopped:
                 part = Part()
                 try:
-                    self._generate(part, *asked)
-                    if self.files and not self._stopped:
-                        self.files.write(asked[0], part.samples)
+                    is_whole = self._generate(part, *asked)
+                    if self.files and is_whole:
+                        self.files.write(asked[0], part.samples, self._links)
                 except BaseException as error:  # the main thread raises it
                     part.problem = error
                 self._done.put(part)
 
-    def _generate(self, part: Part, rollout: int, asked: list[tuple[int, dict]]) -> None:
+    def _generate(self, part: Part, rollout: int, asked: list[tuple[int, dict]]) -> bool:
+        """Returns whether all samples are there, each to its end."""
         for start in range(0, len(asked), self.pace.batch_size):
             if self._stopped:
-                return
+                return False
             with self._engine_lock:
                 self._load_newest(part)
                 batch = asked[start : start + self.pace.batch_size]
@@ -199,11 +201,12 @@ class RolloutsAhead:
                 for sample in samples:
                     sample.version, sample.versions = versions_of(sample.versions or [[0, self._held]])
             part.samples += samples
-        if self._stopped:
-            return
+        if self._stopped and self.pace.partial:
+            return False
         if self.score_mine is not None and part.samples:
             with timed(part.facts, "reward"):
                 self.score_mine(part.samples)
+        return True
 
     def _load_newest(self, part: Part) -> int:
         version, tensors = self._newest

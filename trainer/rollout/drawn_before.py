@@ -2,17 +2,18 @@
 
 So what was generated, scored or paid for is not lost. rollouts.jsonl has the rollouts whose training had begun. With
 --max_staleness, each rank also writes to `<output_dir>/ahead/` what its thread has drawn ahead. The weights that drew them
-come again, because the resumed run trains the same samples in the same order.
+come again, because the resumed run trains the same samples in the same order. A chain of digests proves that it does: each
+sample has the `link` of the history of its weights.
 """
 
 import contextlib
 import copy
-import glob
 import hashlib
 import itertools
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,40 +29,63 @@ PLACES = ("output_dir", "load_checkpoint", "overwrite")  # flags that decide not
 
 
 def origin_of(flags: dict) -> str:
-    """A digest of the flags that decide samples and weights, and of the Python files that they name.
+    """A digest of what decides samples and weights: the flags, the number of ranks, and the files that flags name, as rank 0
+    sees them (broadcast).
 
-    Rollouts of another origin are drawn again.
+    A Python file counts with its text. Others count with sizes and times, as do those of a model's folder.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(f"{dist.get_world_size()} ranks\n".encode(), digest_size=8)
     for name, value in sorted(flags.items()):
         if name not in PLACES:
             digest.update(f"{name}={value!r}\n".encode())
-            files = [part for part in re.split(r"[\s,'\"\[\]]|:(?=\D)", str(value)) if part.endswith(".py")]
-            for path in filter(os.path.isfile, files):
-                digest.update(Path(path).read_bytes())
-    return digest.hexdigest()
+            for path in (
+                Path(part.split(":")[0].strip()) for part in str(value).split(",")
+            ):  # FILE.py:NAME, or several
+                with contextlib.suppress(OSError):  # most values are no path
+                    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                        facts = (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+                        digest.update(file.read_bytes() if file.suffix == ".py" else repr(facts).encode())
+    return broadcast_object(digest.hexdigest())
+
+
+def link_of(history: str, origin: str) -> str:
+    """What samples are marked with that weights of this history draw in a run of this origin."""
+    return hashlib.blake2b(f"{history} {origin}".encode(), digest_size=8).hexdigest()
+
+
+def history_after(link: str, samples: list[Sample]) -> str:
+    """The history of the weights once they are trained on these samples too. It needs no tokens."""
+    facts = [(sample.size().digest, float(sample.score).hex()) for sample in samples]
+    return hashlib.blake2b(f"{link} {facts}".encode(), digest_size=8).hexdigest()
 
 
 class AheadFiles:
     """The rollouts that the thread of each rank has drawn and that are not trained yet, a file for each rank's part."""
 
-    def __init__(self, output_dir: str, origin: str):
-        self._folder, self._origin = os.path.join(output_dir, AHEAD_FOLDER), origin
+    def __init__(self, output_dir: str):
+        self._folder = Path(output_dir, AHEAD_FOLDER)
 
-    def write(self, rollout: int, samples: list[Sample]) -> None:
-        os.makedirs(self._folder, exist_ok=True)
-        path = os.path.join(self._folder, f"{rollout}-{dist.get_rank()}.jsonl")
-        rows = [as_row(sample, rollout, None) | {"origin": self._origin} for sample in samples]
-        with open(f"{path}.tmp", "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(f"{path}.tmp", path)
+    def write(self, rollout: int, samples: list[Sample], links: dict[int, str]) -> None:
+        """`links` are those of the versions that drew the samples. A full disk costs only this safety."""
+        path = self._folder / f"{rollout}-{dist.get_rank()}.jsonl"
+        rows = [as_row(sample, rollout, None) | {"origin": links[newest_version(sample)]} for sample in samples]
+        try:
+            self._folder.mkdir(exist_ok=True)
+            with open(f"{path}.tmp", "w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            os.replace(f"{path}.tmp", path)
+        except OSError as error:
+            print(f"{path}: {error.strerror}: a resumed run will draw these samples again", flush=True)
 
-    def forget(self, wanted=lambda rollout: False) -> None:
-        """Remove the files of all rollouts but the wanted ones. Only rank 0 does it."""
-        for path in glob.glob(os.path.join(self._folder, "*")) if dist.get_rank() == 0 else []:
-            if not wanted(int(os.path.basename(path).split("-")[0])) or path.endswith(".tmp"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(path)
+    def forget(self, before: int) -> None:
+        """Remove the files of earlier rollouts. Only rank 0 does it."""
+        for path in list(self._folder.glob("[0-9]*-*")) if dist.get_rank() == 0 else []:
+            if int(path.name.split("-")[0]) < before:
+                path.unlink(missing_ok=True)
+
+
+def newest_version(sample: Sample) -> int:
+    return max((version for _, version in sample.versions), default=sample.version)
 
 
 class DrawnBefore(dict):
@@ -76,11 +100,11 @@ class DrawnBefore(dict):
         return samples
 
 
-def drawn_before(output_dir: str, state, group_size: int, origin: str) -> DrawnBefore:
+def drawn_before(output_dir: str, state, group_size: int) -> DrawnBefore:
     """The whole rollouts from `state.rollout` on that the run folder has, up to the first gap (broadcast from rank 0)."""
     whole: dict[int, list[Sample]] = {}
     if dist.get_rank() == 0:
-        whole = _in_order(_read(output_dir, state.rollout, origin), state, group_size)
+        whole = _in_order(_read(output_dir, state.rollout), state, group_size)
     told = broadcast_object({rollout: list(map(without_tokens, samples)) for rollout, samples in whole.items()})
     found = DrawnBefore(whole if dist.get_rank() == 0 else told)
     for sample in itertools.chain.from_iterable(found.values()):
@@ -88,32 +112,41 @@ def drawn_before(output_dir: str, state, group_size: int, origin: str) -> DrawnB
     return found
 
 
-def _read(output_dir: str, first: int, origin: str) -> dict[int, dict[int, Sample]]:
-    """Samples by rollout and number. Of a row that is there twice, the later one counts. Torn rows are left out."""
-    found: dict[int, dict[int, Sample]] = {}
-    ahead = sorted(glob.glob(os.path.join(output_dir, AHEAD_FOLDER, "*.jsonl")))
-    for path in [*ahead, os.path.join(output_dir, ROLLOUTS_FILE)]:
-        if not os.path.exists(path):
-            continue
-        with open(path) as file:
-            for line in file:
-                start = FIRST_KEY.match(line)
-                if start and int(start[1]) >= first:
-                    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, RuntimeError):
-                        row = json.loads(line)
-                        if row.get("origin") == origin:
-                            found.setdefault(row["rollout"], {})[row["number"]] = sample_of(row)
+def _read(output_dir: str, first: int) -> dict[int, list[tuple[bool, str, Sample]]]:
+    """(whether it was drawn ahead, link, sample) by rollout, those of the log last. Torn rows are left out."""
+    found: dict[int, list[tuple[bool, str, Sample]]] = {}
+    ahead = list(Path(output_dir, AHEAD_FOLDER).glob("*.jsonl"))
+    for path in [*ahead, Path(output_dir, ROLLOUTS_FILE)]:
+        for line in _lines(path):
+            start = FIRST_KEY.match(line)
+            if start and int(start[1]) >= first:
+                with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, RuntimeError):
+                    row = json.loads(line)
+                    found.setdefault(row["rollout"], []).append((path in ahead, row["origin"], sample_of(row)))
     return found
 
 
-def _in_order(found: dict[int, dict[int, Sample]], state, group_size: int) -> dict[int, list[Sample]]:
-    """The rollouts that have a sample for each prompt whose turn it is."""
-    order, whole = copy.copy(state.prompts), {}
+def _lines(path: Path) -> Iterator[str]:
+    if path.exists():
+        with path.open() as file:
+            yield from file
+
+
+def _in_order(found: dict, state, group_size: int) -> dict[int, list[Sample]]:
+    """The rollouts that have a sample for each prompt whose turn it is, drawn by the weights that come again."""
+    order, histories, whole = copy.copy(state.prompts), dict(state.histories), {}
     order.rates = dict(order.rates)
     for rollout in itertools.count(state.rollout):
-        samples = [sample for _, sample in sorted(found.get(rollout, {}).items())]
+        links = {version: link_of(history, state.origin) for version, history in histories.items()}
+        fit = {
+            sample.number: sample
+            for is_ahead, link, sample in found.get(rollout, ())
+            if link == links.get(newest_version(sample) if is_ahead else rollout)
+        }
+        samples = [sample for _, sample in sorted(fit.items())]
         rows = [prompt["row"] for prompt in order.take(order.batch_size) for _ in range(group_size)]
         if [(sample.number, sample.row) for sample in samples] != list(enumerate(rows)):
             return whole
         whole[rollout] = samples
+        histories[rollout + 1] = history_after(links[rollout], samples)
         order.note(samples)

@@ -19,24 +19,26 @@ SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 class RolloutsLog:
     """Appends the samples of each rollout to `<output_dir>/rollouts.jsonl`. Rank 0 writes what the ranks send to it.
 
-    A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count. `origin`: see
-    `drawn_before`.
+    A resumed run writes repeated rollouts again. If a rollout is there twice, the later lines count.
     """
 
-    def __init__(self, output_dir: str, tokenizer, origin: str):
-        self._path, self._tokenizer, self._origin = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer, origin
+    def __init__(self, output_dir: str, tokenizer):
+        self._path, self._tokenizer = os.path.join(output_dir, ROLLOUTS_FILE), tokenizer
 
     def show(self, samples: list[Sample], metrics: MetricsLog, step: int) -> None:
         """Send a table of samples to wandb and TensorBoard, if they are used."""
         metrics.table("samples", step, as_table(samples, self._tokenizer))
 
-    def write(self, rollout: int, samples: list[Sample]) -> list[Sample]:
-        """Write the samples of all ranks (point to point to rank 0). Returns the first ones, on rank 0."""
+    def write(self, rollout: int, samples: list[Sample], link: str) -> list[Sample]:
+        """Write the samples of all ranks (point to point to rank 0). Returns the first ones, on rank 0.
+
+        `link`: see `drawn_before`.
+        """
         first: list[Sample] = []
 
         def write(part: list[Sample]) -> None:
             first.extend(part[: SHOWN - len(first)])
-            rows = [as_row(sample, rollout, self._tokenizer) | {"origin": self._origin} for sample in part]
+            rows = [as_row(sample, rollout, self._tokenizer) | {"origin": link} for sample in part]
             lines = [json.dumps(row) + "\n" for row in rows]
             torn = os.path.exists(self._path) and not _ends_with_newline(self._path)
             with open(self._path, "a") as file:

@@ -284,12 +284,12 @@ def train_ppo(
             facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
             samples = _rollout(run, progress, facts)
             if run.rollouts_log:
-                first = run.rollouts_log.write(state.rollout, samples)
+                first = run.rollouts_log.write(state.rollout, samples, state.link())
                 if metrics:
                     run.rollouts_log.show(first, metrics, progress.step)
             if samples:
                 (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
-            state.rollout += 1
+            state.go_on(samples)
             if run.options.kl_target is not None and samples:
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
                 state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)

@@ -6,6 +6,7 @@ from typing import Optional
 
 from trainer.models.policy_loss import PolicyOptions
 from trainer.rollout.asynchronous import RolloutsAhead
+from trainer.rollout.drawn_before import history_after, link_of
 from trainer.rollout.experience import Sample
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.sampling import Sampling
@@ -74,17 +75,32 @@ class RLState:
     prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
     facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
+    origin: str = ""  # this and the histories of the newest versions of the weights: see `rollout.drawn_before`
+    histories: dict[int, str] = field(default_factory=lambda: {0: ""})
+    num_histories: int = 1
+
+    def link(self) -> str:
+        """The mark of samples that the weights of now draw."""
+        return link_of(self.histories[self.rollout], self.origin)
+
+    def go_on(self, samples: list[Sample]) -> None:
+        """The weights are trained on these samples: the next rollout begins."""
+        self.histories[self.rollout + 1] = history_after(self.link(), samples)
+        self.histories = dict(sorted(self.histories.items())[-self.num_histories :])
+        self.rollout += 1
 
     def state_dict(self) -> dict:
         position = self.prompts.position()
         counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
-        return position | counts | {"rollout": self.rollout, "kl_coef": self.kl_coef, "moments": asdict(self.moments)}
+        counts |= {"rollout": self.rollout, "histories": list(self.histories.items())}
+        return position | counts | {"kl_coef": self.kl_coef, "moments": asdict(self.moments)}
 
     def load_state_dict(self, state: dict) -> None:
         self.prompts.go_to(state)
         self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
         self.moments = adv.RunningMoments(**state["moments"])
-        # checkpoints before these counts existed do not have them
+        # older checkpoints do not have the following
+        self.histories = dict(map(tuple, state.get("histories", [(self.rollout, "")])))
         self.prompts_drawn, self.prompts_kept = state.get("prompts_drawn", 0), state.get("prompts_kept", 0)
 
     def is_used_up(self, num_episodes: Optional[int]) -> bool:
