@@ -71,12 +71,18 @@ def test_compiled_decoding_gives_the_same_tokens(tokenizer, tmp_path):
     model, engine = make_engine("qwen3", tokenizer, tmp_path, compiled=True)
     _, plain = make_engine("qwen3", tokenizer, tmp_path)
     prompts, sampling = [*PROMPTS, PROMPTS[0]], Sampling(0.8, 16, (1, 2, 3))
-    for some in (prompts, prompts[1:4]):  # also another number of rows
+    for some in (prompts, prompts[1:4]):  # also another number of rows, with other weights
         found, expected = (each.generate(some, sampling, [*SEEDS, 12][: len(some)]) for each in (engine, plain))
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         for completion, prompt in zip(found, some):
             log_probs = plain_log_probs(model, prompt, completion.token_ids, 0.8)
             torch.testing.assert_close(torch.tensor(completion.log_probs), log_probs, rtol=0, atol=1e-5)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+        stored = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        for each in (engine, plain):
+            each.update_weights(stored.items())
 
 
 @pytest.mark.parametrize("num_keys", [1, 40, FEW_KEYS, FEW_KEYS + 1])
