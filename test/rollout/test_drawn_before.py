@@ -64,9 +64,8 @@ def test_logged_and_ahead_rollouts_follow_each_other(tmp_path, curriculum):
     earlier = [dataclasses.replace(sample, score=0.25) for sample in rollouts[3]]
     log = lines_of(1, rollouts[3], links[3]) + lines_of(3, earlier, links[3])
     log += "".join(lines_of(r, rollouts[r], links[r]) for r in (3, 4, 5))
-    (tmp_path / "rollouts.jsonl").write_text(
-        log + lines_of(6, rollouts[6], links[6])[:-20]
-    )  # the kill tore the last row
+    torn = lines_of(6, rollouts[6], links[6])[:-20]  # by the kill
+    (tmp_path / "rollouts.jsonl").write_text(log + torn)
     AheadFiles(str(tmp_path)).write(6, rollouts[6], links)
     AheadFiles(str(tmp_path)).write(7, rollouts[7], links)
     found = drawn_before(str(tmp_path), state, GROUP)

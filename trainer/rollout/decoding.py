@@ -122,26 +122,11 @@ def can_cache(model) -> bool:
     return plain and has_keys and has_states >= model._is_stateful and unlimited and takes_tokens
 
 
-def compile_decoding(model):
-    """`model`, compiled for calls that read one token per row. One code serves every number of rows and of keys.
-
-    The experts of a mixture run as they are, as in `compile_layers`.
-    """
-    from trainer.distributed.expert_parallel import are_experts
-    from trainer.models.compiled import RECOMPILE_LIMIT
-
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for module in model.modules():
-        if are_experts(module):
-            module.forward = torch.compiler.disable(module.forward)
-    return torch.compile(model, dynamic=True)
-
-
 class CachedRows:
     """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once.
 
     `images` are those of each prompt, if it has some. `read(ids, mask, images)` gives further arguments to read them.
-    `compiled` is what reads single tokens in place of `model`, see `compile_decoding`.
+    `compiled` is what reads single tokens in place of `model`, see `models.compiled`.
     """
 
     def __init__(

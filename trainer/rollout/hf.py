@@ -10,10 +10,11 @@ from typing import Optional
 import torch
 
 from trainer.checkpoints.model_folder import restore_computed_buffers, stored_tensors
+from trainer.models.compiled import compile_decoding
 from trainer.models.model_loading import has_sdpa
 from trainer.models.truncation import truncate
 from trainer.rollout.checksum import Checksum
-from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, compile_decoding, register_attention
+from trainer.rollout.decoding import CachedRows, UncachedRows, can_cache, register_attention
 from trainer.rollout.responses import Responses
 from trainer.rollout.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 

@@ -251,9 +251,8 @@ class PPORun:
     make_batches: Callable[[list[Sample], int], tuple[list, list[Sample]]]
     checkpoints: Checkpoints
     sp_group: object = None
-    recorded: Optional[Callable[[RLState], Optional[list[Sample]]]] = (
-        None  # of --rollouts_from, or drawn before a resume
-    )
+    # samples of --rollouts_from, or drawn before a resume
+    recorded: Optional[Callable[[RLState], Optional[list[Sample]]]] = None
     eval_prompts: Optional[list[dict]] = None
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
