@@ -25,13 +25,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from trainer.compare.comparison_report import comparison_dict, comparison_text, write_json
-from trainer.compare.dumps import add_dumps
-from trainer.compare.logs import read_run
-from trainer.compare.matrix import check_args, load_matrix, matrix_thresholds
-from trainer.compare.parity import Thresholds, compare_runs
-from trainer.compare.plots import plot_comparisons, require_matplotlib
-from trainer.compare.run_matrix import run_matrix
+from trainer.compare.runs.comparison_report import comparison_dict, comparison_text, write_json
+from trainer.compare.runs.dumps import add_dumps
+from trainer.compare.runs.logs import read_run
+from trainer.compare.runs.matrix import check_args, load_matrix, matrix_thresholds
+from trainer.compare.runs.parity import Thresholds, compare_runs
+from trainer.compare.runs.plots import plot_comparisons, require_matplotlib
+from trainer.compare.runs.run_matrix import run_matrix
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent
@@ -163,7 +163,12 @@ def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
 
 
 def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
-    from trainer.compare.locate_report import configurations_of, is_folder_pair, locate_folders, run_pair  # torch
+    from trainer.compare.locate.locate_report import (  # torch
+        configurations_of,
+        is_folder_pair,
+        locate_folders,
+        run_pair,
+    )
 
     if is_folder_pair(options.locate) and not train_args:
         for flag in ("run", "output_dir", "timeout"):
@@ -181,9 +186,9 @@ def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
 
 
 def _job(options: argparse.Namespace, num_steps: int):
-    from trainer.cli.entry import quiet_libraries
-    from trainer.compare.plain_reference import make_job  # torch
-    from trainer.compare.their_config import read_their_config
+    from trainer.compare.other_trainers.plain_reference import make_job  # torch
+    from trainer.compare.other_trainers.their_config import read_their_config
+    from trainer.entry import quiet_libraries
 
     quiet_libraries()
     for flag in ("data", "model", "training_args"):
@@ -195,7 +200,7 @@ def _job(options: argparse.Namespace, num_steps: int):
 
 
 def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
-    from trainer.compare.adapters import audit, audit_text, open_adapter
+    from trainer.compare.other_trainers.adapters import audit, audit_text, open_adapter
 
     job, values = _job(options, 1)
     found = audit(open_adapter(options.audit), job, values)
@@ -208,8 +213,8 @@ def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
 
 
 def _replay(options: argparse.Namespace, _train_args: list[str]) -> bool:
-    from trainer.compare.plain_reference import first_parting, parting_text, plain_run
-    from trainer.compare.their_config import dtype_of
+    from trainer.compare.other_trainers.plain_reference import first_parting, parting_text, plain_run
+    from trainer.compare.other_trainers.their_config import dtype_of
 
     logs = _named_paths("--logs", options.logs or [])
     if len(logs) != 1 or options.reference != "plain":

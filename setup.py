@@ -27,7 +27,7 @@ setup(
     description="SFT and RLHF training of Hugging Face causal LMs: one loss curve, whatever the layout",
     python_requires=">=3.11",
     packages=find_packages(include=["trainer", "trainer.*"]),
-    package_data={"trainer.datasets": ["chat_templates/*.jinja"]},
+    package_data={"trainer.datasets.conversations": ["chat_templates/*.jinja"]},
     install_requires=[
         "torch>=2.13",
         "transformers>=5.16,<6",

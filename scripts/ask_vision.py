@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from trainer.datasets.image_processor import load_processor
+from trainer.datasets.images.image_processor import load_processor
 
 logging.disable_progress_bar()
 folder, data, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 200

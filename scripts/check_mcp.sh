@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tools of a server that the package mcp makes, through trainer/rollout/mcp_env.py.
+# The tools of a server that the package mcp makes, through trainer/rollout/envs/mcp_env.py.
 # The package goes into .venv-mcp, which only the server uses.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environments of the packages verifiers and reasoning-gym through trainer/rollout/verifiers_env.py, unchanged.
+# Environments of the packages verifiers and reasoning-gym through trainer/rollout/envs/verifiers_env.py, unchanged.
 # The packages go into .venv-verifiers, on top of .venv: their versions of other packages may not suit the trainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -3,10 +3,10 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.datasets.templates import load_chat_template
-from trainer.rollout.environments import Caller
-from trainer.rollout.episodes import Environments
-from trainer.rollout.sampling import Completion, Sampling
+from trainer.datasets.conversations.templates import load_chat_template
+from trainer.rollout.engines.sampling import Completion, Sampling
+from trainer.rollout.envs.environments import Caller
+from trainer.rollout.envs.episodes import Environments
 
 TOOLS = [
     {

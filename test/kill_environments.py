@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launch import LAUNCHER, ROOT, _environment, read_steps
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.rollout.rollouts_file import read_rollouts
 
 TALKER = """

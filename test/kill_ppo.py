@@ -22,7 +22,7 @@ from kill_test import GONE_WITHIN_SECONDS, RANKS, start
 from killing_reward import AHEAD, LOCK_STEP, PHASES
 from launch import ROOT, read_rows, read_steps, torchrun
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.rollout.rollouts_file import read_rollouts
 
 STEPS, SAVE_STEPS = 16, 4  # two steps to a rollout: every second one is followed by a checkpoint

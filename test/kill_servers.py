@@ -20,7 +20,7 @@ from pathlib import Path
 from kill_environments import begun, main, named, run
 from launch import ROOT, _environment, read_steps
 
-from trainer.compare.launch import free_port
+from trainer.compare.runs.launch import free_port
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.checkpoints import checkpoint_store as store
-from trainer.datasets.demo import make_demo
-from trainer.datasets.vision_demo import make_vision_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.demos.vision_demo import make_vision_demo
 
 STEPS, SAVE_STEPS, RANKS = 60, 3, 2
 GONE_WITHIN_SECONDS = 30

@@ -96,7 +96,7 @@ def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, tim
     """Run several train_sft command lines in one set of ranks, started by `forked` or `torchrun`; returns the output."""
     runs = folder / f"runs-{uuid.uuid4()}.json"
     runs.write_text(json.dumps(command_lines))
-    code, output = launch(num_ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=timeout)
+    code, output = launch(num_ranks, "-m", "trainer.compare.runs.many_runs", str(runs), timeout=timeout)
     assert code == 0, output[-6000:]
     return output
 

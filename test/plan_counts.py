@@ -2,7 +2,7 @@
 
 Prints a JSON line per layout: [name, ranks, micro-batches, {group size: bytes sent}]. Collectives of the fake group move
 nothing, but their tensors have the real sizes. The names with `gloo` have real ranks. A ring is assumed, as in
-trainer/cli/plan_traffic.py.
+trainer/planning/plan_traffic.py.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 
 MODEL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from trainer.cli.plan import build_parser, report
+from trainer.planning.layout_plan import build_parser, report
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/plan.md"
 CONFIGS = {

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.compare.locate import locate
-from trainer.compare.locate_report import ONE_STEP
-from trainer.compare.traced_pair import Finding, TracedRun
+from trainer.compare.locate.locate import locate
+from trainer.compare.locate.locate_report import ONE_STEP
+from trainer.compare.locate.traced_pair import Finding, TracedRun
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 
 FSDP2, PACKED, BF16 = ("--backend", "fsdp2"), ("--packing_samples",), ("--param_dtype", "bf16")
 TP, SP = ("--tensor_parallel_size", "2"), ("--ring_attn_size", "2")
@@ -99,33 +99,33 @@ def strategies() -> list:
 
 def change_model(change: Callable) -> None:
     """Call change(model) on the model before it is sharded."""
-    from trainer.cli import training_command
+    from trainer.runs import run_training
 
     def around(original, *args, **kwargs):
         model = original(*args, **kwargs)
         change(model)
         return model
 
-    wrap(training_command, "load_model", around)
+    wrap(run_training, "load_model", around)
 
 
 def change_prepared(change: Callable) -> None:
     """Call change(model, optimizer) after the strategy has prepared them."""
-    from trainer.cli import training_command
+    from trainer.runs import run_training
 
     def around(original, *args, **kwargs):
         model, optimizer, scheduler = original(*args, **kwargs)
         change(getattr(model, "module", model), optimizer)
         return model, optimizer, scheduler
 
-    wrap(training_command, "prepare_training", around)
+    wrap(run_training, "prepare_training", around)
 
 
 # --- data
 
 
 def last_token_cut() -> None:
-    from trainer.datasets import packing
+    from trainer.datasets.batches import packing
 
     def cut(original, samples, **kwargs):
         short = [{key: sample[key][:-1] for key in ("input_ids", "loss_mask")} for sample in samples]
@@ -135,14 +135,14 @@ def last_token_cut() -> None:
 
 
 def mask_off_by_one() -> None:
-    from trainer.datasets import packing
+    from trainer.datasets.batches import packing
 
     wrap(packing, "shifted_labels", lambda original, ids, mask: original(ids, [0, *mask[:-1]]))
 
 
 def positions_of_the_shard() -> None:
     """Each sp rank counts its positions from 0."""
-    from trainer.datasets import sequence_split
+    from trainer.datasets.batches import sequence_split
 
     def around(original, batch, *args):
         import torch
@@ -156,7 +156,7 @@ def positions_of_the_shard() -> None:
 
 def positions_run_on() -> None:
     """Positions do not restart in the documents of a packed row."""
-    from trainer.datasets import packing
+    from trainer.datasets.batches import packing
 
     def around(original, samples, **kwargs):
         import torch
@@ -199,7 +199,7 @@ def epsilon_of_a_norm() -> None:
 
 def buffer_lost() -> None:
     """Computed buffers are not computed again after to_empty."""
-    from trainer.checkpoints import model_folder
+    from trainer.model_folders import model_folder
 
     def around(original, model, device):
         original(model, device)
@@ -210,7 +210,7 @@ def buffer_lost() -> None:
 
 
 def no_reduce_after_rowwise() -> None:
-    from trainer.distributed import tp_styles
+    from trainer.model_parallel import tp_styles
 
     class Unreduced(tp_styles._Rowwise):
         @staticmethod
@@ -257,7 +257,7 @@ def autotp_part_loaded_wrongly() -> None:
 
 def vocabulary_offset() -> None:
     """Every tp rank takes its part of the vocabulary for the first."""
-    from trainer.models import vocab_parallel
+    from trainer.models.losses import vocab_parallel
 
     wrap(
         vocab_parallel,
@@ -267,7 +267,7 @@ def vocabulary_offset() -> None:
 
 
 def temperature() -> None:
-    from trainer.models import token_losses
+    from trainer.models.losses import token_losses
 
     wrap(token_losses, "token_log_probs", lambda original, *args, **kwargs: original(*args, **kwargs, temperature=0.9))
 
@@ -277,7 +277,7 @@ def temperature() -> None:
 
 def mean_of_means() -> None:
     """Each micro-batch divides by its own number of targets."""
-    from trainer.training import sft
+    from trainer.methods import sft
 
     counts = []
 
@@ -359,13 +359,13 @@ def sharded_over_dp_only() -> None:
 
 
 def head_norms_not_summed() -> None:
-    from trainer.distributed import tp_styles
+    from trainer.model_parallel import tp_styles
 
     tp_styles.STYLES["replicated_with_grad_allreduce"] = tp_styles.Replicated
 
 
 def autotp_head_norms_not_summed() -> None:
-    from trainer.strategies import autotp_layers
+    from trainer.strategies.on_deepspeed import autotp_layers
 
     autotp_layers.PARTITION_TYPES["replicated_with_grad_allreduce"] = {"partition_type": "skip"}
 
@@ -575,7 +575,7 @@ class Bench:
 
 
 def _make_demo(folder: Path) -> None:
-    from trainer.datasets.demo import make_demo
+    from trainer.datasets.demos.demo import make_demo
 
     make_demo(str(folder / "demo"))
 

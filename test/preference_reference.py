@@ -21,8 +21,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
 from reference import add_lora, balance_loss, dump, trained
 
-from trainer.datasets.global_batches import epoch_order
-from trainer.datasets.templates import load_chat_template
+from trainer.datasets.batches.global_batches import epoch_order
+from trainer.datasets.conversations.templates import load_chat_template
 from trainer.models.reward import make_initial_reward_model
 
 

@@ -11,8 +11,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from trainer.cli import entry
-from trainer.compare.forked_ranks import import_libraries, run_ranks
+from trainer import entry
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 
 
 class Left(BaseException):

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from trainer.cli.train_sft import load_data, parse
-from trainer.datasets.global_batches import epoch_order
-from trainer.datasets.templates import load_chat_template
+from trainer.datasets.batches.global_batches import epoch_order
+from trainer.datasets.conversations.templates import load_chat_template
 
 
 def sample_loss(model, sample: dict) -> torch.Tensor:
@@ -166,7 +166,7 @@ def dump(tensors: dict, folder: str, name: str) -> None:
 def main(argv: list[str]) -> None:
     args, is_demo = parse(argv)
     if is_demo:
-        from trainer.datasets.demo import make_demo
+        from trainer.datasets.demos.demo import make_demo
 
         make_demo("demo")
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)

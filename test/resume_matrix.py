@@ -19,8 +19,8 @@ import torch
 from launch import ROOT, forked, read_steps, train_many
 from safetensors.torch import load_file, save_file
 
-from trainer.checkpoints.model_folder import SINGLE
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.model_folders.model_folder import SINGLE
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (1, 2, 3)} | {
     "fsdp2": ["--backend", "fsdp2"]

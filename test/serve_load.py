@@ -76,7 +76,7 @@ async def load(
 @contextlib.contextmanager
 def serving(score, **limits):
     """The service of serve_rm in a thread, with another `score`. Gives its port."""
-    from trainer.cli.reward_service import Limits, make_server
+    from trainer.rollout.rewards.reward_service import Limits, make_server
 
     values = {"batch_size": 4, "max_body": 1 << 20, "max_queue": 64, "max_connections": 256, "read_timeout": 2.0}
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)

@@ -1,16 +1,16 @@
 """Command lines of train_ppo with engines and trainers on other machines: (SECONDS SECONDS FILE)..., as torchrun.
 
 The engine takes so many seconds more for each batch of responses, and an optimizer step takes the second number more. Both
-cost no core of this machine. Rows get the `time` at their end. The rest is `trainer.compare.many_runs`.
+cost no core of this machine. Rows get the `time` at their end. The rest is `trainer.compare.runs.many_runs`.
 """
 
 import sys
 import time
 
-from trainer.cli.entry import run_command
-from trainer.compare import many_runs
-from trainer.rollout.hf import HFEngine
-from trainer.training import ppo
+from trainer.compare.runs import many_runs
+from trainer.entry import run_command
+from trainer.methods import ppo
+from trainer.rollout.engines.hf import HFEngine
 
 
 def main(argv: list[str]) -> None:

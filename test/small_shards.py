@@ -1,7 +1,7 @@
 """train_sft whose Hugging Face folders have files of at most 64 KiB, so that several ranks write those of a tiny model."""
 
-from trainer.checkpoints import model_writer
 from trainer.cli import train_sft
+from trainer.model_folders import model_writer
 
 SHARD_BYTES = 64 << 10
 

@@ -6,12 +6,12 @@ import typing
 import pytest
 import yaml
 
-from trainer.arguments import SFTArguments, parse_arguments
 from trainer.errors import UserError
-from trainer.kd_arguments import KDArguments
-from trainer.online_arguments import OnlineDPOArguments
-from trainer.ppo_arguments import PPOArguments
-from trainer.preference_arguments import DPOArguments, RMArguments
+from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.kd_flags import KDArguments
+from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.flags.rl_flags import PPOArguments
 
 FIELDS = dataclasses.fields(SFTArguments)
 HINTS = typing.get_type_hints(SFTArguments)

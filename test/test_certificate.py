@@ -15,11 +15,12 @@ import pytest
 from launch import ROOT, _environment, train_many
 
 from trainer.checkpoints.checkpoint_store import MANIFEST
-from trainer.cli import certificate, certificate_checks
-from trainer.cli.plain_replay import certify_steps, check_replay_flags
-from trainer.cli.verify_run import verify
-from trainer.datasets.demo import make_demo
+from trainer.compare.certificates import certificate_checks
+from trainer.compare.certificates.plain_replay import certify_steps, check_replay_flags
+from trainer.compare.certificates.verification import verify
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.reports import certificate
 
 STEPS = 6
 

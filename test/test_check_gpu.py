@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, run_process
 
-from trainer.compare.check_gpu import PARTS, Feature, _judged, write_section
+from trainer.compare.machines.check_gpu import PARTS, Feature, _judged, write_section
 
 LIMIT = 1500  # seconds of all parts on a busy machine; they take 160 s of CPU
 

@@ -10,10 +10,10 @@ import pytest
 from launch import ROOT, run_process
 from transformers import FalconH1Config, GptOssConfig
 
-from trainer.compare.check_model import LAYOUTS
-from trainer.compare.forked_ranks import Ending
-from trainer.compare.zoo_rl import MAX_ROLLOUT_KL, judge_rl
-from trainer.datasets.demo import make_demo
+from trainer.compare.machines.forked_ranks import Ending
+from trainer.compare.zoo.check_model import LAYOUTS
+from trainer.compare.zoo.zoo_rl import MAX_ROLLOUT_KL, judge_rl
+from trainer.datasets.demos.demo import make_demo
 
 # The same command on a trainer with a planted fault: every loss counts one percent too much.
 PLANTED = """
@@ -91,7 +91,7 @@ def test_a_hybrid_with_half_a_file_and_a_trainer_with_a_fault(folder):
     ],
 )
 def test_usage_errors(arguments, line):
-    command = [sys.executable, "-m", "trainer.compare.check_model", *arguments]
+    command = [sys.executable, "-m", "trainer.compare.zoo.check_model", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})  # fmt: skip
     assert ended.returncode == 2 and ended.stderr.startswith(line), ended.stderr
 

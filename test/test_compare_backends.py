@@ -20,8 +20,8 @@ from compare_files import (
 )
 
 from compare_backends import main
-from trainer.compare.logs import Step, read_run
-from trainer.compare.parity import mean_and_bias
+from trainer.compare.runs.logs import Step, read_run
+from trainer.compare.runs.parity import mean_and_bias
 
 
 def compare(a, b, *more):

@@ -12,7 +12,7 @@ import torch
 from compare_files import LOSSES, changed, error_line, write_dump, write_metrics
 
 from compare_backends import main
-from trainer.compare.comparison_report import (
+from trainer.compare.runs.comparison_report import (
     MARKERS,
     MEASURED,
     check_markers,
@@ -20,7 +20,7 @@ from trainer.compare.comparison_report import (
     matrix_markdown,
     write_between_markers,
 )
-from trainer.compare.launch import (
+from trainer.compare.runs.launch import (
     Job,
     Outcome,
     configuration_job,
@@ -31,9 +31,9 @@ from trainer.compare.launch import (
     run_jobs,
     training_command,
 )
-from trainer.compare.logs import Run, read_run
-from trainer.compare.many_runs import RUN_BEGINS
-from trainer.compare.matrix import (
+from trainer.compare.runs.logs import Run, read_run
+from trainer.compare.runs.many_runs import RUN_BEGINS
+from trainer.compare.runs.matrix import (
     QUICK,
     Configuration,
     full_matrix,
@@ -41,8 +41,8 @@ from trainer.compare.matrix import (
     load_matrix,
     matrix_thresholds,
 )
-from trainer.compare.plots import plot_matrix
-from trainer.compare.run_matrix import assess
+from trainer.compare.runs.plots import plot_matrix
+from trainer.compare.runs.run_matrix import assess
 from trainer.errors import UserError
 
 # --- matrices ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.datasets.demo import SFT_DEFAULTS, make_demo
+from trainer.datasets.demos.demo import SFT_DEFAULTS, make_demo
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -18,7 +18,7 @@ SET_NAMES = ["sft", "sft_eval", "pairs", "pairs_eval", "prompts", "prompts_eval"
 # Another process, with another hash seed, and with a check that importing the module alone does not import torch.
 GENERATE_AGAIN = """
 import sys
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 assert not {"torch", "transformers", "tokenizers"} & set(sys.modules)
 make_demo(sys.argv[1], int(sys.argv[2]))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, run_process
 
-from trainer.compare.launch import free_port
+from trainer.compare.runs.launch import free_port
 
 DOCTOR = [sys.executable, "-m", "trainer.cli.doctor"]
 

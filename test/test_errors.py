@@ -10,7 +10,7 @@ import pytest
 import yaml
 from launch import LAUNCHER, ROOT, run_process, run_until_gone, torchrun
 
-from trainer.cli.outputs import ConfigDumper
+from trainer.runs.outputs import ConfigDumper
 
 MODULE = "trainer.cli.train_sft"
 
@@ -18,7 +18,7 @@ MODULE = "trainer.cli.train_sft"
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """A folder with the embedded demo in it, and broken copies of its data beside."""
-    from trainer.datasets.demo import make_demo
+    from trainer.datasets.demos.demo import make_demo
 
     folder = tmp_path_factory.mktemp("errors")
     make_demo(str(folder / "demo"))
@@ -116,8 +116,8 @@ def test_help_is_grouped_quick_and_imports_no_torch():
 
 
 def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
-    from trainer.arguments import SFTArguments, parse_arguments
     from trainer.errors import UserError
+    from trainer.flags.common_flags import SFTArguments, parse_arguments
 
     config = tmp_path / "config.yaml"
     config.write_text("learning_rate: 0.5\ntrain_batch_size: 8\npacking_samples: true\n")
@@ -130,7 +130,7 @@ def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
 
 @pytest.mark.parametrize("text", ["### {}\n### Answer: ", "# {}", "1e-5", "null", "~", "[1]", "{a: b}", "007", "true"])
 def test_a_text_is_taken_as_it_stands_and_config_yaml_repeats_it(text, tmp_path):
-    from trainer.arguments import SFTArguments, parse_arguments
+    from trainer.flags.common_flags import SFTArguments, parse_arguments
 
     args = parse_arguments(SFTArguments, "train_sft", ["--input_template", text, "--output_dir", text])
     assert args.input_template == args.output_dir == text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compare.forked_ranks import run_ranks
+from trainer.compare.machines.forked_ranks import run_ranks
 from trainer.errors import UserError
 
 

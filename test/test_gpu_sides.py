@@ -11,22 +11,25 @@ import torch.distributed as dist
 from transformers import LlamaConfig, masking_utils
 
 from trainer import strategies
-from trainer.arguments import SFTArguments
 from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import whole_shard
-from trainer.cli import auto_layout, doctor, doctor_machine, gpu_settings, plan, ppo_models, precompute, serve_engine
-from trainer.cli.gpu_settings import set_up_gpu
-from trainer.cli.training_command import set_up
-from trainer.datasets.demo import make_demo
-from trainer.datasets.global_batches import copied
+from trainer.cli import serve_engine
+from trainer.datasets.batches.global_batches import copied
+from trainer.datasets.demos.demo import make_demo
 from trainer.distributed import determinism, mesh
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
 from trainer.metrics import Rows
 from trainer.models.attention import flash_limits
-from trainer.rollout import vllm
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.vllm import VLLMEngine
+from trainer.planning import auto_layout, doctor_findings, doctor_machine, layout_plan
+from trainer.rollout.engines import vllm
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.vllm import VLLMEngine
+from trainer.runs import gpu_settings, precompute
+from trainer.runs.gpu_settings import set_up_gpu
+from trainer.runs.rl import rl_roles
+from trainer.runs.run_training import set_up
 from trainer.training import loop
 from trainer.training.checkpointing import Progress
 
@@ -143,8 +146,8 @@ def test_ranks_on_one_gpu_are_named(calls, monkeypatch):
         cards[:] = [own, (own[0], next(others))]
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    assert doctor._shared_gpus(CARD) is None
-    assert doctor._shared_gpus(CARD).startswith("ranks 0, 1 see the same GPU of ")
+    assert doctor_findings._shared_gpus(CARD) is None
+    assert doctor_findings._shared_gpus(CARD).startswith("ranks 0, 1 see the same GPU of ")
     assert ("set_device", CARD) in calls.found and ("get_device_properties", CARD) in calls.found
 
 
@@ -164,7 +167,7 @@ def test_vllm_needs_a_gpu_for_each_rank(calls, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = SimpleNamespace(vllm_gpu_memory_utilization=None)
     with pytest.raises(UserError, match="vllm with 4 ranks on 2 GPUs"):
-        ppo_models._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
+        rl_roles._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
 
 
 def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
@@ -224,9 +227,9 @@ def test_engines_give_the_gpu_back_while_training(calls):
 def test_ranks_on_one_gpu_share_its_memory_in_a_plan(calls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * plan.GB))
-    machine, reserve = auto_layout.machine_of_ranks(CARD), plan.build_parser().get_default("reserve")
-    assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * plan.GB)
+    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * layout_plan.GB))
+    machine, reserve = auto_layout.machine_of_ranks(CARD), layout_plan.build_parser().get_default("reserve")
+    assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * layout_plan.GB)
     assert ("get_device_properties", CARD) in calls.found
 
 

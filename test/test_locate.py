@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compare_backends
-from trainer.compare.locate import locate as run_locate
-from trainer.compare.traced_pair import TracedRun, constant_ratio
+from trainer.compare.locate.locate import locate as run_locate
+from trainer.compare.locate.traced_pair import TracedRun, constant_ratio
 from trainer.errors import UserError
-from trainer.training.module_trace import PARTS, _CompiledHook, _signs, trace_first_step
+from trainer.runs.module_trace import PARTS, _CompiledHook, _signs, trace_first_step
 
 CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
           "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps",

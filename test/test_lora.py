@@ -20,8 +20,8 @@ from test_parity import assert_same_steps, assert_same_tensors
 from test_parity_preference import assert_equals_the_plain_loop
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from trainer.cli.lora_flags import validate_adapter_flags
 from trainer.errors import UserError
+from trainer.runs.lora_flags import validate_adapter_flags
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
     "fsdp2": ["--backend", "fsdp2"]

@@ -12,8 +12,8 @@ import pytest
 from kill_test import children, start, wait_for
 from launch import ROOT, run_process
 
-from trainer.compare.launch import free_port
-from trainer.datasets.demo import make_demo
+from trainer.compare.runs.launch import free_port
+from trainer.datasets.demos.demo import make_demo
 
 GONE_WITHIN_SECONDS = 10
 

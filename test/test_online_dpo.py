@@ -8,9 +8,9 @@ import torch
 from launch import read_steps, train_many
 from transformers import AutoModelForCausalLM
 
-from trainer.cli.online_dpo import parse, validate
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.runs.rl.online_dpo import parse, validate
 
 STEPS, PROMPTS, EACH, BATCH, BETA, RATE = 5, 4, 4, 2, 0.5, 2e-3
 # many ties, so that they are seen to have no loss

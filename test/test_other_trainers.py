@@ -20,12 +20,12 @@ from launch import ROOT
 from transformers import SchedulerType
 
 import compare_backends
-from trainer.compare import their_config
-from trainer.compare.adapters import HFTrainerAdapter, audit, audit_text
-from trainer.compare.logs import read_run
-from trainer.compare.plain_reference import make_job
-from trainer.compare.their_config import read_their_config, training_arguments
-from trainer.datasets.demo import make_demo
+from trainer.compare.other_trainers import their_config
+from trainer.compare.other_trainers.adapters import HFTrainerAdapter, audit, audit_text
+from trainer.compare.other_trainers.plain_reference import make_job
+from trainer.compare.other_trainers.their_config import read_their_config, training_arguments
+from trainer.compare.runs.logs import read_run
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 
 STEPS = 6

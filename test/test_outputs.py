@@ -12,10 +12,10 @@ from test_errors import assert_one_line
 from test_parity_preference import make_mixture_of_experts
 
 from trainer.cli import train_ppo, train_sft
-from trainer.cli.outputs import make_writable
-from trainer.cli.saved_models import check_saved_models
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.runs.outputs import make_writable
+from trainer.runs.saved_models import check_saved_models
 
 GENERATION = {
     "eos_token_id": [2, 5],

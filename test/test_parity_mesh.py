@@ -10,7 +10,7 @@ import pytest
 from launch import ROOT, forked, read_rows, read_steps, train_many
 from test_parity import assert_same_steps, assert_same_tensors, command_line
 
-from trainer.compare.matrix import full_matrix
+from trainer.compare.runs.matrix import full_matrix
 
 TWO_RANKS = {
     "deepspeed-z1-tp2-packed", "deepspeed-z3-tp2", "fsdp2-tp2-packed", "fsdp2-tp2-seq", "fsdp2-tp2-seq-packed",
@@ -92,7 +92,7 @@ def test_layouts_that_cannot_work_are_one_line_each(tmp_path, shared_data):
         for n, (flags, _) in enumerate(REFUSED.values())
     ]
     (tmp_path / "lines.json").write_text(json.dumps(lines))
-    code, output = forked(3, "-m", "trainer.compare.many_runs", str(tmp_path / "lines.json"))
+    code, output = forked(3, "-m", "trainer.compare.runs.many_runs", str(tmp_path / "lines.json"))
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert code != 0 and "step 1/" not in output
     for name, (_, expected) in REFUSED.items():

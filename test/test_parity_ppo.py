@@ -66,9 +66,9 @@ def write_rollouts(path, shared_data, **truncation) -> None:
     importance weights of --tis_cap are not all 1."""
     from transformers import AutoTokenizer
 
-    from trainer.checkpoints.model_folder import SafetensorsFolder
-    from trainer.rollout.hf import HFEngine
-    from trainer.rollout.sampling import Sampling, sample_seed
+    from trainer.model_folders.model_folder import SafetensorsFolder
+    from trainer.rollout.engines.hf import HFEngine
+    from trainer.rollout.engines.sampling import Sampling, sample_seed
 
     folder = str(shared_data / "models/stories260K-hf")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -213,7 +213,7 @@ def saved_weights(folder, base) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", GRID)
 def test_the_engine_holds_the_trained_weights_bit_for_bit(runs, name, shared_data):
     """After the sync of the last step, by the checksum of what the run saved; and before the first, the pretrained ones."""
-    from trainer.rollout.checksum import Checksum
+    from trainer.rollout.engines.checksum import Checksum
 
     rows = [row for row in read_rows(runs / name) if "eval_reward" in row]
     saved, tensors = Checksum(), saved_weights(runs / name / "model", shared_data / "models/stories260K-hf")

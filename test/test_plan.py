@@ -11,14 +11,14 @@ from launch import ROOT, run_process
 from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
-from trainer.arguments import SFTArguments, parse_arguments
-from trainer.cli import auto_layout
-from trainer.cli import plan as plan_report
-from trainer.cli.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
-from trainer.cli.plan_traffic import Machine, Sent, step_seconds, traffic
-from trainer.cli.predicted_memory import predict
 from trainer.errors import UserError
-from trainer.preference_arguments import DPOArguments
+from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.preference_flags import DPOArguments
+from trainer.planning import auto_layout
+from trainer.planning import layout_plan as plan_report
+from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
+from trainer.planning.plan_traffic import Machine, Sent, step_seconds, traffic
+from trainer.planning.predicted_memory import predict
 from trainer.strategies import get_strategy
 
 
@@ -193,4 +193,4 @@ def test_the_command_and_its_errors(tmp_path):
         (tmp_path / "none", ["--gpus", "8"], "MODEL: "),
     ):
         with pytest.raises(UserError, match=message):
-            plan_report.main([str(model), *flags])
+            plan_report.run([str(model), *flags])

@@ -11,7 +11,7 @@ from launch import read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file, save_file
 from serve_load import serving
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 
 # a reward with a signal for a model that knows nothing: how many of the response's words are digits of the label
@@ -529,8 +529,8 @@ WRONG = {
 
 @pytest.mark.parametrize("flag", WRONG)
 def test_flags_that_do_not_go_together(flag, tmp_path):
-    from trainer.cli.ppo_flags import validate
     from trainer.cli.train_ppo import parse
+    from trainer.runs.rl.rl_options import validate
 
     args, _ = parse(flags(tmp_path, "wrong", *WRONG[flag]))
     with pytest.raises(UserError) as error:
@@ -550,8 +550,9 @@ def test_a_prompt_without_a_label_is_named_before_the_first_step(folder):
 @pytest.mark.parametrize("label, found", [(None, "no value"), ("", "an empty text"), (" ", "an empty text")])
 def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, found):
     """Of prompts that are left, not of those that are not; and by no other reward."""
-    from trainer.cli.train_ppo import load_data, parse
+    from trainer.cli.train_ppo import parse
     from trainer.models.model_loading import load_tokenizer
+    from trainer.runs.rl.rl_run import load_data
 
     path, tokenizer = folder / "labels.jsonl", load_tokenizer(str(folder / "demo/model"))
     rows = [{"q": "", "label": label}, {"q": "1", "label": "0"}, {"q": "2", "label": label}]
@@ -568,8 +569,8 @@ def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, foun
 
 
 def test_the_reference_of_an_adapter_cannot_be_offloaded(tmp_path):
-    from trainer.cli.ppo_flags import validate
     from trainer.cli.train_ppo import parse
+    from trainer.runs.rl.rl_options import validate
 
     line = ["--lora_rank", "4", "--init_kl_coef", "0.1", "--offload_ref"]
     args, _ = parse(flags(tmp_path, "wrong", *line))

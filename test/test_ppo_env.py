@@ -8,7 +8,7 @@ import torch
 from launch import ROOT, read_steps, run_process, train_many
 from test_ppo_command import train_alone
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 
 # words of digits are rewarded, so that a model that knows nothing learns; the answer depends on what it wrote
 TALKER = """
@@ -151,9 +151,9 @@ def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(folder):
     ],
 )
 def test_flags_that_do_not_go_together(flag, more, tmp_path):
-    from trainer.cli.ppo_flags import validate
     from trainer.cli.train_ppo import parse
     from trainer.errors import UserError
+    from trainer.runs.rl.rl_options import validate
 
     args, _ = parse(flags(tmp_path, "wrong", *GROUP, *more))
     with pytest.raises(UserError) as error:
@@ -164,7 +164,7 @@ def test_flags_that_do_not_go_together(flag, more, tmp_path):
 def test_the_calculator_of_the_demo(tmp_path):
     code, output = run_process([sys.executable, str(ROOT / "scripts/calculator_env.py"), str(tmp_path)])
     assert code == 0, output
-    from trainer.rollout.environments import load_environment
+    from trainer.rollout.envs.environments import load_environment
 
     row = json.loads((tmp_path / "prompts_eval.jsonl").read_text().splitlines()[0])
     a, b = row["numbers"]

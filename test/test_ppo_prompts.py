@@ -9,12 +9,12 @@ from datasets import Dataset
 from launch import read_rows, read_steps, train_many
 from test_ppo_command import flags
 
-from trainer.cli.ppo_flags import validate
-from trainer.cli.ppo_models import count_steps
 from trainer.cli.train_ppo import parse
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.prompt_order import PromptOrder
+from trainer.runs.rl.rl_options import validate
+from trainer.runs.rl.rl_roles import count_steps
 
 # samples of a prompt get different scores if its first digit is 4 or less, else equal ones inside the range
 DIFFERENT = """

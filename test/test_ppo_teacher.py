@@ -9,7 +9,7 @@ from launch import read_steps, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli.train_ppo import parse
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 
 COMMAND = [sys.executable, "-m", "trainer.cli.train_ppo", "--pretrain"]

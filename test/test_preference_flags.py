@@ -7,10 +7,10 @@ from launch import ROOT
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from trainer.cli import train_dpo
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.methods.load_balance import experts_per_token
 from trainer.models.model_loading import load_tokenizer
-from trainer.training.load_balance import experts_per_token
 
 REFUSED = {
     "--precompute_ref_logps --loss kto": "--precompute_ref_logps: with --loss kto",

@@ -10,13 +10,13 @@ import pytest
 from launch import run_process, train_many
 from safetensors.torch import load_file, save_file
 
-from trainer.cli import report, watch
-from trainer.cli.parting import gradient_differences, parting_rows
-from trainer.cli.report import page
-from trainer.cli.run_rows import RunRows, read_rows
-from trainer.cli.watch import checkpoints, memory, printable, progress, sparkline
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.reports import live_view, report_page
+from trainer.reports.live_view import checkpoints, memory, printable, progress, sparkline
+from trainer.reports.parting import gradient_differences, parting_rows
+from trainer.reports.report_page import page
+from trainer.reports.run_rows import RunRows, read_rows
 
 NAMES = ("first", "same", "other")
 
@@ -201,7 +201,7 @@ def test_a_broken_run_is_one_line(name, tmp_path):
     (tmp_path / "parity").mkdir()
     (tmp_path / "parity/grads_step1.safetensors").write_bytes(b"broken" * 9)
     with pytest.raises(UserError, match=message) as told:
-        report.run([str(tmp_path), str(tmp_path)])
+        report_page.run([str(tmp_path), str(tmp_path)])
     assert "\n" not in str(told.value)
 
 
@@ -211,8 +211,8 @@ def test_odd_values_are_shown_or_left_out(name, tmp_path, capsys):
     (tmp_path / "rollouts.jsonl").write_text(
         '{"cut\n{"prompt": "a\\u001b[2J", "response": "</pre><script>", "score": 1}\n'
     )
-    report.run([str(tmp_path)])
-    watch.run([str(tmp_path), "--once"])
+    report_page.run([str(tmp_path)])
+    live_view.run([str(tmp_path), "--once"])
     assert "\x1b[2J" not in capsys.readouterr().out and "<script>" not in (tmp_path / "report.html").read_text()
     if name == "nan":
         assert "from step 1 on, 2 steps" in (tmp_path / "report.html").read_text()

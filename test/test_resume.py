@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from trainer.checkpoints import checkpoint_store as store
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.optimizers.build import UNSUPPORTED, build_scheduler
 
 SAMPLE, SEED = 12, 0

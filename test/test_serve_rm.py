@@ -13,7 +13,7 @@ from launch import ROOT, _environment, run_process
 from serve_load import TEXTS, ask, load, message, request, serving
 
 from trainer.cli.serve_rm import RewardServer, ServeArguments
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.models.reward import make_initial_reward_model
 
 

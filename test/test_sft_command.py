@@ -9,9 +9,9 @@ import yaml
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from trainer.cli import gpu_settings
-from trainer.cli.cpu_cores import idle_cores, share_cores
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.runs import gpu_settings
+from trainer.runs.cpu_cores import idle_cores, share_cores
 
 RUNS = {
     "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],

@@ -11,7 +11,7 @@ from test_ppo_teacher import make_teacher
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli import train_kd, train_sft
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 
 STEPS, BATCH, RATE, COEF, TEMPERATURE = 3, 4, 1e-3, 0.7, 2.0

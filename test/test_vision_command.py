@@ -8,11 +8,11 @@ import vision_models
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trainer.cli import train_ppo, train_sft
-from trainer.cli.image_runs import ImageRun
-from trainer.cli.ppo_flags import refuse_with_images
-from trainer.datasets import vision_demo
+from trainer.datasets.demos import vision_demo
 from trainer.errors import UserError
-from trainer.models.vision_tower import check_tower
+from trainer.models.layers.vision import check_tower
+from trainer.runs.image_runs import ImageRun
+from trainer.runs.rl.rl_options import refuse_with_images
 
 REFUSED = {
     "--expert_parallel_size 2": "--expert_parallel_size: with rows that have images",

@@ -6,8 +6,8 @@ import sys
 import pytest
 from launch import ROOT, run_process
 
-from trainer.compare.zoo_models import SETTINGS, SKIPPED, published, tiny_config, zoo_names
-from trainer.models.tiny import shrink
+from trainer.compare.zoo.tiny import shrink
+from trainer.compare.zoo.zoo_models import SETTINGS, SKIPPED, published, tiny_config, zoo_names
 
 # One of each kind: dense, biased, sliding, sparse, latent attention, state space, gated, soft caps, tied, fused.
 MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
@@ -72,8 +72,8 @@ def test_the_page_names_the_models_and_the_reasons(results):
 
 
 def test_the_committed_page_is_what_its_results_say():
-    from trainer.compare.zoo import CONFIGURATIONS as ALL
-    from trainer.compare.zoo_page import page_text, read_results
+    from trainer.compare.zoo.zoo import CONFIGURATIONS as ALL
+    from trainer.compare.zoo.zoo_page import page_text, read_results
 
     page = ROOT / "docs/models.md"
     assert page.read_text() == page_text(read_results(page), ALL)

@@ -42,7 +42,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as RewardCollat
 from trl.trainer.utils import pad
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-from trainer.datasets.image_processor import load_processor
+from trainer.datasets.images.image_processor import load_processor
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from kill_test import STEPS, children, command_line, wait_for
 from launch import ROOT, read_rows, read_steps
 
-from trainer.compare.launch import free_port
-from trainer.datasets.demo import make_demo
+from trainer.compare.runs.launch import free_port
+from trainer.datasets.demos.demo import make_demo
 
 
 def start_node(number: int, port: int, line: list[str], folder: Path) -> subprocess.Popen:

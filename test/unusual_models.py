@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trainer.datasets.packing import shifted_labels
-from trainer.models.token_losses import token_log_probs
+from trainer.datasets.batches.packing import shifted_labels
+from trainer.models.losses.token_losses import token_log_probs
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -50,7 +50,7 @@ def start(folder: Path, kind: str) -> str:
                 lines.append([command, *model, *COMMON.split(), *own])
         runs = folder / f"{kind} {ranks}.json"
         runs.write_text(json.dumps(lines))
-        outputs.append(torchrun(ranks, "-m", "trainer.compare.many_runs", str(runs), timeout=1500)[1])
+        outputs.append(torchrun(ranks, "-m", "trainer.compare.runs.many_runs", str(runs), timeout=1500)[1])
     return "".join(outputs)
 
 

@@ -18,7 +18,7 @@ from reference import add_lora
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
 
-from trainer.datasets.image_processor import load_processor
+from trainer.datasets.images.image_processor import load_processor
 from trainer.models.reward import make_initial_reward_model
 
 

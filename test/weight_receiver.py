@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.rollout.weight_stream import WeightStream
+from trainer.rollout.engines.weight_stream import WeightStream
 
 
 def receive(port: int, rank: int, size: int, dies_after: int, answer) -> None:

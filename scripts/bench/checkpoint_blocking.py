@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from trainer.checkpoints.run_state import MAIN, CheckpointForm
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, max_over_all_ranks, rank_0_first
 from trainer.strategies.options import StrategyOptions
 

@@ -113,7 +113,7 @@ def main() -> None:
         if args.data:
             make_long_rows(args.data / "gsm8k/train.jsonl", folder / "long.jsonl", per_row=length // 64)
         else:
-            from trainer.datasets.demo import make_demo
+            from trainer.datasets.demos.demo import make_demo
 
             make_demo(str(folder / "demo"))
             make_random_rows(folder / "long.jsonl", length, num_rows=8 * args.steps)

@@ -21,9 +21,9 @@ from gpu_speed import QWEN3_1_7B, TINY, make_model, make_random_rows
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.cli import train_sft
-from trainer.cli.entry import run_command
-from trainer.datasets.demo import make_demo
-from trainer.models import token_losses
+from trainer.datasets.demos.demo import make_demo
+from trainer.entry import run_command
+from trainer.models.losses import token_losses
 from trainer.training import loop
 
 QWEN3_8B = {

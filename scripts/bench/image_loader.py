@@ -21,8 +21,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from trainer.cli import train_sft
-from trainer.datasets.global_batches import GlobalBatchLoader
-from trainer.datasets.image_batches import ImageCollate
+from trainer.datasets.batches.global_batches import GlobalBatchLoader
+from trainer.datasets.images.image_batches import ImageCollate
 
 
 def parse() -> argparse.Namespace:
@@ -49,7 +49,7 @@ def write_rows(folder: Path, args: argparse.Namespace) -> str:
 
 def make_model(folder: Path) -> str:
     """The vision demo's model, with an image processor of the size of Qwen3-VL's."""
-    from trainer.datasets.vision_demo import write_model
+    from trainer.datasets.demos.vision_demo import write_model
 
     write_model(folder / "model", 0)
     sizes = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}

@@ -1,6 +1,6 @@
 """Measure the peak memory of the loss: python scripts/bench/loss_memory.py [--tokens 8192] [--vocab 150000]
 
-It runs one forward and backward pass of `trainer.models.linear_loss` on the CPU in fp32. It prints the growth of the
+It runs one forward and backward pass of `trainer.models.losses.linear_loss` on the CPU in fp32. It prints the growth of the
 process and the size of the fp32 logits of all tokens. Hidden states, head and their gradients do not count.
 """
 
@@ -11,8 +11,8 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
-from trainer.models import linear_loss, token_losses
 from trainer.models.cpu_matmul import choose_cpu_matmul
+from trainer.models.losses import linear_loss, token_losses
 
 
 def reset_peak() -> None:

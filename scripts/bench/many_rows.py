@@ -24,10 +24,10 @@ from sft_speed import environment, machine, timed
 from transformers import AutoTokenizer
 
 from trainer.cli.prepare_data import OPTIONS
-from trainer.datasets.global_batches import GlobalBatchLoader, epoch_order
-from trainer.datasets.prepared import write_facts
+from trainer.datasets.batches.global_batches import GlobalBatchLoader, epoch_order
 from trainer.datasets.rows import quiet
-from trainer.datasets.sft_samples import _features
+from trainer.datasets.samples.prepared import write_facts
+from trainer.datasets.samples.sft_samples import _features
 
 LENGTH, CHUNK = 6, 1_000_000
 

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from trainer.models.head_shares import TABLES
-from trainer.models.recurrent_layers import Row, change_mixers, mixers_of
+from trainer.models.layers.head_shares import TABLES
+from trainer.models.layers.recurrent_layers import Row, change_mixers, mixers_of
 
 COMMON = {
     "vocab_size": 64,

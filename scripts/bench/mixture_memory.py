@@ -15,8 +15,8 @@ from pathlib import Path
 
 from sft_speed import HERE, command_line, update
 
-from trainer.cli.predicted_memory import BUFFER_BYTES, predict
-from trainer.compare.measured_memory import GLIBC
+from trainer.compare.machines.measured_memory import GLIBC
+from trainer.planning.predicted_memory import BUFFER_BYTES, predict
 
 PHASES = {"load": "load", "write": "write a checkpoint", "read": "read a checkpoint", "save": "save the model"}
 

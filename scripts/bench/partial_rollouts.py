@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer.compare import many_runs
-from trainer.datasets.demo import make_demo
-from trainer.rollout.hf import HFEngine
-from trainer.training import ppo
+from trainer.compare.runs import many_runs
+from trainer.datasets.demos.demo import make_demo
+from trainer.methods import ppo
+from trainer.rollout.engines.hf import HFEngine
 
 REWARD = """
 def reward_func(prompts, responses, labels):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
 from trainer.cli.train_sft import load_data, parse
-from trainer.datasets.global_batches import epoch_order
+from trainer.datasets.batches.global_batches import epoch_order
 from trainer.metrics import host_peak_memory_bytes
 
 

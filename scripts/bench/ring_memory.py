@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trainer.datasets.packing import collate_packed
-from trainer.datasets.sequence_split import split_micro_batch
+from trainer.datasets.batches.packing import collate_packed
+from trainer.datasets.batches.sequence_split import split_micro_batch
 from trainer.models.attention.split_attention import register_ring_attention
-from trainer.models.token_losses import label_log_probs
+from trainer.models.losses.token_losses import label_log_probs
 
 CONFIG = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,

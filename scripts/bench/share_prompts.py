@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from trainer.datasets.packing import IGNORE, collate_padded, model_inputs
-from trainer.datasets.shared_prompts import collate_shared
+from trainer.datasets.batches.packing import IGNORE, collate_padded, model_inputs
+from trainer.datasets.batches.shared_prompts import collate_shared
 
 LENGTHS = [(300, 20), (300, 100), (100, 100), (100, 300), (20, 10)]  # tokens of a prompt and of a response
 PROMPTS, EACH, VOCAB_SIZE = 2, 8, 2048

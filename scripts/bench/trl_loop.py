@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
 from trainer.cli.train_sft import load_data, parse
-from trainer.datasets.global_batches import epoch_order
+from trainer.datasets.batches.global_batches import epoch_order
 from trainer.metrics import host_peak_memory_bytes
 
 # options of all TRL trainers here: fp32, and nothing except the training itself

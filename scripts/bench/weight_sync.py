@@ -14,10 +14,10 @@ import torch
 from checkpoint_blocking import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, rank_0_first
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.sync import sync_weights
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.sync import sync_weights
 from trainer.strategies.options import StrategyOptions
 
 

@@ -7,11 +7,11 @@ import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.arguments import ALLOWED, SFTArguments
-from trainer.kd_arguments import KDArguments
-from trainer.online_arguments import OnlineDPOArguments
-from trainer.ppo_arguments import PPOArguments
-from trainer.preference_arguments import DPOArguments, RMArguments
+from trainer.flags.common_flags import ALLOWED, SFTArguments
+from trainer.flags.kd_flags import KDArguments
+from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.flags.rl_flags import PPOArguments
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 COMMANDS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trainer.cli.entry import end_well
+from trainer.entry import end_well
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 

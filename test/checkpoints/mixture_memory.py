@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 
 LAYOUTS = {"fsdp2": (1, 2, 4), "deepspeed": (2,)}
 
@@ -19,7 +19,7 @@ def make_model(folder: Path, layers: int) -> None:
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from trainer.datasets.demo import make_demo
+    from trainer.datasets.demos.demo import make_demo
 
     make_demo(str(folder))
     config = Qwen3MoeConfig(
@@ -35,7 +35,7 @@ def measure(folder: Path, backend: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trainer.checkpoints import run_state
-    from trainer.compare.measured_memory import Watch
+    from trainer.compare.machines.measured_memory import Watch
     from trainer.distributed.collectives import gather_objects
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy

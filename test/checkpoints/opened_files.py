@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 
 LAYOUTS = {
     "fsdp2": ("fsdp2", {}, (2, 4, 8)),
@@ -25,9 +25,10 @@ def check(folder: str, layout: str) -> None:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoints import checkpoint_store, model_folder, run_state, shards
+    from trainer.checkpoints import checkpoint_store, run_state, shards
     from trainer.distributed.collectives import gather_objects
     from trainer.distributed.sharded_tensors import to_local_if_dtensor
+    from trainer.model_folders import model_folder
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy
     from trainer.strategies.options import StrategyOptions
@@ -96,8 +97,9 @@ def check(folder: str, layout: str) -> None:
 
 def main(folder: Path) -> None:
     import_libraries()
-    from trainer.checkpoints import model_writer, shards
-    from trainer.datasets.demo import make_demo
+    from trainer.checkpoints import shards
+    from trainer.datasets.demos.demo import make_demo
+    from trainer.model_folders import model_writer
     from trainer.strategies import deepspeed, fsdp2  # noqa: F401 (before the forks)
 
     make_demo(str(folder))

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoints.model_folder import SafetensorsFolder
 from trainer.cli import export_model, train_sft
-from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.compare.zoo_models import tiny_config
-from trainer.datasets.demo import make_demo
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.compare.zoo.tiny import randomize
+from trainer.compare.zoo.zoo_models import tiny_config
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.models.tiny import randomize
+from trainer.model_folders.model_folder import SafetensorsFolder
 
 FAMILIES = sys.argv[2:] or (
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text",

@@ -6,8 +6,8 @@ from launch import ROOT, forked
 from tiny_models import make_model
 from transformers import LlamaForCausalLM
 
-from trainer.checkpoints.model_folder import restore_computed_buffers
 from trainer.errors import UserError
+from trainer.model_folders.model_folder import restore_computed_buffers
 
 
 def test_a_sharded_model_has_the_buffers_of_an_ordinary_one(tmp_path):

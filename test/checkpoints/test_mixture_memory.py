@@ -8,8 +8,8 @@ from pathlib import Path
 
 from launch import ROOT, run_process
 
-from trainer.cli.predicted_memory import BUFFER_BYTES, predict
-from trainer.compare.measured_memory import GLIBC
+from trainer.compare.machines.measured_memory import GLIBC
+from trainer.planning.predicted_memory import BUFFER_BYTES, predict
 
 SLACK = 8 << 20  # for what is not tensors
 LAYERS = 4  # 41 M parameters

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
-from trainer.checkpoints.model_folder import check_weights, open_files
 from trainer.errors import UserError
+from trainer.model_folders.model_folder import check_weights, open_files
 
 
 def test_a_quantization_that_is_not_read_is_refused_in_one_line(tmp_path):

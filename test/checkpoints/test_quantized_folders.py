@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from trainer.checkpoints.model_folder import open_files
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.model_folders.model_folder import open_files
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

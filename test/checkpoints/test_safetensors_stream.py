@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoints.model_writer import save_safetensors_shards
-from trainer.checkpoints.safetensors_stream import ROOM
+from trainer.model_folders.model_writer import save_safetensors_shards
+from trainer.model_folders.safetensors_stream import ROOM
 
 TENSORS = {
     "bf16": torch.randn(3, 5).bfloat16(),

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trainer.datasets.bin_packing import balanced_owners, best_fit_bins, cut_micro_batches, planned
-from trainer.datasets.global_batches import (
+from trainer.datasets.batches.bin_packing import balanced_owners, best_fit_bins, cut_micro_batches, planned
+from trainer.datasets.batches.global_batches import (
     GlobalBatchLoader,
     contiguous_slice,
     epoch_order,

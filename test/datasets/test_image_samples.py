@@ -21,12 +21,12 @@ import vision_models
 import vision_reference
 
 from trainer.cli import train_dpo, train_sft
-from trainer.datasets.image_batches import ImageCollate
-from trainer.datasets.image_samples import ImageSamples
-from trainer.datasets.packing import shifted_labels
-from trainer.datasets.pixel_cache import PixelCache
-from trainer.datasets.preference import SIDES, collate_pairs
-from trainer.datasets.sft_samples import render_sample
+from trainer.datasets.batches.packing import shifted_labels
+from trainer.datasets.images.image_batches import ImageCollate
+from trainer.datasets.images.image_samples import ImageSamples
+from trainer.datasets.images.pixel_cache import PixelCache
+from trainer.datasets.samples.preference import SIDES, collate_pairs
+from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
 
@@ -143,7 +143,7 @@ def test_kept_tensors_give_the_same_batches_bit_for_bit(here, kind, monkeypatch)
     collate.tensors_of, samples.decode = PixelCache(samples.processor).tensors, lambda source: source
     for again in (False, True):
         if again:  # no image is read into pixels any more
-            monkeypatch.setattr("trainer.datasets.pixel_cache.decode", None)
+            monkeypatch.setattr("trainer.datasets.images.pixel_cache.decode", None)
         for rows, plain in zip(batches, expected, strict=True):
             found = collate([samples[row] for row in rows], 1)
             for one, other in ((found.pop("images"), plain["images"]), (found, plain)):
@@ -279,7 +279,7 @@ def test_a_bad_pair_is_one_line_with_its_number(here):
 
 
 def test_images_for_a_model_of_text_are_refused(here):
-    from trainer.datasets.demo import make_demo
+    from trainer.datasets.demos.demo import make_demo
 
     make_demo(str(here / "demo"))
     with pytest.raises(UserError, match=r"--pretrain: .* is a model of text \(qwen3\), and rows have images"):

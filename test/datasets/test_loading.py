@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.datasets.json_faults import find_json_fault
-from trainer.datasets.loading import load_rows
-from trainer.datasets.messages import messages_of
+from trainer.datasets.conversations.messages import messages_of
+from trainer.datasets.files.json_faults import find_json_fault
+from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,7 +279,7 @@ LATE = {
 
 @pytest.mark.parametrize("first, second", LATE.values(), ids=LATE)
 def test_columns_hold_what_comes_megabytes_or_a_file_later(first, second, tmp_path, monkeypatch):
-    from trainer.datasets import json_files
+    from trainer.datasets.files import json_files
 
     monkeypatch.setattr(json_files, "CHUNK_BYTES", 64)
     rows = [{"k": "x" * 40, "a": first}] * 5 + [{"k": "x" * 40, "a": second, "b": "late"}] * 5
@@ -385,7 +385,7 @@ def test_files_of_the_wrong_kind(tmp_path):
 
 TWO_FAULTS = """
 import sys
-from trainer.datasets.loading import load_rows
+from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
 for name in sys.argv[1:]:
     try:
@@ -459,7 +459,7 @@ def test_compressed_files_are_read(tmp_path):
 
 
 def test_columns_that_grow_are_found_once(tmp_path, monkeypatch):
-    from trainer.datasets import json_files
+    from trainer.datasets.files import json_files
 
     monkeypatch.setattr(json_files, "CHUNK_BYTES", 64)
     path = write_jsonl(tmp_path / "x.jsonl", [{"k": "x" * 60}] * 5 + [{"k": "x" * 60, "b": "late"}])

@@ -6,10 +6,10 @@ import json
 import pytest
 from datasets import Dataset
 
-from trainer.datasets.demo import make_demo
-from trainer.datasets.packing import IGNORE
-from trainer.datasets.preference import collate_pairs, render_pair, tokenize_preference
-from trainer.datasets.sequence_split import split_micro_batch
+from trainer.datasets.batches.packing import IGNORE
+from trainer.datasets.batches.sequence_split import split_micro_batch
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.samples.preference import collate_pairs, render_pair, tokenize_preference
 from trainer.errors import UserError
 
 OPTIONS = {
@@ -162,7 +162,7 @@ def test_collation_of_pairs():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_sums_by_sequence_survive_padding_packing_and_splitting(packed):
-    from trainer.models.sequence_sums import sum_by_sequence
+    from trainer.models.losses.sequence_sums import sum_by_sequence
 
     whole = collate_pairs(PAIRS, 0, packed=packed)
     parts = [split_micro_batch(whole, rank, 2) for rank in range(2)]

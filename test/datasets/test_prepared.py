@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from trainer.cli import prepare_data, train_sft
-from trainer.datasets import sft_samples
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.samples import sft_samples
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
 

@@ -6,9 +6,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.datasets.demo import make_demo
-from trainer.datasets.loading import load_rows
-from trainer.datasets.prompts import tokenize_prompts
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.errors import UserError
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
-from trainer.datasets.sequence_split import natural_order, split_micro_batch, zigzag_order, zigzag_shard
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.batches.sequence_split import natural_order, split_micro_batch, zigzag_order, zigzag_shard
 
 PAD = 99
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.datasets.loading import load_rows
-from trainer.datasets.sft_samples import DataLedger, render_sample, tokenize_sft
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.sft_samples import DataLedger, render_sample, tokenize_sft
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,8 +367,8 @@ def test_worker_processes_change_nothing_and_their_errors_arrive(monkeypatch, tm
 
 FRESH_PROCESS = """
 import sys
-from trainer.datasets.loading import load_rows
-from trainer.datasets.sft_samples import tokenize_sft
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.sft_samples import tokenize_sft
 from transformers import PreTrainedTokenizerFast
 path, file, padded = sys.argv[1:]
 tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|im_end|>", pad_token="<|endoftext|>")

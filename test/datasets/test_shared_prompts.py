@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from trainer.datasets.global_batches import balanced_rows
-from trainer.datasets.packing import IGNORE, collate_padded, model_inputs
-from trainer.datasets.shared_prompts import collate_shared, refuse_model, sizes_to_plan
+from trainer.datasets.batches.global_batches import balanced_rows
+from trainer.datasets.batches.packing import IGNORE, collate_padded, model_inputs
+from trainer.datasets.batches.shared_prompts import collate_shared, refuse_model, sizes_to_plan
 from trainer.errors import UserError
 
 

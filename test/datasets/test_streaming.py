@@ -12,12 +12,13 @@ import datasets
 import pytest
 from launch import read_steps, train_many
 
-from trainer.cli import streamed_run, train_sft
-from trainer.datasets.demo import make_demo
-from trainer.datasets.stream_rows import open_rows, parsed
-from trainer.datasets.streaming import StreamedBatches, start_of_epoch
+from trainer.cli import train_sft
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.files.stream_rows import open_rows, parsed
+from trainer.datasets.samples.streaming import StreamedBatches, start_of_epoch
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
+from trainer.runs import streamed_run
 
 SHORT = ["--max_len", "22", "--max_steps", "5"]  # some rows are cut off, and some have no loss token left
 BUFFER = 32
@@ -142,7 +143,7 @@ class PlainLoader:
         self.samples, self.place = samples, lambda batch: batch
 
     def global_batch(self, ids, index):
-        from trainer.datasets.global_batches import GlobalBatch
+        from trainer.datasets.batches.global_batches import GlobalBatch
 
         return GlobalBatch(0, index, ids, 0, 0, "", [dict(self.samples[i]) for i in ids])
 

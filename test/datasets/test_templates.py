@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.datasets.templates import load_chat_template, render_chat
+from trainer.datasets.conversations.templates import load_chat_template, render_chat
 from trainer.errors import UserError
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"

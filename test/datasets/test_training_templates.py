@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trainer.datasets import training_templates
-from trainer.datasets.templates import load_chat_template, render_chat
+from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations.templates import load_chat_template, render_chat
 from trainer.errors import UserError
 
 spec = importlib.util.spec_from_file_location("chat_corpus", Path(__file__).with_name("chat_corpus.py"))

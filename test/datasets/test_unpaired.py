@@ -4,11 +4,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.datasets.demo import make_demo
-from trainer.datasets.global_batches import GlobalBatchLoader
-from trainer.datasets.preference import tokenize_preference
-from trainer.datasets.sequence_split import natural_order, split_micro_batch
-from trainer.datasets.unpaired import collate_unpaired, render_answer, tokenize_unpaired, unpair
+from trainer.datasets.batches.global_batches import GlobalBatchLoader
+from trainer.datasets.batches.sequence_split import natural_order, split_micro_batch
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.samples.preference import tokenize_preference
+from trainer.datasets.samples.unpaired import collate_unpaired, render_answer, tokenize_unpaired, unpair
 from trainer.errors import UserError
 
 OPTIONS = {"flag": "--dataset", "prompt_key": None, "input_template": None, "apply_chat_template": False, "max_len": 32}

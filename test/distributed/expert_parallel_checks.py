@@ -14,11 +14,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from trainer.compare import zoo
-from trainer.compare.dumps import GRADIENTS, NOISE, WEIGHTS, compare_files, global_norm
-from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.compare.logs import read_run
-from trainer.compare.matrix import Configuration
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.compare.runs.dumps import GRADIENTS, NOISE, WEIGHTS, compare_files, global_norm
+from trainer.compare.runs.logs import read_run
+from trainer.compare.runs.matrix import Configuration
+from trainer.compare.zoo import zoo
 
 EP2, EP4 = (("--backend", "fsdp2", "--expert_parallel_size", size) for size in "24")
 zoo.LORA = LORA = (*zoo.LORA, "--target_modules", "q_proj,o_proj")
@@ -113,8 +113,8 @@ def merged_by_hand(base: str, adapter: Path) -> dict[str, float]:
     """Of the experts that merge_lora makes: the largest differences from W + alpha / rank * B A of each one, and from W."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoints.adapter_tensors import ADAPTER_WEIGHTS
     from trainer.cli.merge_lora import merged_model
+    from trainer.model_folders.adapter_tensors import ADAPTER_WEIGHTS
 
     tensors, merged = load_file(adapter / ADAPTER_WEIGHTS), merged_model(base, str(adapter)).state_dict()
     found = {"error": 0.0, "update": 0.0}

@@ -11,9 +11,9 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 
-from trainer.cli.entry import end_well
 from trainer.datasets.rows import map_cached
 from trainer.distributed.collectives import gather_objects, rank_0_first
+from trainer.entry import end_well
 
 ROWS = 5
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])

@@ -12,10 +12,10 @@ from odd_plan_models import EXTRA, LAYOUTS, MODELS, SIZES, make_config
 from tensor_parallel_checks import make_samples, plain_run, strategy_run
 from transformers import AutoModelForCausalLM
 
-from trainer.cli.entry import end_well
-from trainer.distributed import tensor_parallel
 from trainer.distributed.mesh import build_meshes, resolve_device, resolve_mesh_sizes
+from trainer.entry import end_well
 from trainer.errors import UserError
+from trainer.model_parallel import tensor_parallel
 
 # a softmax does not change if all keys get the same bias: the gradient of these is rounding noise
 NOISE = ("k_proj.bias", "c_attn.bias", "query_key_value.bias")

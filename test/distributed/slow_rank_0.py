@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from trainer.checkpoints import checkpoint_store, run_state
 from trainer.checkpoints.shards import whole_shard
-from trainer.cli.entry import end_well
 from trainer.distributed import collectives
+from trainer.entry import end_well
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
 collectives.make_patient_group(dist.group.WORLD)

@@ -16,19 +16,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.cli.entry import end_well
-from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded
+from trainer.entry import end_well
 from trainer.errors import UserError
-from trainer.models import linear_loss, token_losses
-from trainer.models.activations import recompute_layers
+from trainer.methods.sft import sft_loss
 from trainer.models.attention.choice import resolve_attention
+from trainer.models.layers.activations import recompute_layers
+from trainer.models.losses import linear_loss, token_losses
+from trainer.models.losses.vocab_parallel import vocab_parallel_nll
 from trainer.models.model_loading import disable_dropout, has_sdpa
-from trainer.models.vocab_parallel import vocab_parallel_nll
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 from trainer.training.loop import forward_backward, inspect_gradients
-from trainer.training.sft import sft_loss
 
 STEPS = 4
 LR = 1e-2

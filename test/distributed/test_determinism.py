@@ -15,7 +15,7 @@ from trainer.training.verify_resume import verify_replay
 # seeding for CUDA sets only flags, so it needs no GPU; put_ has no deterministic kernel on any device
 CHECK = """
 import os, torch
-from trainer.cli.entry import run_command
+from trainer.entry import run_command
 from trainer.distributed.mesh import seed_everything
 
 def main(argv):

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.datasets.global_batches import to_device
+from trainer.datasets.batches.global_batches import to_device
 from trainer.distributed.host_offload import bring_back, keep_on_host, take_to_host
 
 

@@ -6,9 +6,9 @@ import torch
 from launch import ROOT, forked
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
-from trainer.distributed.expert_parallel import are_experts
-from trainer.distributed.tensor_parallel import resolve_tp_plan
 from trainer.errors import UserError
+from trainer.model_parallel.expert_parallel import are_experts
+from trainer.model_parallel.tensor_parallel import resolve_tp_plan
 
 
 def resolve(config) -> dict[str, str]:

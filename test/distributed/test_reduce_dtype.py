@@ -3,7 +3,7 @@
 import pytest
 from launch import read_steps, train_many
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 
 RUNS = {"fsdp2": ["--backend", "fsdp2"]}
 RUNS |= {f"zero{stage}": ["--backend", "deepspeed", "--zero_stage", str(stage)] for stage in range(4)}

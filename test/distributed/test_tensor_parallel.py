@@ -6,16 +6,16 @@ from launch import ROOT, forked
 from tiny_models import CONFIGS, EVEN_CONFIGS, save_models
 from transformers import AutoModelForCausalLM, Olmo2Config
 
-from trainer.datasets.demo import make_demo
-from trainer.distributed import tensor_parallel
-from trainer.distributed.tensor_parallel import (
+from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
+from trainer.model_parallel import tensor_parallel
+from trainer.model_parallel.tensor_parallel import (
     complete_plan,
     get_hf_tp_plan,
     get_llama_tp_plan,
     get_optimized_tp_plan,
     resolve_tp_plan,
 )
-from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions, validate_tp_flags
 
 QWEN3_PLAN = {

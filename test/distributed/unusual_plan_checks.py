@@ -1,6 +1,6 @@
 """Tensor-parallel plans of unusual configs, on two ranks that are threads of this process: `python unusual_plan_checks.py NAME ...`.
 
-The sharded model against the whole one: loss and gradients. Prints "ok NAME" for each row of trainer/compare/zoo_unusual.py.
+The sharded model against the whole one: loss and gradients. Prints "ok NAME" for each row of trainer/compare/zoo/zoo_unusual.py.
 """
 
 import copy
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.zoo_unusual import unusual_config
-from trainer.distributed.expert_parallel import are_experts, forward_of_part
-from trainer.distributed.tensor_parallel import apply_tp_plan, resolve_tp_plan
-from trainer.models.tiny import randomize
+from trainer.compare.zoo.tiny import randomize
+from trainer.compare.zoo.zoo_unusual import unusual_config
+from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
+from trainer.model_parallel.tensor_parallel import apply_tp_plan, resolve_tp_plan
 
 RANKS = 2
 

@@ -1,7 +1,7 @@
 """Run command lines and Python snippets of several folders one after the other: `[torchrun] test/docs/run_lines.py FILE`.
 
 FILE is a JSON list of {"id", "folder", "env", "line" or "code", "name"}. A line is a command of trainer.cli and its flags,
-run by trainer.compare.many_runs. Rank 0 appends {"error", "seconds", "ends"} of each to FILE.results; a marker line precedes its
+run by trainer.compare.runs.many_runs. Rank 0 appends {"error", "seconds", "ends"} of each to FILE.results; a marker line precedes its
 output. An error that is no UserError ends the process, since other ranks may wait for this one.
 """
 
@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.cli.entry import run_command
-from trainer.compare import many_runs
+from trainer.compare.runs import many_runs
+from trainer.entry import run_command
 from trainer.errors import UserError
 
 

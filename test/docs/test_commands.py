@@ -12,12 +12,12 @@ from doc_blocks import NEEDS, OPERATORS, Block, launched, read_blocks, read_comm
 from doc_runs import Runner, make_base, make_page_folder, overlap, resources, shorten
 from launch import ROOT
 
-from trainer.arguments import SFTArguments, parse_arguments
-from trainer.compare.launch import free_port
-from trainer.kd_arguments import KDArguments
-from trainer.online_arguments import OnlineDPOArguments
-from trainer.ppo_arguments import PPOArguments
-from trainer.preference_arguments import DPOArguments, RMArguments
+from trainer.compare.runs.launch import free_port
+from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.kd_flags import KDArguments
+from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.flags.rl_flags import PPOArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
 ARGUMENTS |= {"train_kd": KDArguments}

@@ -4,10 +4,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.cli.entry import end_well
 from trainer.distributed.sharded_tensors import whole as whole_tensor
-from trainer.models import token_losses
-from trainer.models.token_losses import token_entropies, token_log_probs
+from trainer.entry import end_well
+from trainer.models.losses import token_losses
+from trainer.models.losses.token_losses import token_entropies, token_log_probs
 
 # default chunks of 6 tokens, from 13 words: from the 7 and 6 words of the ranks, chunks would be 11 and 13 tokens
 token_losses.CHUNK_BYTES = 4 * 13 * 6

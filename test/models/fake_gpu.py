@@ -15,23 +15,23 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 from transformers.initialization import no_init_weights
 
-from trainer.cli.entry import end_well
-from trainer.datasets.global_batches import to_device
-from trainer.datasets.packing import collate_packed, collate_padded
-from trainer.datasets.preference import collate_pairs
-from trainer.datasets.unpaired import collate_unpaired
-from trainer.models import token_losses
-from trainer.models.attention.model_call import remember_call
+from trainer.datasets.batches.global_batches import to_device
+from trainer.datasets.batches.packing import collate_packed, collate_padded
+from trainer.datasets.samples.preference import collate_pairs
+from trainer.datasets.samples.unpaired import collate_unpaired
+from trainer.entry import end_well
+from trainer.methods.dpo import make_preference_loss
+from trainer.methods.kto import make_kto_loss
+from trainer.methods.rm import make_reward_loss
+from trainer.methods.roles import make_policy_loss, make_value_loss
+from trainer.methods.sft import sft_loss
 from trainer.models.attention.varlen import register_varlen_attention
-from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions
-from trainer.models.preference_loss import PAIR_LOSSES, REWARD_LOSSES, PreferenceOptions
+from trainer.models.layers.model_call import remember_call
+from trainer.models.losses import token_losses
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
+from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES, PreferenceOptions
 from trainer.models.reward import return_token_scores
 from trainer.rollout.experience import collate_samples
-from trainer.training.dpo import make_preference_loss
-from trainer.training.kto import make_kto_loss
-from trainer.training.rm import make_reward_loss
-from trainer.training.roles import make_policy_loss, make_value_loss
-from trainer.training.sft import sft_loss
 
 DEVICE = torch.device("privateuseone", 0)
 CONFIG = Qwen3Config(

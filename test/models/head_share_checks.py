@@ -20,10 +20,10 @@ import itertools
 
 import hybrid_models
 
-from trainer.datasets.sequence_split import zigzag_shard
-from trainer.models.head_shares import TABLES
-from trainer.models.recurrent_layers import Row, change_mixers, find_batches
-from trainer.models.tiny import randomize
+from trainer.compare.zoo.tiny import randomize
+from trainer.datasets.batches.sequence_split import zigzag_shard
+from trainer.models.layers.head_shares import TABLES
+from trainer.models.layers.recurrent_layers import Row, change_mixers, find_batches
 
 KIND = {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
 # name -> (model, changes of its config, over how many of 4 ranks the heads are shared out)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from largest_tensor import LargestTensor
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.datasets.demo import make_demo
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.datasets.demos.demo import make_demo
 
 LAYOUTS = {
     "fsdp2-dp2": (2, "fsdp2", {}),
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 def check_upcast(tp_mesh, labels: torch.Tensor) -> None:
     """The losses of SFT from bf16 logits that are cut over tp."""
-    from trainer.models.token_losses import token_log_probs
+    from trainer.models.losses.token_losses import token_log_probs
 
     local = torch.randn(*labels.shape, 149, dtype=torch.bfloat16, requires_grad=True)
     logits = DTensor.from_local(local, tp_mesh, [Shard(2)], run_check=False)
@@ -39,7 +39,7 @@ def check_upcast(tp_mesh, labels: torch.Tensor) -> None:
 
 
 def one_rank(folder: str, backend: str, options: dict) -> None:
-    from trainer.models import policy_values, token_losses
+    from trainer.models.losses import policy_values, token_losses
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy
     from trainer.strategies.options import StrategyOptions

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from trainer.cli.entry import end_well
-from trainer.datasets.sequence_split import split_micro_batch
-from trainer.models.sequence_sums import counts_here, sum_by_sequence
-from trainer.models.token_losses import token_log_probs
+from trainer.datasets.batches.sequence_split import split_micro_batch
+from trainer.entry import end_well
+from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.losses.token_losses import token_log_probs
 
 dist.init_process_group("gloo")
 group, rank = dist.group.WORLD, dist.get_rank()

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from trainer.cli.train_sft import parse
-from trainer.cli.training_command import validate_shared
 from trainer.errors import UserError
-from trainer.models import activation_offload
-from trainer.models.activation_offload import HostCopies, offload_layer_inputs
-from trainer.models.activations import recompute_layers
+from trainer.models.layers import activation_offload
+from trainer.models.layers.activation_offload import HostCopies, offload_layer_inputs
+from trainer.models.layers.activations import recompute_layers
+from trainer.runs.run_training import validate_shared
 
 
 class CountProducts(TorchDispatchMode):

@@ -7,10 +7,10 @@ import torch
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.zoo_models import tiny_config
-from trainer.distributed.expert_parallel import forward_of_part
+from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.errors import UserError
-from trainer.models.compiled import compile_layers
+from trainer.model_parallel.expert_parallel import forward_of_part
+from trainer.models.layers.compiled import compile_layers
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions

@@ -8,11 +8,11 @@ import torch
 from launch import ROOT, forked
 from unusual_models import SAMPLES, alone, assert_same_gradients, make_model
 
-from trainer.datasets.packing import collate_packed
-from trainer.models.activations import recompute_layers
+from trainer.datasets.batches.packing import collate_packed
 from trainer.models.attention.choice import fit_attention, resolve_attention
-from trainer.models.recurrent_layers import restart_at_documents
-from trainer.models.token_losses import causal_lm_logits, token_log_probs
+from trainer.models.layers.activations import recompute_layers
+from trainer.models.layers.recurrent_layers import restart_at_documents
+from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
 
 # delta rule, Mamba 2, Mamba 2 beside attention, convolution, decayed linear attention
 NAMES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "minimax"]

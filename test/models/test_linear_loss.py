@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from trainer.datasets.packing import IGNORE
-from trainer.models import linear_loss, token_losses
-from trainer.models.linear_loss import linear_nll, token_nll
+from trainer.datasets.batches.packing import IGNORE
+from trainer.models.losses import linear_loss, token_losses
+from trainer.models.losses.linear_loss import linear_nll, token_nll
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "num_attention_heads": 4}
 

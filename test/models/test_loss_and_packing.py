@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from trainer.datasets.packing import IGNORE, collate_packed, collate_padded, shifted_labels
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, shifted_labels
+from trainer.methods.sft import sft_loss
 from trainer.models.attention.choice import resolve_attention
-from trainer.models.token_losses import causal_lm_logits, token_log_probs
+from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
 from trainer.optimizers.build import build_scheduler
-from trainer.training.sft import sft_loss
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
-from trainer.models.preference_loss import PAIR_LOSSES, AnswerLogProbs, LogRatios, PreferenceOptions, pair_losses
-from trainer.training import advantages as adv
+from trainer.methods import advantages as adv
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
+from trainer.models.losses.preference_loss import PAIR_LOSSES, AnswerLogProbs, LogRatios, PreferenceOptions, pair_losses
 
 trl = pytest.importorskip("trl")
 

@@ -13,7 +13,7 @@ import transformers
 from launch import ROOT, forked, read_steps, run_process, train_many
 from transformers import AutoModelForCausalLM
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.metrics import flops_per_token
 
 SIZES = {

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.models import policy_loss as losses
-from trainer.training.advantages import kl_estimate
+from trainer.methods.advantages import kl_estimate
+from trainer.models.losses import policy_loss as losses
 
 numbers = st.floats(-2, 2, allow_nan=False)
 tokens = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20)

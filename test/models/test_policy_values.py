@@ -8,9 +8,9 @@ from largest_tensor import LargestTensor
 from launch import ROOT, run_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trainer.models import token_losses
-from trainer.models.policy_loss import PolicyOptions
-from trainer.training.roles import make_policy_loss
+from trainer.methods.roles import make_policy_loss
+from trainer.models.losses import token_losses
+from trainer.models.losses.policy_loss import PolicyOptions
 
 VOCAB, TOKENS = 997, 64
 

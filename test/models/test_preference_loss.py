@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from trainer.datasets.preference import collate_pairs
-from trainer.models import preference_loss
+from trainer.datasets.samples.preference import collate_pairs
+from trainer.methods.dpo import answer_log_probs
 from trainer.models.attention.choice import resolve_attention
-from trainer.models.preference_loss import (
+from trainer.models.losses import preference_loss
+from trainer.models.losses.preference_loss import (
     AnswerLogProbs,
     LogRatios,
     PreferenceOptions,
@@ -17,9 +18,8 @@ from trainer.models.preference_loss import (
     reward_logexp_loss,
     reward_sigmoid_loss,
 )
-from trainer.models.sequence_sums import counts_here, sum_by_sequence
-from trainer.models.token_losses import token_log_probs
-from trainer.training.dpo import answer_log_probs
+from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.losses.token_losses import token_log_probs
 
 W, L, REF_W, REF_L, LEN_W, LEN_L = -12.0, -15.5, -13.0, -14.25, 6.0, 9.0
 
@@ -29,7 +29,7 @@ def sigmoid(x: float) -> float:
 
 
 def paper(loss: str, w: float, r: float, beta: float, smooth: float, gamma: float) -> float:
-    """Return the loss of one pair as the papers write it. trainer/models/preference_loss.py names the papers."""
+    """Return the loss of one pair as the papers write it. trainer/models/losses/preference_loss.py names the papers."""
     ratio = (w - REF_W) - (r - REF_L)
     if loss in ("dpo", "cdpo"):
         return -(1 - smooth) * math.log(sigmoid(beta * ratio)) - smooth * math.log(1 - sigmoid(beta * ratio))

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from trainer.cli.score_plot import plot_scores
 from trainer.cli.serve_rm import RewardServer, ServeArguments
-from trainer.datasets.answers import collate_sequences
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.samples.answers import collate_sequences
 from trainer.errors import UserError
 from trainer.models.attention.choice import resolve_attention
+from trainer.models.losses.sequence_sums import sum_by_sequence
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
-from trainer.models.sequence_sums import sum_by_sequence
+from trainer.reports.score_plot import plot_scores
 from trainer.rollout.experience import collate_samples
 
 

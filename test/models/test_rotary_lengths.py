@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from trainer.errors import UserError
-from trainer.models.rotary_lengths import document_lengths, fit_rotary
+from trainer.models.layers.rotary_lengths import document_lengths, fit_rotary
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

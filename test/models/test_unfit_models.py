@@ -5,11 +5,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trainer.datasets.packing import collate_packed
+from trainer.datasets.batches.packing import collate_packed
 from trainer.errors import UserError
 from trainer.models.attention.choice import resolve_attention, validate_packed_model
-from trainer.models.compiled import compile_layers
-from trainer.models.token_losses import causal_lm_logits
+from trainer.models.layers.compiled import compile_layers
+from trainer.models.losses.token_losses import causal_lm_logits
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

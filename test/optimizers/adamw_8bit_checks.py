@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainer.cli.entry import end_well
 from trainer.distributed.sharded_tensors import whole
+from trainer.entry import end_well
 from trainer.optimizers.adamw import states_of
 from trainer.optimizers.adamw_8bit import MOMENTS, AdamW8bit
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.compare.forked_ranks import run_ranks
+from trainer.compare.machines.forked_ranks import run_ranks
 from trainer.optimizers import muon
 
 SHAPES = [(6, 10), (10, 6), (8, 8), (5, 7), (7, 5)]

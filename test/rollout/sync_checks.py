@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.forked_ranks import import_libraries, run_ranks
-from trainer.datasets.demo import make_demo
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.datasets.demos.demo import make_demo
 
 LAYOUTS = {  # name: (ranks, backend, options)
     "fsdp2-dp2": (2, "fsdp2", {}),
@@ -60,12 +60,12 @@ class Counted:
 
 
 def one_rank(folder: str, backend: str, options: dict) -> None:
-    from trainer.checkpoints.adapter_tensors import merge_adapter
-    from trainer.checkpoints.model_folder import all_tensors, unwrapped
     from trainer.distributed.sharded_tensors import whole
+    from trainer.model_folders.adapter_tensors import merge_adapter
+    from trainer.model_folders.model_folder import all_tensors, unwrapped
     from trainer.models.lora import LoraOptions, add_adapter
-    from trainer.rollout.hf import HFEngine
-    from trainer.rollout.sync import sync_weights
+    from trainer.rollout.engines.hf import HFEngine
+    from trainer.rollout.engines.sync import sync_weights
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy
     from trainer.strategies.options import StrategyOptions
@@ -86,8 +86,8 @@ def one_rank(folder: str, backend: str, options: dict) -> None:
         strategy.optimizer_step(optimizer, model, scheduler)
     module = unwrapped(model)
     if backend == "deepspeed":
-        from trainer.strategies import autotp
-        from trainer.strategies.zero_masters import full
+        from trainer.strategies.on_deepspeed import autotp
+        from trainer.strategies.on_deepspeed.zero_masters import full
 
         parameters = dict(module.named_parameters())
         pairs = [
@@ -132,7 +132,7 @@ def check_slices(strategy, model, expected: dict, engine_tp: int) -> None:
     """The slices of an engine over `engine_tp` ranks are those of the full tensors, and so is the sum over them."""
     from trainer.distributed.collectives import gather_objects
     from trainer.distributed.weight_slices import Slices, only_slices
-    from trainer.rollout.checksum import bits_sum, slice_sum
+    from trainer.rollout.engines.checksum import bits_sum, slice_sum
 
     part = dist.get_rank() % engine_tp
     slices = Slices(lambda name, shape: box_of_engine(name, shape, part, engine_tp))

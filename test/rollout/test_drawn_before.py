@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from datasets import Dataset
 
+from trainer.methods.ppo_state import RLState
 from trainer.rollout.drawn_before import AheadFiles, drawn_before, history_after, link_of, origin_of
 from trainer.rollout.experience import Sample, as_row
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.rollouts_file import read_rollouts
-from trainer.training.ppo_state import RLState
 
 PROMPTS, BATCH, GROUP, FIRST = 12, 2, 2, 3
 

@@ -14,10 +14,10 @@ import transformers
 from launch import read_steps, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.datasets.demo import make_demo
-from trainer.rollout.decoding import CachedRows, UncachedRows
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.sampling import Sampling, sample_seed
+from trainer.datasets.demos.demo import make_demo
+from trainer.rollout.engines.decoding import CachedRows, UncachedRows
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.sampling import Sampling, sample_seed
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,

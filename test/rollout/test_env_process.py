@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 
-from trainer.datasets.prompts import COLUMN
+from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
-from trainer.rollout.env_process import ProcessEnvironment
-from trainer.rollout.environments import Response, load_environment
-from trainer.rollout.episodes import generate_episodes
+from trainer.rollout.envs.env_process import ProcessEnvironment
+from trainer.rollout.envs.environments import Response, load_environment
+from trainer.rollout.envs.episodes import generate_episodes
 
 ENVIRONMENT = """
 import os, socket, subprocess, sys, time

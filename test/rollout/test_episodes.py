@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_model
 
-from trainer.datasets.packing import IGNORE
-from trainer.datasets.prompts import COLUMN
-from trainer.datasets.turns import tool_calls
+from trainer.datasets.batches.packing import IGNORE
+from trainer.datasets.conversations.turns import tool_calls
+from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
-from trainer.rollout.environments import load_environment
-from trainer.rollout.episodes import generate_episodes
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.envs.environments import load_environment
+from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.experience import Sample, SampleSet, as_row, collate_samples
-from trainer.rollout.hf import HFEngine
 from trainer.rollout.rollouts_file import read_rollouts
-from trainer.rollout.sampling import Sampling
 
 
 class Calculator:

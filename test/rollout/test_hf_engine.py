@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tiny_models import make_model
 from transformers import AutoTokenizer
 
-from trainer.datasets.demo import make_demo
-from trainer.rollout.checksum import CHUNK, PRIME, Checksum, bits_sum
-from trainer.rollout.decoding import FEW_KEYS, decoding_attention
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.responses import Responses, ends_in_text
-from trainer.rollout.sampling import Completion, Sampling, pick_tokens, sample_seed, uniform_numbers
+from trainer.datasets.demos.demo import make_demo
+from trainer.rollout.engines.checksum import CHUNK, PRIME, Checksum, bits_sum
+from trainer.rollout.engines.decoding import FEW_KEYS, decoding_attention
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.responses import Responses, ends_in_text
+from trainer.rollout.engines.sampling import Completion, Sampling, pick_tokens, sample_seed, uniform_numbers
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]
 SEEDS = [sample_seed(0, 0, number) for number in range(len(PROMPTS))]

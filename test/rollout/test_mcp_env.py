@@ -9,17 +9,17 @@ import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from launch import ROOT
 
-from trainer.datasets.prompts import COLUMN
+from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
-from trainer.rollout.env_process import ProcessEnvironment
-from trainer.rollout.episodes import generate_episodes
-from trainer.rollout.mcp_env import MCPServer, from_mcp
+from trainer.rollout.envs.env_process import ProcessEnvironment
+from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.envs.mcp_env import MCPServer, from_mcp
 
 # scripts/check_mcp.sh names a server of the package `mcp`
 COMMAND = os.environ.get("MCP_SERVER", f"{sys.executable} {ROOT}/test/mcp_server.py").split()
 THEIRS = "MCP_SERVER" in os.environ
 ENV_FILE = """
-from trainer.rollout.mcp_env import from_mcp
+from trainer.rollout.envs.mcp_env import from_mcp
 make_environment = from_mcp({command}, lambda task, answer: float(task["answer"] in answer))
 """
 

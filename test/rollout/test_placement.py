@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from launch import forked
 
-from trainer.datasets.global_batches import GlobalBatchLoader
+from trainer.datasets.batches.global_batches import GlobalBatchLoader
 from trainer.distributed.mesh import build_meshes, resolve_mesh_sizes, start_process_group
+from trainer.methods import advantages as adv
 from trainer.rollout import placement
+from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.experience import SampleSet, TextScores, generate_samples, score_by_texts
 from trainer.rollout.rollouts_file import RolloutsLog, read_rollouts
-from trainer.rollout.sampling import Completion, Sampling
-from trainer.training import advantages as adv
 
 EACH, GROUP = 6, 3
 

@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_process
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.methods.ppo import sample_facts
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.experience import Sample, TextScores, score_by_texts
-from trainer.rollout.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
-from trainer.rollout.remote_rewards import remote_scorer
-from trainer.rollout.rewards import (
+from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
+from trainer.rollout.rewards.remote_rewards import remote_scorer
+from trainer.rollout.rewards.reward_functions import (
     function_scorer,
     load_reward_function,
     load_reward_functions,
     wanted_columns,
     weighted_scorer,
 )
-from trainer.training.ppo import sample_facts
 
 ANSWERS = {
     "so 3 + 4 = 7\n#### 7": "7",
@@ -104,7 +104,7 @@ def test_what_would_be_too_large_or_is_no_number_is_a_text(text):
 
 def test_a_monstrous_exponent_is_told_at_once():
     """In its own process, because Fraction would hang on it and let no other thread run."""
-    code = "from trainer.rollout.math_reward import math_reward as f; print(f([''], ['#### 1e999999999'], ['#### 7']))"
+    code = "from trainer.rollout.rewards.math_reward import math_reward as f; print(f([''], ['#### 1e999999999'], ['#### 7']))"
     assert run_process([sys.executable, "-c", code], timeout=60) == (0, "[0.0]\n")
 
 

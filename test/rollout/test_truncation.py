@@ -7,10 +7,10 @@ import pytest
 import torch
 from rollout.test_hf_engine import PROMPTS, SEEDS, make_engine, tokenizer  # noqa: F401 (a fixture)
 
-from trainer.models.token_losses import token_entropies, token_log_probs
-from trainer.models.truncation import truncate, within_sets
+from trainer.models.losses.token_losses import token_entropies, token_log_probs
+from trainer.models.losses.truncation import truncate, within_sets
+from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.experience import Sample, SampleSet, as_row, collate_samples, spread_sets
-from trainer.rollout.sampling import Sampling
 
 CUTS = [
     (0.9, 0, 0.0),

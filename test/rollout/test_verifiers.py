@@ -9,10 +9,10 @@ import verifiers as vf
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from datasets import Dataset
 
-from trainer.datasets.prompts import COLUMN
+from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
-from trainer.rollout.episodes import generate_episodes
-from trainer.rollout.verifiers_env import from_verifiers
+from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.envs.verifiers_env import from_verifiers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,11 +19,11 @@ from rollout.test_truncation import plainly_kept
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.sampling import Sampling, sample_seed
-from trainer.rollout.vllm import VLLMEngine, weight_parts
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.sampling import Sampling, sample_seed
+from trainer.rollout.engines.vllm import VLLMEngine, weight_parts
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]
@@ -202,8 +202,8 @@ def test_each_prompt_may_have_its_own_limit(engines):
 
 def test_episodes_are_those_of_the_embedded_engine(engines):
     """Of three turns, with and without a tool's answer. Log-probs are those of one pass over the whole conversation."""
-    from trainer.rollout.environments import Caller
-    from trainer.rollout.episodes import Environments, generate_episodes
+    from trainer.rollout.envs.environments import Caller
+    from trainer.rollout.envs.episodes import Environments, generate_episodes
 
     class Talker:
         def reset(self, task):
@@ -432,8 +432,8 @@ def test_the_share_of_a_gpu_needs_one(demo, monkeypatch):
     [("--temperature", "0.005"), ("--top_p", "0.9"), ("--min_p", "0.1"), ("--vllm_gpu_memory_utilization", "1")],
 )
 def test_flags_that_vllm_does_not_take(flag, value):
-    from trainer.cli.ppo_flags import validate
     from trainer.cli.train_ppo import parse
+    from trainer.runs.rl.rl_options import validate
 
     flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "x.py", "--rollout_engine", "vllm", flag, value]
     with pytest.raises(UserError) as error:

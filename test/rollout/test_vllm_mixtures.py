@@ -20,13 +20,13 @@ from rollout.test_vllm_server import serving
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.compare.launch import free_port
-from trainer.compare.zoo_models import tiny_config
-from trainer.datasets.demo import make_demo
+from trainer.compare.runs.launch import free_port
+from trainer.compare.zoo.zoo_models import tiny_config
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.rollout.hf import HFEngine
-from trainer.rollout.sampling import Sampling
-from trainer.rollout.vllm import VLLMEngine
+from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.vllm import VLLMEngine
 
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": 4}
 GREEDY = Sampling(0.0, 16, ())

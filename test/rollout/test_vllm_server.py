@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
 
-from trainer.compare.launch import free_port
-from trainer.datasets.demo import make_demo
+from trainer.compare.runs.launch import free_port
+from trainer.datasets.demos.demo import make_demo
 from trainer.rollout.rollouts_file import read_rollouts
 
 STEPS, SAMPLES = 4, 16

@@ -7,7 +7,7 @@ import pytest
 import torch
 from weight_receiver import receive
 
-from trainer.rollout.weight_stream import WeightStream
+from trainer.rollout.engines.weight_stream import WeightStream
 
 COUNT, SIZE = 12, 400_000
 OTHERS = [("int", torch.arange(7)), ("bf16", torch.randn(3, 5).bfloat16()), ("empty", torch.zeros(0, 4))]

@@ -1,4 +1,4 @@
-"""`torchrun ddp_runs.py FILE`: trainer.compare.many_runs with ddp_strategy.py instead of every backend."""
+"""`torchrun ddp_runs.py FILE`: trainer.compare.runs.many_runs with ddp_strategy.py instead of every backend."""
 
 import dataclasses
 import sys
@@ -6,8 +6,8 @@ import sys
 from ddp_strategy import DDPStrategy
 
 import trainer.strategies
-from trainer.cli.entry import run_command
-from trainer.compare import many_runs
+from trainer.compare.runs import many_runs
+from trainer.entry import run_command
 from trainer.strategies.options import StrategyOptions
 
 

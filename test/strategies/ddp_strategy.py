@@ -1,7 +1,6 @@
-"""A complete third strategy: torch's DistributedDataParallel. Every rank holds the whole model. Gradients are averaged.
+"""A complete third strategy: torch's DistributedDataParallel, with the whole model on every rank.
 
-docs/new_strategy.md explains this file. Nothing above `trainer/strategies/` knows of it.
-"""
+docs/new_strategy.md explains this file. Nothing above `trainer/strategies/` knows of it."""
 
 import os
 
@@ -9,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.checkpoints import model_folder, model_writer, run_state
-from trainer.checkpoints.adapter_tensors import merge_adapter
+from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import whole_shard
-from trainer.datasets.global_batches import setup_dataloader
+from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, host_offload, mesh, replicas
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.errors import UserError
+from trainer.model_folders import model_folder, model_writer
+from trainer.model_folders.adapter_tensors import merge_adapter
 from trainer.optimizers.adamw import state_tensors, states_of
 from trainer.optimizers.build import build_optimizer
 from trainer.strategies.options import DTYPES, StrategyOptions

@@ -15,9 +15,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trainer.cli import train_sft
-from trainer.cli.entry import run_command
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.distributed import mesh
+from trainer.entry import run_command
 from trainer.strategies import fsdp2
 from trainer.training import loop
 

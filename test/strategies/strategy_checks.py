@@ -17,15 +17,15 @@ import torch.distributed as dist
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trainer.checkpoints.model_folder import SafetensorsFolder, unwrapped
-from trainer.checkpoints.model_writer import save_safetensors_shards
-from trainer.cli.entry import end_well
-from trainer.datasets.demo import make_demo
-from trainer.datasets.packing import collate_padded
+from trainer.datasets.batches.packing import collate_padded
+from trainer.datasets.demos.demo import make_demo
+from trainer.entry import end_well
 from trainer.errors import UserError
+from trainer.methods.sft import sft_loss
+from trainer.model_folders.model_folder import SafetensorsFolder, unwrapped
+from trainer.model_folders.model_writer import save_safetensors_shards
 from trainer.strategies.options import StrategyOptions
 from trainer.training.loop import forward_backward
-from trainer.training.sft import sft_loss
 
 BACKEND = sys.argv[1]
 DEMO = sys.argv[2]

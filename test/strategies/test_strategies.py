@@ -8,7 +8,7 @@ import torch
 from launch import ROOT, forked, run_process
 from transformers import AutoModelForCausalLM
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 
 
 @pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2), ("ddp", 1)])

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed import mesh
-from trainer.strategies import autotp, deepspeed
+from trainer.strategies import deepspeed
+from trainer.strategies.on_deepspeed import autotp
 from trainer.strategies.options import StrategyOptions
 
 

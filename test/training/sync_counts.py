@@ -14,9 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.cli import train_dpo, train_ppo, train_sft
-from trainer.cli.entry import run_command
-from trainer.models import token_losses
-from trainer.training import loop, ppo
+from trainer.entry import run_command
+from trainer.methods import ppo
+from trainer.models.losses import token_losses
+from trainer.training import loop
 
 WAITS = {
     "_local_scalar_dense",

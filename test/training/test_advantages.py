@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.training import advantages as adv
+from trainer.methods import advantages as adv
 
 numbers = st.floats(-3, 3, allow_nan=False)
 lengths_lists = st.lists(st.integers(1, 7), min_size=1, max_size=5)

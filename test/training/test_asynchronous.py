@@ -11,13 +11,13 @@ import torch
 from launch import ROOT, read_rows, read_steps, torchrun
 
 from trainer.cli import train_ppo
-from trainer.cli.ppo_flags import validate
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.methods.rollout_facts import effective_share
 from trainer.rollout.asynchronous import newest_checksum
 from trainer.rollout.rollouts_file import read_rollouts
 from trainer.rollout.timeline import append_events
-from trainer.training.rollout_facts import effective_share
+from trainer.runs.rl.rl_options import validate
 
 BOUND, STEPS, SAMPLES = 2, 8, 8  # an optimizer step for each rollout
 SAME = ["loss", "grad_norm", "tis_weight", "rollout_ess", "rollout_kl", "reward", "staleness", "batch_hash"]

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.cli.ppo_flags import ppo_options, validate
-from trainer.cli.presets import PRESETS, told
 from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
-from trainer.models.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
+from trainer.flags.presets import PRESETS, told
+from trainer.methods.ppo import add_advantages, add_log_probs
+from trainer.methods.ppo_state import RLState
+from trainer.methods.roles import make_policy_loss
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
 from trainer.rollout.experience import Sample, SampleSet, collate_samples
 from trainer.rollout.placement import Part
-from trainer.training.ppo import add_advantages, add_log_probs
-from trainer.training.ppo_state import RLState
-from trainer.training.roles import make_policy_loss
+from trainer.runs.rl.rl_options import ppo_options, validate
 
 WORDS, GROUP, MAX_LEN = 11, 4, 6
 LENGTHS, SCORES = [1, 6, 3, 6, 2, 5, 6, 4], [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]

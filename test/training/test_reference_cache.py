@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import save_file
 
-from trainer.training.reference_cache import model_hash
+from trainer.methods.reference_cache import model_hash
 
 
 def test_the_hash_is_of_the_weights_in_either_format(tmp_path):

@@ -11,12 +11,12 @@ import torch
 from launch import ROOT, read_steps, train_many
 from transformers import AutoModelForCausalLM
 
-from trainer.cli.ppo_flags import validate
 from trainer.cli.train_ppo import parse
-from trainer.compare.zoo_models import tiny_config
+from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.errors import UserError
-from trainer.models.routing_replay import Routers
+from trainer.models.layers.routing_replay import Routers
 from trainer.rollout.rollouts_file import read_rollouts
+from trainer.runs.rl.rl_options import validate
 
 sys.path.insert(0, str(ROOT / "scripts/bench"))
 from routing_replay import command_line, make_model, mean_difference

@@ -5,7 +5,7 @@ import json
 import pytest
 from launch import ROOT, forked
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 
 
 @pytest.fixture(scope="module")

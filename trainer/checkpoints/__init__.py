@@ -1,0 +1,1 @@
+"""State to resume from: shards, manifests and the state of a run."""

@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import Piece, open_index
-from trainer.checkpoints.safetensors_stream import file_parts
 from trainer.errors import UserError
+from trainer.model_folders.safetensors_stream import file_parts
 
 MAX_FILE_BYTES = 256 << 20
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, size

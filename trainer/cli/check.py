@@ -1,9 +1,11 @@
-"""`check`: what can the trainer do with a model? The work is in `trainer/compare/check_model.py`, on the floor above.
+"""`check MODEL`: what can the trainer do with a model?
 
-python -m trainer.cli.check MODEL
+Exit code: 0 if all that it tried passes or is refused, 1 if something is wrong, 2 for a user error.
 """
 
-import runpy
+import sys
+
+from trainer.compare.zoo.check_model import main
 
 if __name__ == "__main__":
-    runpy.run_module("trainer.compare.check_model", run_name="__main__")
+    sys.exit(main())

@@ -8,7 +8,7 @@ tensors of one file in memory at a time.
 import os
 import shutil
 
-from trainer.cli.entry import run_command
+from trainer.entry import run_command
 from trainer.errors import UserError
 
 USAGE = "python -m trainer.cli.convert_ckpt IN OUT"

@@ -8,7 +8,7 @@ import os
 import shutil
 
 from trainer.cli.convert_ckpt import check_folders
-from trainer.cli.entry import run_command
+from trainer.entry import run_command
 from trainer.errors import UserError
 
 USAGE = "python -m trainer.cli.export_model CKPT OUT"
@@ -19,17 +19,17 @@ def run(argv: list[str]) -> None:
     source, target = check_folders(argv, USAGE)
     import torch
 
-    from trainer.checkpoints.adapter_tensors import ADAPTER_CONFIG
-    from trainer.checkpoints.model_folder import INDEX
-    from trainer.checkpoints.model_writer import (
+    from trainer.checkpoints.run_state import HF_FOLDER
+    from trainer.checkpoints.shards import ShardReader
+    from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
+    from trainer.model_folders.model_folder import INDEX
+    from trainer.model_folders.model_writer import (
         commit_folder,
         in_hub_format,
         save_adapter,
         save_safetensors_shards,
         save_source_config,
     )
-    from trainer.checkpoints.run_state import HF_FOLDER
-    from trainer.checkpoints.shards import ShardReader
 
     reader, temporary = ShardReader(source), target + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)

@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass
 
-from trainer.arguments import arg, parse_arguments
-from trainer.cli.entry import run_command
+from trainer.entry import run_command
+from trainer.flags.common_flags import arg, parse_arguments
 
 
 @dataclass
@@ -20,12 +20,12 @@ class DemoArguments:
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(DemoArguments, "make_demo", argv)
-    from trainer.cli.outputs import make_writable
+    from trainer.runs.outputs import make_writable
 
     if args.vision:
-        from trainer.datasets.vision_demo import make_vision_demo as make_demo
+        from trainer.datasets.demos.vision_demo import make_vision_demo as make_demo
     else:
-        from trainer.datasets.demo import make_demo
+        from trainer.datasets.demos.demo import make_demo
 
     make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
     make_demo(args.output_dir, args.seed)

@@ -5,7 +5,7 @@ The command is one process. It adds in fp32 and writes in the dtype of BASE. Hos
 
 import os
 
-from trainer.cli.entry import quiet_libraries, run_command
+from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 
 USAGE = "python -m trainer.cli.merge_lora BASE ADAPTER OUT"
@@ -53,8 +53,8 @@ def run(argv: list[str]) -> None:
     base, source, target = check_arguments(argv)
     quiet_libraries()
 
-    from trainer.checkpoints.model_folder import all_tensors
-    from trainer.checkpoints.model_writer import save_pretrained
+    from trainer.model_folders.model_folder import all_tensors
+    from trainer.model_folders.model_writer import save_pretrained
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
     base = resolve_model_folder(base, "BASE")

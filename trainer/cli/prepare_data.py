@@ -8,11 +8,10 @@ import shutil
 from dataclasses import dataclass
 from typing import Optional
 
-from trainer.arguments import DataArguments, LengthArguments, SFTDataArguments, arg, parse_arguments
-from trainer.cli.entry import quiet_libraries, run_command
+from trainer.datasets.samples.prepared import OPTIONS
+from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-
-OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
+from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments, arg, parse_arguments
 
 
 @dataclass
@@ -34,9 +33,9 @@ class PrepareArguments(SFTDataArguments, LengthArguments, DataArguments, OutputA
 def run(argv: list[str]) -> None:
     args = parse_arguments(PrepareArguments, "prepare_data", argv)
     quiet_libraries()
-    from trainer.cli.outputs import make_writable
-    from trainer.cli.training_command import load_flag_rows, refuse_idle
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+    from trainer.runs.outputs import make_writable
+    from trainer.runs.run_training import load_flag_rows, refuse_idle
 
     for name in ("pretrain", "dataset", "output_dir"):
         if not vars(args)[name]:
@@ -48,7 +47,7 @@ def run(argv: list[str]) -> None:
     make_writable("--output_dir", os.path.dirname(target))
     tokenizer = load_tokenizer(resolve_model_folder(args.pretrain), args.trust_remote_code)
     if args.tokenizer_chat_template:
-        from trainer.datasets.templates import load_chat_template
+        from trainer.datasets.conversations.templates import load_chat_template
 
         load_chat_template(args.tokenizer_chat_template, tokenizer)
     rows = load_flag_rows(args, args.dataset, args.dataset_split, "--dataset")
@@ -63,9 +62,9 @@ def prepare(rows, tokenizer, target: str, options: dict, args) -> None:
     """Tokenize `rows` part by part, and write them to the folder `target`. Each part stays in the cache until then."""
     import datasets
 
-    from trainer.datasets.prepared import write_facts
     from trainer.datasets.rows import quiet
-    from trainer.datasets.sft_samples import tokenize_rows, tokenize_sft
+    from trainer.datasets.samples.prepared import write_facts
+    from trainer.datasets.samples.sft_samples import tokenize_rows, tokenize_sft
 
     if "stop_trained" in rows.column_names:
         raise UserError("--dataset", "rows that are tokenized already", "texts")

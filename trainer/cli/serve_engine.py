@@ -12,12 +12,11 @@ import time
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.arguments import arg, parse_arguments
-from trainer.cli.entry import run_command
-from trainer.distributed.lifeline import end_with_parent
+from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
+from trainer.flags.common_flags import arg, parse_arguments
 
-WORKER = "trainer.rollout.vllm_worker.WeightReceiver"
+WORKER = "trainer.rollout.engines.vllm_worker.WeightReceiver"
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -72,7 +71,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     """The flags of `vllm serve`."""
     import torch
 
-    from trainer.rollout import vllm as ours
+    from trainer.rollout.engines import vllm as ours
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.param_dtype]
     flags = [

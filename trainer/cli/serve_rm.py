@@ -10,9 +10,9 @@ import socket
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.arguments import arg, parse_arguments
-from trainer.cli.entry import quiet_libraries, run_command
+from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
+from trainer.flags.common_flags import arg, parse_arguments
 
 
 @dataclass
@@ -42,7 +42,7 @@ class RewardServer:
     def __init__(self, args: ServeArguments):
         from transformers import AutoModelForSequenceClassification
 
-        from trainer.datasets.prompts import chat_ends
+        from trainer.datasets.samples.prompts import chat_ends
         from trainer.distributed.mesh import resolve_device
         from trainer.models.cpu_matmul import choose_cpu_matmul
         from trainer.models.model_loading import load_tokenizer, resolve_model_folder
@@ -72,7 +72,7 @@ class RewardServer:
 
     def _rows(self, prompts: list[str], responses: list[str], finished: list[bool]) -> list[list[int]]:
         """The `input_ids` of several texts. The tokenizer reads all of them in one call, which is faster."""
-        from trainer.datasets.prompts import as_conversation
+        from trainer.datasets.samples.prompts import as_conversation
 
         eos = self.tokenizer.eos_token_id
         ids = iter(self.tokenizer([*prompts, *responses], add_special_tokens=False)["input_ids"])
@@ -84,7 +84,7 @@ class RewardServer:
     def score(self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None) -> list[float]:
         import torch
 
-        from trainer.datasets.answers import scored_position
+        from trainer.datasets.samples.answers import scored_position
 
         finished = [True] * len(responses) if finished is None else finished
         if not len(prompts) == len(responses) == len(finished):
@@ -104,8 +104,8 @@ class RewardServer:
 
 def limits_of(args: ServeArguments):
     """The limits of the service. Raises UserError for an open address without a key."""
-    from trainer.cli.reward_service import Limits
-    from trainer.rollout.remote_rewards import read_key
+    from trainer.rollout.rewards.remote_rewards import read_key
+    from trainer.rollout.rewards.reward_service import Limits
 
     if args.api_key is None and not is_loopback(args.host):
         raise UserError("--api_key", f"missing with --host {args.host}, which others can reach", "a file with a key")
@@ -126,7 +126,7 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         raise UserError("serve_rm", "uvicorn and starlette are not installed", "pip install -e '.[serve]'")
-    from trainer.cli.reward_service import make_server
+    from trainer.rollout.rewards.reward_service import make_server
 
     limits = limits_of(args)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -5,32 +5,32 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 
 import functools
 
-from trainer.cli import training_command
-from trainer.cli.dpo_flags import make_loss, needs_reference, validate_losses
-from trainer.cli.entry import quiet_libraries, run_command
-from trainer.cli.preference_data import (
+from trainer.entry import quiet_libraries, run_command
+from trainer.errors import UserError
+from trainer.flags.preference_flags import DPOArguments
+from trainer.runs import run_training
+from trainer.runs.preference_rules import make_loss, needs_reference, validate_losses
+from trainer.runs.preference_runs import (
     build_pair_loader,
     build_unpaired_loader,
     load_pairs,
     load_unpaired,
     validate_pairs,
 )
-from trainer.errors import UserError
-from trainer.preference_arguments import DPOArguments
 
 COMMAND = "train_dpo"
 EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demo import DPO_DEFAULTS
+    from trainer.datasets.demos.demo import DPO_DEFAULTS
 
     return {**DPO_DEFAULTS, "dataset": "pairs.jsonl", "eval_dataset": "pairs_eval.jsonl", "pretrain": "model"}
 
 
 def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
-    return training_command.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
+    return run_training.parse_or_demo(DPOArguments, COMMAND, argv, demo_defaults)
 
 
 def validate(args: DPOArguments) -> None:
@@ -66,7 +66,7 @@ def validate(args: DPOArguments) -> None:
         ("f_alpha", args.f_divergence == "alpha", "--f_divergence alpha"),
         ("completion_key label_key", args.loss == "kto", "--loss kto"),
     ]
-    training_command.refuse_idle(args, idle)
+    run_training.refuse_idle(args, idle)
     if args.loss != "kto" and (args.desirable_weight, args.undesirable_weight) != (1, 1):
         found = f"{args.desirable_weight}, {args.undesirable_weight} with --loss {args.loss}"
         raise UserError("--desirable_weight, --undesirable_weight", found, "--loss kto")
@@ -81,7 +81,7 @@ def load_data(args: DPOArguments, tokenizer, names: str, split: str, flag: str):
     return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag)
 
 
-def reference_folder(args: DPOArguments, setup: training_command.Setup) -> str:
+def reference_folder(args: DPOArguments, setup: run_training.Setup) -> str:
     from trainer.distributed.collectives import rank_0_first
     from trainer.models.model_loading import resolve_model_folder
 
@@ -90,7 +90,7 @@ def reference_folder(args: DPOArguments, setup: training_command.Setup) -> str:
     return rank_0_first(lambda: resolve_model_folder(args.ref_model, "--ref_model"))
 
 
-def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=None):
+def load_reference(args: DPOArguments, setup: run_training.Setup, image_run=None):
     """The reference model, frozen and sharded like the policy. `image_run`: rows have images."""
     from transformers import AutoModelForCausalLM
 
@@ -100,7 +100,7 @@ def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=
     folder, flag = reference_folder(args, setup), "--ref_model" if args.ref_model else "--pretrain"
     if image_run and args.ref_model:
         image_run.check_kind(folder, flag)
-    reference = training_command.load_model(args, setup, folder, auto_class, flag, trained=False)
+    reference = run_training.load_model(args, setup, folder, auto_class, flag, trained=False)
     if image_run:
         image_run.fit(reference)
     return setup.strategy.prepare(reference.eval().requires_grad_(False), offload=args.ref_offload)
@@ -108,7 +108,7 @@ def load_reference(args: DPOArguments, setup: training_command.Setup, image_run=
 
 def run(argv: list[str]) -> None:
     if "--online" in argv:
-        from trainer.cli.online_dpo import run_online
+        from trainer.runs.rl.online_dpo import run_online
 
         return run_online(argv)
     args, is_demo = parse(argv)
@@ -116,24 +116,24 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.precompute import with_reference
-    from trainer.datasets.preference import render_pair
-    from trainer.datasets.unpaired import render_answer
+    from trainer.datasets.samples.preference import render_pair
+    from trainer.datasets.samples.unpaired import render_answer
+    from trainer.runs.precompute import with_reference
 
     validate(args)
-    setup = training_command.set_up(args, is_demo)
+    setup = run_training.set_up(args, is_demo)
     is_kto = args.loss == "kto"
     render, build_loader = (render_answer, build_unpaired_loader) if is_kto else (render_pair, build_pair_loader)
-    samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render)
-    image_run = training_command.image_run_of(args, setup, samples, eval_samples)
+    samples, eval_samples, ledger = run_training.load_sets(args, setup, load_data, render)
+    image_run = run_training.image_run_of(args, setup, samples, eval_samples)
     auto_class, rows_of = (image_run.auto_class, image_run.collate) if image_run else (AutoModelForCausalLM, None)
     if args.precompute_ref_logps:
         folder, load = reference_folder(args, setup), functools.partial(load_reference, args, setup, image_run)
         samples, eval_samples = with_reference(args, setup, folder, load, [samples, eval_samples], rows_of)
     loader = build_loader(args, setup, samples, shuffle=not args.no_shuffle, rows_of=rows_of)
     eval_loader = eval_samples and build_loader(args, setup, eval_samples, shuffle=False, rows_of=rows_of)
-    output_dir = training_command.open_run(args, setup, COMMAND)
-    model = training_command.load_model(args, setup, setup.folder, auto_class)
+    output_dir = run_training.open_run(args, setup, COMMAND)
+    model = run_training.load_model(args, setup, setup.folder, auto_class)
     if image_run:
         image_run.use(model)
     # with an adapter, its base is the reference, unless --ref_model names another model
@@ -141,8 +141,8 @@ def run(argv: list[str]) -> None:
     needs_model = has_reference and (args.ref_model or not args.lora_rank)
     reference = load_reference(args, setup, image_run) if needs_model else None
     loss_fn = make_loss(args, model.config, reference, setup.sp_group)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
-    training_command.train_and_save(args, setup, model, loss_fn, run_facts)
+    run_facts = run_training.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
+    run_training.train_and_save(args, setup, model, loss_fn, run_facts)
 
 
 def main() -> None:

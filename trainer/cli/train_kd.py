@@ -6,11 +6,12 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain M
 import dataclasses
 import os
 
-from trainer.arguments import parse_arguments
-from trainer.cli import train_sft, training_command
-from trainer.cli.entry import quiet_libraries, run_command
+from trainer.cli import train_sft
+from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.kd_arguments import KDArguments
+from trainer.flags.common_flags import parse_arguments
+from trainer.flags.kd_flags import KDArguments
+from trainer.runs import run_training
 
 COMMAND, ANSWERS = "train_kd", "answers"
 
@@ -29,7 +30,7 @@ def coefficient(args: KDArguments) -> float:
 
 
 def validate(args: KDArguments) -> None:
-    training_command.validate_shared(args, eval_metrics=("eval_loss", "eval_teacher_kl", "eval_nll"))
+    run_training.validate_shared(args, eval_metrics=("eval_loss", "eval_teacher_kl", "eval_nll"))
     others = {
         "--streaming": args.streaming,
         "--aux_loss_coef": args.aux_loss_coef,
@@ -52,7 +53,7 @@ def validate(args: KDArguments) -> None:
         ("streaming_buffer", False, "train_sft --streaming"),
         ("output_key multiturn pretrain_mode", not args.teacher_answers, "answers of --dataset"),
     ]
-    training_command.refuse_idle(args, rules)
+    run_training.refuse_idle(args, rules)
     if args.teacher_answers and args.eval_dataset:
         raise UserError("--eval_dataset", "with --teacher_answers", "leave it out")
     if args.teacher_answers and args.generate_max_len >= args.max_len:
@@ -60,12 +61,12 @@ def validate(args: KDArguments) -> None:
         raise UserError("--generate_max_len", found, "less than --max_len")
 
 
-def load_teacher(args: KDArguments, setup: training_command.Setup):
+def load_teacher(args: KDArguments, setup: run_training.Setup):
     """Return (teacher, its folder). It is frozen, and sharded like the model."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoints.model_folder import read_config
     from trainer.distributed.collectives import rank_0_first
+    from trainer.model_folders.model_folder import read_config
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 
     folder = rank_0_first(lambda: resolve_model_folder(args.teacher, "--teacher"))
@@ -76,16 +77,14 @@ def load_teacher(args: KDArguments, setup: training_command.Setup):
     if coefficient(args) and len({config.vocab_size for config in configs}) > 1:
         found = f"{args.teacher} has {configs[0].vocab_size} logits, and --pretrain {configs[1].vocab_size}"
         raise UserError("--teacher", found, "equal numbers, or --teacher_answers with --kd_coef 0")
-    teacher = training_command.load_model(args, setup, folder, AutoModelForCausalLM, "--teacher", trained=False)
+    teacher = run_training.load_model(args, setup, folder, AutoModelForCausalLM, "--teacher", trained=False)
     return setup.strategy.prepare(teacher.eval().requires_grad_(False), offload=args.teacher_offload), folder
 
 
-def with_answers(
-    args: KDArguments, setup: training_command.Setup, teacher, folder: str, output_dir: str
-) -> KDArguments:
+def with_answers(args: KDArguments, setup: run_training.Setup, teacher, folder: str, output_dir: str) -> KDArguments:
     """The flags to read the teacher's answers with. They are drawn, unless a resumed run has them."""
-    from trainer.cli.teacher_answers import draw_answers
     from trainer.distributed.collectives import broadcast_object
+    from trainer.runs.teacher_answers import draw_answers
 
     target = os.path.abspath(os.path.join(output_dir, ANSWERS))
     if not broadcast_object(bool(args.load_checkpoint) and os.path.isdir(target)):
@@ -102,27 +101,27 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.datasets.packing import collate_packed, collate_padded
-    from trainer.datasets.sft_samples import render_sample
-    from trainer.training.sft import sft_loss
-    from trainer.training.teacher_loss import make_teacher_loss
+    from trainer.datasets.batches.packing import collate_packed, collate_padded
+    from trainer.datasets.samples.sft_samples import render_sample
+    from trainer.methods.sft import sft_loss
+    from trainer.methods.teacher_loss import make_teacher_loss
 
     validate(args)
-    setup = training_command.set_up(args, False)
-    output_dir = training_command.open_run(args, setup, COMMAND)
+    setup = run_training.set_up(args, False)
+    output_dir = run_training.open_run(args, setup, COMMAND)
     teacher, folder = load_teacher(args, setup)
     of_data = with_answers(args, setup, teacher, folder, output_dir) if args.teacher_answers else args
-    samples, eval_samples, ledger = training_command.load_sets(of_data, setup, train_sft.load_data, render_sample)
+    samples, eval_samples, ledger = run_training.load_sets(of_data, setup, train_sft.load_data, render_sample)
     if "images" in samples.column_names:
         raise UserError("--dataset", "rows with images with train_kd", "rows without images")
     collate, coef = collate_packed if args.packing_samples else collate_padded, coefficient(args)
-    loader = training_command.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
-    eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
+    loader = run_training.build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
+    eval_loader = eval_samples and run_training.build_loader(args, setup, eval_samples, collate, shuffle=False)
     loss_fn = make_teacher_loss(teacher, coef, args.kd_temperature) if coef else sft_loss
     del teacher
-    model = training_command.load_model(args, setup, setup.folder, AutoModelForCausalLM)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader)
-    training_command.train_and_save(args, setup, model, loss_fn, run_facts)
+    model = run_training.load_model(args, setup, setup.folder, AutoModelForCausalLM)
+    run_facts = run_training.Run(COMMAND, output_dir, ledger, loader, eval_loader)
+    run_training.train_and_save(args, setup, model, loss_fn, run_facts)
 
 
 def main() -> None:

@@ -4,79 +4,21 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
     --input_key question --label_key answer --reward_func math --advantage_estimator group_norm --n_samples_per_prompt 8
 """
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Optional
-
-from trainer.cli import training_command
-from trainer.cli.entry import quiet_libraries, run_command
-from trainer.cli.image_runs import prompts_with_images, tokenizer_of_answers
-from trainer.cli.ppo_flags import demo_defaults, ppo_options, refuse_with_images, validate
-from trainer.cli.presets import told, with_preset, with_teacher
-from trainer.errors import UserError
-from trainer.ppo_arguments import PPOArguments
-
-COMMAND = "train_ppo"
+from trainer.entry import quiet_libraries, run_command
+from trainer.flags.presets import with_preset, with_teacher
+from trainer.flags.rl_flags import PPOArguments
+from trainer.runs import run_training
+from trainer.runs.rl.rl_options import demo_defaults, validate
+from trainer.runs.rl.rl_run import COMMAND, train
 
 
 def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
 
     def parse_flags(flags: list[str]) -> tuple[PPOArguments, bool]:
-        return training_command.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
+        return run_training.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
 
     return with_teacher(*with_preset(parse_flags, argv), parse_flags, argv)
-
-
-def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):
-    """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
-    from trainer.datasets.prompts import tokenize_prompts, with_columns
-    from trainer.rollout.rewards import needs_labels, wanted_columns
-
-    rows = training_command.load_flag_rows(args, names, split, flag)
-    columns = rows.column_names if args.env else wanted_columns(functions or {}, rows.column_names, flag)
-    prompts, ledger = tokenizer_of_answers(args, rows, tokenize_prompts, [])(
-        rows,
-        tokenizer,
-        flag=flag,
-        input_key=args.input_key,
-        label_key=args.label_key,
-        input_template=args.input_template,
-        apply_chat_template=args.apply_chat_template,
-        max_len=args.prompt_max_len,
-        num_proc=args.dataset_num_proc,
-        needs_labels=needs_labels(args.reward_func),
-    )
-    add_columns = prompts_with_images if "images" in prompts.column_names else with_columns
-    return add_columns(prompts, rows, columns), ledger
-
-
-def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
-    """Run --verify_resume: replay steps together with their rollouts. Returns the line that reports the result."""
-    from trainer.metrics import Rows
-    from trainer.training.ppo import train_ppo
-    from trainer.training.verify_resume import verify_replay
-
-    def some_steps(progress) -> list[dict]:
-        rows, ppo_run.roles.synced_step = Rows(), None  # the engine must get the loaded weights again
-        train_ppo(ppo_run, dataclasses.replace(loop, total_steps=progress.step + num_steps), progress, rows)
-        return rows.found
-
-    return verify_replay(ppo_run.checkpoints, progress, some_steps)
-
-
-@dataclass(frozen=True)
-class Method:
-    """What another command changes: it shares the rollouts and the reward, and makes updates of its own."""
-
-    command: str
-    flags: Any  # its own, which the run folder records
-    make_batches_of: Callable  # (args, setup), in place of that of `ppo_models`
-    make_updates: Callable  # (setup, roles) to the `updates` of a PPORun
-    per_prompt: int  # of what a batch counts, for each prompt
 
 
 def run(argv: list[str]) -> None:
@@ -84,114 +26,6 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
     validate(args)
     train(args, is_demo)
-
-
-def _of_mixture(args: PPOArguments, folder: str, options):
-    """`options` with what the balance of experts needs, if it is asked for."""
-    if not args.aux_loss_coef:
-        return options
-    from trainer.checkpoints.model_folder import read_config
-    from trainer.training.load_balance import experts_per_token
-
-    top_k = experts_per_token(read_config(folder, args.trust_remote_code))
-    return dataclasses.replace(options, experts_per_token=top_k)
-
-
-def _go_on_with_what_was_drawn(args: PPOArguments, ppo_run, output_dir: str) -> None:
-    """Let a resumed run train the rollouts that it drew before and that its checkpoint does not have."""
-    from trainer.rollout.drawn_before import AheadFiles, DrawnBefore, drawn_before
-
-    found, ahead = DrawnBefore(), ppo_run.roles.ahead
-    if args.load_checkpoint is not None and not args.dynamic_filtering:
-        found = drawn_before(output_dir, ppo_run.state, args.n_samples_per_prompt)
-    if found:
-        ppo_run.strategy.print(f"rollouts {min(found)} to {max(found)} were drawn before: they are trained as they are")
-    if ahead:
-        ahead.files, ahead.drawn_before = AheadFiles(output_dir), found
-    else:
-        ppo_run.recorded = found
-
-
-def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
-    from trainer.cli import ppo_models as build
-    from trainer.cli.certify import certify_run
-    from trainer.cli.model_card import save_model
-    from trainer.cli.outputs import save_policy, start_metrics
-    from trainer.datasets.prompts import render_prompt_text
-    from trainer.rollout import rollouts_file
-    from trainer.rollout.drawn_before import origin_of
-    from trainer.rollout.prompt_order import PromptOrder
-    from trainer.rollout.rewards import load_reward_functions
-    from trainer.rollout.sample_pages import SamplePages
-    from trainer.rollout.timeline import Timeline
-    from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
-    from trainer.training.ppo import PPORun, train_ppo
-    from trainer.training.ppo_state import RLState
-
-    own, command = (method.flags, method.command) if method else (args, COMMAND)
-    setup = training_command.set_up(args, is_demo, args.rollout_engine == "vllm")
-    strategy, tokenizer = setup.strategy, setup.tokenizer
-    if args.preset:
-        strategy.print(told(args))
-    functions = load_reward_functions(args.reward_func)
-    load = functools.partial(load_data, functions=functions)
-    prompts, eval_prompts, ledger = training_command.load_sets(args, setup, load, render_prompt_text)
-    image_run = training_command.image_run_of(args, setup, prompts, eval_prompts)
-    if image_run:
-        if method:
-            raise UserError("--online", "with rows that have images", "leave it out")
-        refuse_with_images(args)
-    more_stops = image_run.image_tokens() if image_run else ()
-    frozen = build.frozen_rollouts(args)
-    sizes = {"batch_size": args.rollout_batch_size, "seed": args.seed, "curriculum": args.curriculum}
-    order = PromptOrder(prompts, **sizes, shuffle=not args.no_shuffle)
-    total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
-    output_dir = training_command.open_run(args, setup, command)
-    make_batches = build.make_batches_of(args, setup, image_run)
-    options = _of_mixture(args, setup.folder, ppo_options(args, (*build.stop_ids(setup), *more_stops)))
-    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
-    if roles.routers and frozen:
-        roles.routers.check(sample.experts for samples in frozen for sample in samples)
-    roles.ahead = build.rollouts_ahead(args, roles, total_steps, options.sampling)
-    facts = {"n_samples_per_prompt": args.n_samples_per_prompt, "train_batch_size": args.train_batch_size}
-    history = {"origin": origin_of(dataclasses.asdict(own)), "num_histories": args.max_staleness + 1}
-    state = RLState(order, args.init_kl_coef, facts=facts, **history)
-    others = {"critic": roles.critic} if roles.critic else {}
-    trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
-    policy = SavePolicy() if args.verify_resume else save_policy(args)
-    checkpoints = Checkpoints(output_dir, trained, policy, dataclasses.asdict(own))
-    progress = checkpoints.resume(args.load_checkpoint)
-    if method:
-        make_batches = method.make_batches_of(args, setup)
-    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group)
-    ppo_run.recorded = frozen and rollouts_file.frozen(frozen)
-    ppo_run.updates = method and method.make_updates(setup, roles)
-    loop = training_command.loop_options(args, total_steps)
-    if args.verify_resume:
-        loop = dataclasses.replace(loop, eval_steps=None, parity_dump=None)
-        strategy.print(verify_resume(ppo_run, loop, progress, args.verify_resume))
-        return
-    ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer)
-    if not frozen:
-        _go_on_with_what_was_drawn(args, ppo_run, output_dir)
-    if args.sample_pages and strategy.is_rank_0():
-        ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
-    ppo_run.timeline = Timeline(output_dir) if args.timeline else None
-    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
-    metrics = start_metrics(strategy, own, output_dir, progress, **facts)
-    with metrics or contextlib.nullcontext():
-        train_ppo(ppo_run, loop, progress, metrics)
-        run_facts = training_command.Run(command, output_dir, ledger, None, None)
-        if not args.no_save:
-            save_model(own, setup, roles.actor[0], run_facts, progress)
-        if roles.average and not args.no_save:
-            with roles.average.in_place():
-                save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
-        if metrics:
-            metrics.event("end", steps=progress.step)
-    if metrics and not args.no_save:
-        certify_run(own, output_dir, command, setup.folder, state.fingerprint(), str(strategy.device))
 
 
 def main() -> None:

@@ -3,37 +3,37 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain MODEL --dataset data.jsonl ...
 """
 
-from trainer.arguments import SFTArguments
-from trainer.cli import training_command
-from trainer.cli.entry import quiet_libraries, run_command
+from trainer.entry import quiet_libraries, run_command
+from trainer.flags.common_flags import SFTArguments
+from trainer.runs import run_training
 
 COMMAND = "train_sft"
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demo import SFT_DEFAULTS
+    from trainer.datasets.demos.demo import SFT_DEFAULTS
 
     return {**SFT_DEFAULTS, "dataset": "sft.jsonl", "eval_dataset": "sft_eval.jsonl", "pretrain": "model"}
 
 
 def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
-    return training_command.parse_or_demo(SFTArguments, COMMAND, argv, demo_defaults)
+    return run_training.parse_or_demo(SFTArguments, COMMAND, argv, demo_defaults)
 
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
     if args.streaming and flag == "--dataset":
-        from trainer.cli.streamed_run import open_stream
+        from trainer.runs.streamed_run import open_stream
 
         return open_stream(args, tokenizer)
-    rows = training_command.load_flag_rows(args, names, split, flag)
+    rows = run_training.load_flag_rows(args, names, split, flag)
     if "images" in rows.column_names:
-        from trainer.cli.image_runs import tokenizer_of_images
+        from trainer.runs.image_runs import tokenizer_of_images
 
         tokenize = tokenizer_of_images(args)
     else:
-        from trainer.datasets.sft_samples import tokenize_sft as tokenize
+        from trainer.datasets.samples.sft_samples import tokenize_sft as tokenize
     return tokenize(
         rows,
         tokenizer,
@@ -55,47 +55,47 @@ def run(argv: list[str]) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from trainer.datasets.packing import collate_packed, collate_padded
-    from trainer.datasets.sft_samples import render_sample
-    from trainer.training.sft import sft_loss
+    from trainer.datasets.batches.packing import collate_packed, collate_padded
+    from trainer.datasets.samples.sft_samples import render_sample
+    from trainer.methods.sft import sft_loss
 
-    training_command.validate_shared(args, eval_metrics=("eval_loss",))
-    training_command.refuse_idle(args, [("streaming_buffer", args.streaming, "--streaming")])
+    run_training.validate_shared(args, eval_metrics=("eval_loss",))
+    run_training.refuse_idle(args, [("streaming_buffer", args.streaming, "--streaming")])
     if args.certify:
-        from trainer.cli.plain_replay import check_replay_flags
+        from trainer.compare.certificates.plain_replay import check_replay_flags
 
         check_replay_flags(vars(args))
-    setup = training_command.set_up(args, is_demo)
-    samples, eval_samples, ledger = training_command.load_sets(args, setup, load_data, render_sample)
+    setup = run_training.set_up(args, is_demo)
+    samples, eval_samples, ledger = run_training.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
-    auto_class, image_run = AutoModelForCausalLM, training_command.image_run_of(args, setup, samples, eval_samples)
+    auto_class, image_run = AutoModelForCausalLM, run_training.image_run_of(args, setup, samples, eval_samples)
     if image_run:
         collate, auto_class = image_run.collate, image_run.auto_class
     if args.aux_loss_coef or args.expert_bias_update_rate:
-        from trainer.training.load_balance import balance_batches
+        from trainer.methods.load_balance import balance_batches
 
         collate, loss_fn = balance_batches(args, setup.folder, collate, loss_fn)
-    build_loader = training_command.build_loader
+    build_loader = run_training.build_loader
     if args.streaming:
-        from trainer.cli.streamed_run import build_loader
+        from trainer.runs.streamed_run import build_loader
     loader = build_loader(args, setup, samples, collate, shuffle=not args.no_shuffle)
-    eval_loader = eval_samples and training_command.build_loader(args, setup, eval_samples, collate, shuffle=False)
-    output_dir = training_command.open_run(args, setup, COMMAND)
-    model = training_command.load_model(args, setup, setup.folder, auto_class)
+    eval_loader = eval_samples and run_training.build_loader(args, setup, eval_samples, collate, shuffle=False)
+    output_dir = run_training.open_run(args, setup, COMMAND)
+    model = run_training.load_model(args, setup, setup.folder, auto_class)
     if image_run:
         image_run.use(model)
-    run_facts = training_command.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
+    run_facts = run_training.Run(COMMAND, output_dir, ledger, loader, eval_loader, args.vision_learning_rate)
     if args.expert_bias_update_rate:
-        from trainer.training.expert_bias import balance_by_bias
+        from trainer.methods.expert_bias import balance_by_bias
 
         loss_fn = balance_by_bias(setup.strategy, model, loss_fn, args.expert_bias_update_rate)
     if args.parity_trace:
-        from trainer.cli.outputs import make_writable
-        from trainer.training.module_trace import trace_first_step
+        from trainer.runs.module_trace import trace_first_step
+        from trainer.runs.outputs import make_writable
 
         make_writable("--parity_trace", args.parity_trace)
         loss_fn = trace_first_step(args, setup.strategy, loss_fn)
-    training_command.train_and_save(args, setup, model, loss_fn, run_facts)
+    run_training.train_and_save(args, setup, model, loss_fn, run_facts)
 
 
 def main() -> None:

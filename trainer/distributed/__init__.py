@@ -1,0 +1,1 @@
+"""The mesh, collectives and sharded tensors."""

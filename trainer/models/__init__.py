@@ -1,0 +1,1 @@
+"""Loading a model, reward heads and LoRA."""

@@ -8,8 +8,8 @@ from typing import Optional
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from trainer.distributed.expert_parallel import are_experts
 from trainer.errors import UserError
+from trainer.model_parallel.expert_parallel import are_experts
 
 # layers with a forward pass of their own that computes what nn.Linear computes: of Falcon, and of 4-bit models
 SAME_AS_LINEAR = ("FalconLinear", "Linear4bit")

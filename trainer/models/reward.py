@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.datasets.packing import model_inputs
+from trainer.datasets.batches.packing import model_inputs
 from trainer.errors import UserError
 from trainer.models.model_loading import INDEX, SINGLE, load_tokenizer
 

@@ -1,0 +1,1 @@
+"""Optimizers, schedulers and loss scaling."""

@@ -1,0 +1,1 @@
+"""Samples of RL: their order, their place, their files."""

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Interrupted, UserError
 from trainer.rollout.drawn_before import AheadFiles, DrawnBefore
+from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
 from trainer.rollout.placement import share
-from trainer.rollout.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.timeline import span, timed
 
 

@@ -14,17 +14,17 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from trainer.datasets.answers import scored_position
-from trainer.datasets.global_batches import contiguous_slice
-from trainer.datasets.packing import IGNORE, collate_packed, collate_padded
-from trainer.datasets.prompts import columns_of
+from trainer.datasets.batches.global_batches import contiguous_slice
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded
+from trainer.datasets.samples.answers import scored_position
+from trainer.datasets.samples.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
-from trainer.models.policy_loss import num_targets, token_weights
-from trainer.models.token_losses import places_of_labels
+from trainer.models.losses.policy_loss import num_targets, token_weights
+from trainer.models.losses.token_losses import places_of_labels
+from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.placement import Part, Sizes, measure, share
-from trainer.rollout.rewards import Scorer
-from trainer.rollout.sampling import Completion, Sampling, sample_seed
+from trainer.rollout.rewards.reward_functions import Scorer
 from trainer.rollout.timeline import span
 
 
@@ -183,7 +183,7 @@ def collate_samples(
 ) -> dict[str, torch.Tensor]:
     """A micro-batch of samples, padded or packed. Labels are the generated tokens. `collate`: as in `collate_sequences`.
 
-    It adds to the result of `trainer.datasets.packing` or `shared_prompts`, per token (rows, tokens):
+    It adds to the result of `trainer.datasets.batches.packing` or `shared_prompts`, per token (rows, tokens):
     - sequence_ids: the number of the token's sample in the micro-batch
     - is_token: 1 for a token of a sample, 0 for padding
     - response_index: the position of the label in the flat vector

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.datasets.rows import digest_of
 from trainer.distributed.collectives import gather_objects, make_patient_group
-from trainer.models.sequence_sums import counts_here
+from trainer.models.losses.sequence_sums import counts_here
 
 # the values per token of a `Sample`, and what only its reward needs: they stay where they are
 IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns")

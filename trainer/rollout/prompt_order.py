@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from trainer.datasets.global_batches import epoch_order
+from trainer.datasets.batches.global_batches import epoch_order
 
 UNKNOWN = 0.5  # the pass rate of a prompt without one: nothing says whether it is easy or hard
 SPARE = 1 / 40  # of the weight of each prompt in `learnable`, so that none is lost; the largest weight is 1/4

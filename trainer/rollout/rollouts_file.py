@@ -9,7 +9,7 @@ from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.rollout.experience import Sample, as_row, as_table, decoded
 from trainer.rollout.placement import write_by_rank_0
-from trainer.rollout.rewards import LARGEST_SCORE
+from trainer.rollout.rewards.reward_functions import LARGEST_SCORE
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 FLAG = "--rollouts_from"

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Optional
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoints import model_folder
-from trainer.datasets.global_batches import setup_dataloader
+from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.errors import UserError
+from trainer.model_folders import model_folder
 from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies import autotp
+from trainer.strategies.on_deepspeed import autotp
+from trainer.strategies.on_deepspeed.zero_config import engine_config
 from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
-from trainer.strategies.zero_config import engine_config
 
 if TYPE_CHECKING:
     from trainer.checkpoints.run_state import CheckpointForm, PendingSave
@@ -122,18 +122,18 @@ class DeepspeedStrategy:
         """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
-            from trainer.distributed.tensor_parallel import validate_tp_sizes
+            from trainer.model_parallel.tensor_parallel import validate_tp_sizes
 
             validate_tp_sizes(config, self.sizes.tp, fsdp=1)
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
-            from trainer.strategies.zero_loading import load_partitioned
+            from trainer.strategies.on_deepspeed.zero_loading import load_partitioned
 
             facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
             engine_config = self._engine_config(with_optimizer=False)
             model = load_partitioned(folder, config, auto_class, options, engine_config=engine_config, **facts)
         elif self.options.load_in_4bit:
-            from trainer.strategies.quantization import in_4_bits
+            from trainer.strategies.on_deepspeed.quantization import in_4_bits
 
             options |= {"dtype": torch.float32, "weights_only": True, **in_4_bits(self.param_dtype, self.device)}
             model = auto_class.from_pretrained(folder, **options)
@@ -182,7 +182,7 @@ class DeepspeedStrategy:
         self._note_reached(model)
         if self.param_dtype != torch.float32:
             if self.zero_stage < 2:
-                from trainer.strategies.zero_1 import complete
+                from trainer.strategies.on_deepspeed.zero_1 import complete
 
                 complete(model, wrapped, self.zero_stage, self.param_dtype, DTYPES[self.options.reduce_dtype])
             self._restore_masters(model, weights)
@@ -216,8 +216,8 @@ class DeepspeedStrategy:
 
         if self.sizes.tp == 1:
             return functools.partial(deepspeed.initialize, dist_init_required=False), None
-        from trainer.distributed import tensor_parallel
-        from trainer.strategies.autotp_layers import initialize
+        from trainer.model_parallel import tensor_parallel
+        from trainer.strategies.on_deepspeed.autotp_layers import initialize
 
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
@@ -228,7 +228,7 @@ class DeepspeedStrategy:
         return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh), plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
-        from trainer.strategies.zero_loading import prepare_frozen
+        from trainer.strategies.on_deepspeed.zero_loading import prepare_frozen
 
         self._read(model, offload=offload)
         initialize, plan = self._initializer(model)
@@ -245,7 +245,7 @@ class DeepspeedStrategy:
             if not parameter.requires_grad or weights.dtype(name) == self.options.param_dtype.upper():
                 continue
             if self.zero_stage == 3:
-                from trainer.strategies.zero_loading import restore_partition
+                from trainer.strategies.on_deepspeed.zero_loading import restore_partition
 
                 restore_partition(parameter, name, weights, self.meshes, self.device)
                 continue
@@ -263,7 +263,7 @@ class DeepspeedStrategy:
     def optimizer_step(self, optimizer, model, scheduler) -> float:
         """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
         if self.zero_stage == 0:
-            from trainer.strategies import zero_0
+            from trainer.strategies.on_deepspeed import zero_0
 
             return zero_0.optimizer_step(optimizer, model, scheduler, self.options.max_norm, self._tp_group)
         model.step()
@@ -301,7 +301,7 @@ class DeepspeedStrategy:
         With both, the fp32 masters move too.
         """
         from trainer.distributed.host_offload import take_to_host
-        from trainer.strategies.zero_masters import tensors_of
+        from trainer.strategies.on_deepspeed.zero_masters import tensors_of
 
         return take_to_host(tensors_of(model, optimizer, self.zero_stage))
 
@@ -331,10 +331,10 @@ class DeepspeedStrategy:
         """
         module = model_folder.unwrapped(model)
         if merged_as is not None:
-            from trainer.strategies.zero_weights import merged_weights
+            from trainer.strategies.on_deepspeed.zero_weights import merged_weights
 
             return merged_weights(module, merged_as, self.zero_stage, self._tp_group)
-        from trainer.strategies.zero_masters import full
+        from trainer.strategies.on_deepspeed.zero_masters import full
 
         names = model_folder.stored_tensors(module)
         parts = {**names, **dict(module.named_parameters())}  # only parameters know their masters
@@ -342,8 +342,8 @@ class DeepspeedStrategy:
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
-        from trainer.checkpoints.model_writer import save_pretrained
-        from trainer.strategies.zero_weights import weights_to_save
+        from trainer.model_folders.model_writer import save_pretrained
+        from trainer.strategies.on_deepspeed.zero_weights import weights_to_save
 
         tensors, module = weights_to_save(self, model, self._tp_group), model_folder.unwrapped(model)
         save_pretrained(tensors, module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
@@ -367,9 +367,9 @@ class DeepspeedStrategy:
         more shards of this rank, such as averaged weights.
         """
         from trainer.checkpoints import run_state
-        from trainer.checkpoints.model_writer import save_pretrained
-        from trainer.strategies.zero_masters import loss_scale_of
-        from trainer.strategies.zero_weights import weights_to_save
+        from trainer.model_folders.model_writer import save_pretrained
+        from trainer.strategies.on_deepspeed.zero_masters import loss_scale_of
+        from trainer.strategies.on_deepspeed.zero_weights import weights_to_save
 
         model = roles[run_state.MAIN][0]
 
@@ -387,7 +387,7 @@ class DeepspeedStrategy:
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
         from trainer.checkpoints import run_state
-        from trainer.strategies.zero_masters import set_loss_scale, to_weights
+        from trainer.strategies.on_deepspeed.zero_masters import set_loss_scale, to_weights
 
         shards = run_state.shards_of_roles(roles, self._shards, further)
         state = run_state.load(folder, shards, self.device, self.options.optim)
@@ -405,7 +405,7 @@ class DeepspeedStrategy:
 
     def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
         """This rank's parts of the masters, of the optimizer's states, and of tensors without a master."""
-        from trainer.strategies import zero_masters
+        from trainer.strategies.on_deepspeed import zero_masters
 
         module = model_folder.unwrapped(model)
         parameters, tp_rank = dict(module.named_parameters()), self.meshes.root.get_local_rank("tp")

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.checkpoints import model_folder
-from trainer.datasets.global_batches import setup_dataloader
+from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.distributed.sharded_tensors import even_placement, local_region, to_local_if_dtensor, whole
 from trainer.errors import UserError
+from trainer.model_folders import model_folder
 from trainer.optimizers.adamw import state_tensors, states_of, use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
@@ -95,7 +95,7 @@ class FSDP2Strategy:
         """The model of a Hugging Face folder on the meta device. `prepare` reads its weights."""
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
-            from trainer.distributed.tensor_parallel import validate_tp_sizes
+            from trainer.model_parallel.tensor_parallel import validate_tp_sizes
 
             validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
         with torch.device("meta"):
@@ -106,7 +106,7 @@ class FSDP2Strategy:
                 trust_remote_code=trust_remote_code,
             )
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
-            from trainer.distributed.expert_parallel import validate_experts
+            from trainer.model_parallel.expert_parallel import validate_experts
 
             validate_experts(model, self.options.expert_parallel_size, self.sizes)
         model_folder.read_generation_config(model, folder)
@@ -160,7 +160,7 @@ class FSDP2Strategy:
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
-            from trainer.distributed.expert_parallel import shard_experts
+            from trainer.model_parallel.expert_parallel import shard_experts
 
             shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
@@ -184,7 +184,7 @@ class FSDP2Strategy:
 
     def _apply_tp(self, model: torch.nn.Module):
         """Cut the model over tp. Returns which dimension of each parameter fully_shard may cut."""
-        from trainer.distributed import tensor_parallel
+        from trainer.model_parallel import tensor_parallel
 
         with torch.device("meta"):  # the plan is of the base model, so the skeleton has no adapter
             skeleton = type(model)(model.config)
@@ -292,8 +292,8 @@ class FSDP2Strategy:
         """
         if merged_as is None:
             return ((name, whole(tensor)) for name, tensor in model_folder.stored_tensors(model).items())
-        from trainer.checkpoints.adapter_tensors import merge_adapter, merging_dtype
         from trainer.distributed.bucketed_gather import gathered, piece_of
+        from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
 
         tensors = model_folder.all_tensors(model).items()
         pieces = (piece_of(name, tensor, merging_dtype(name, merged_as)) for name, tensor in tensors)
@@ -301,7 +301,7 @@ class FSDP2Strategy:
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
-        from trainer.checkpoints.model_writer import save_pretrained
+        from trainer.model_folders.model_writer import save_pretrained
 
         tensors = self._weights_to_save(model)
         save_pretrained(tensors, model, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
@@ -331,7 +331,7 @@ class FSDP2Strategy:
         more shards of this rank, such as averaged weights.
         """
         from trainer.checkpoints import run_state
-        from trainer.checkpoints.model_writer import save_pretrained
+        from trainer.model_folders.model_writer import save_pretrained
 
         model = roles[run_state.MAIN][0]
 

@@ -14,7 +14,7 @@ import transformers.modeling_flash_attention_utils as integration
 from flash_attn import flash_attn_interface
 
 from trainer.cli import train_sft
-from trainer.cli.entry import run_command
+from trainer.entry import run_command
 from trainer.models.attention import choice, flash, flash_limits, kernels, ring_package, varlen  # noqa: F401  # choice: first
 
 BF16 = ("--param_dtype", "bf16", "--packing_samples")

@@ -30,8 +30,8 @@ from ring_checks import (
 )
 from transformers import LlamaConfig, Qwen3Config
 
-from trainer.cli.entry import end_well
-from trainer.datasets.packing import collate_packed, collate_padded
+from trainer.datasets.batches.packing import collate_packed, collate_padded
+from trainer.entry import end_well
 from trainer.models.attention.ring_package import package_attention
 
 CASES = (  # lengths of the documents of a row, rows, heads, KV heads, head_dim

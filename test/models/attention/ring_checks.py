@@ -21,12 +21,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from trainer.cli.entry import end_well
-from trainer.datasets.packing import IGNORE, collate_packed, collate_padded, shifted_labels
-from trainer.datasets.sequence_split import split_micro_batch, zigzag_shard
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, shifted_labels
+from trainer.datasets.batches.sequence_split import split_micro_batch, zigzag_shard
+from trainer.entry import end_well
 from trainer.errors import UserError
 from trainer.models.attention.split_attention import register_ring_attention
-from trainer.models.token_losses import token_log_probs
+from trainer.models.losses.token_losses import token_log_probs
 
 MODES = ("ring", "ulysses")
 WORST: dict[str, float] = {}

@@ -6,7 +6,7 @@ import os
 import pytest
 from launch import ROOT, read_steps, torchrun
 
-from trainer.datasets.demo import make_demo
+from trainer.datasets.demos.demo import make_demo
 
 PACKED = ["flash_2", "flash_2_zero_0", "flash_2_zero_2", "flash_3", "flash_3_selective"]
 PACKED += ["varlen", "varlen_zero_0", "varlen_zero_2", "varlen_selective"]

@@ -5,10 +5,10 @@ import torch
 from launch import ROOT, forked
 from unusual_models import MODELS, SAMPLES, alone, assert_same_gradients, make_config, make_model
 
-from trainer.datasets.packing import collate_packed
-from trainer.models.activations import recompute_layers
+from trainer.datasets.batches.packing import collate_packed
 from trainer.models.attention.choice import fit_attention, resolve_attention, validate_packed_model
-from trainer.models.token_losses import causal_lm_logits, token_log_probs
+from trainer.models.layers.activations import recompute_layers
+from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
 
 SPLIT = ["Gemma2", "Gemma4Text", "GptOss", "Llama4Text", "MiMoV2Flash", "DeepseekV3", "StableLm", "Phimoe"]
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from unusual_models import MODELS, SAMPLES, alone, assert_same_gradients, make_config, make_model
 
-from trainer.cli.entry import end_well
-from trainer.datasets.packing import collate_packed, collate_padded, model_inputs
-from trainer.datasets.sequence_split import split_micro_batch, zigzag_shard
-from trainer.models.activations import recompute_layers
+from trainer.datasets.batches.packing import collate_packed, collate_padded, model_inputs
+from trainer.datasets.batches.sequence_split import split_micro_batch, zigzag_shard
+from trainer.entry import end_well
 from trainer.models.attention.choice import fit_attention
 from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
-from trainer.models.recurrent_layers import restart_at_documents
-from trainer.models.token_losses import token_log_probs
+from trainer.models.layers.activations import recompute_layers
+from trainer.models.layers.recurrent_layers import restart_at_documents
+from trainer.models.losses.token_losses import token_log_probs
 
 
 def check(name: str, mode: str, batch: dict, recompute: bool, expected: tuple) -> None:

@@ -1,0 +1,1 @@
+"""Kinds of attention: packed, ring, Ulysses, and the choice between kernels."""

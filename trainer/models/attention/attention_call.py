@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import UserError
-from trainer.models.attention.model_call import current_call
+from trainer.models.layers.model_call import current_call
 
 UNSUPPORTED = (
     "position_bias",

@@ -101,7 +101,7 @@ def setup_split_attention(folder: str, sp_group, args, device) -> str:
 
 def validate_heads(config, sp_size: int, tp_size: int) -> None:
     """Raise UserError unless Ulysses attention can share the heads of every layer over `sp_size` ranks."""
-    from trainer.distributed.tp_plans import heads_divide
+    from trainer.model_parallel.tp_plans import heads_divide
     from trainer.models.attention.ulysses import validate_ulysses
 
     tp_size = tp_size if heads_divide(config, tp_size) else 1  # otherwise every tp rank computes all heads
@@ -112,8 +112,8 @@ def validate_heads(config, sp_size: int, tp_size: int) -> None:
 
 def fit_attention(model, is_split: bool) -> None:
     """Let attention of a loaded model know its documents and positions. Raise UserError for unfit split models."""
-    from trainer.models.attention.model_call import remember_call
     from trainer.models.attention.split_attention import validate_split_model
+    from trainer.models.layers.model_call import remember_call
 
     if is_split:
         validate_split_model(model.config)

@@ -5,7 +5,7 @@ Transformers). The log-sum-exp merges the partial results of the blocks (Milakov
 calculation for softmax). Backward sends keys and values around again, together with fp32 sums of their gradients.
 Between passes, a rank holds only its own query, key, value, out and lse: O(tokens / sp) memory.
 
-Ranks hold zigzag shards, see trainer.datasets.sequence_split. Packed documents never attend to each other. On one rank
+Ranks hold zigzag shards, see trainer.datasets.batches.sequence_split. Packed documents never attend to each other. On one rank
 (no group), the same code serves packed rows whose attention has sinks or a soft cap.
 
 A sink is one more score in the softmax of each query, without a key. A query's own rank adds it once, after all blocks.

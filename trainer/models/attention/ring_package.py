@@ -16,7 +16,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from trainer.datasets.global_batches import copied
+from trainer.datasets.batches.global_batches import copied
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault

@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from trainer.datasets.sequence_split import natural_order, zigzag_order
+from trainer.datasets.batches.sequence_split import natural_order, zigzag_order
 from trainer.errors import UserError
 from trainer.models.attention.varlen import varlen_attention_forward
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trainer.datasets.global_batches import copied
+from trainer.datasets.batches.global_batches import copied
 from trainer.errors import UserError
 from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
 from trainer.models.attention.flash import flash_fits, on_gpu
@@ -82,7 +82,7 @@ def validate_attention_layers(config, flag: str, allowed: str) -> None:
     text = config.get_text_config()
     layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()} - ATTENTION_LAYERS
     if layers:
-        from trainer.models.recurrent_layers import known_layers
+        from trainer.models.layers.recurrent_layers import known_layers
 
         layers -= known_layers(config)
     for found in sorted(layers):

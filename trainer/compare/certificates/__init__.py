@@ -1,0 +1,1 @@
+"""Certificates of a run, and their verification by a replay."""

@@ -1,0 +1,167 @@
+"""`verify_run RUN`: check a run against its certificate: same data, same order, same curve, same weights.
+
+python -m trainer.cli.verify_run runs/X                     check files, data, order, learning rates, checkpoints
+python -m trainer.cli.verify_run runs/X --certify K         also replay K steps with the plain loop
+torchrun --nproc_per_node N -m trainer.cli.verify_run runs/X --rerun DIR [-- FLAGS]
+                                                            also train again, in another layout, and compare the curve
+
+Exit code: 0 if all that could be checked is as certified, 1 if something is not, 2 if nothing could be checked.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+
+from trainer.compare.certificates import certificate_checks as checks
+from trainer.compare.runs.many_runs import run_here
+from trainer.entry import quiet_libraries
+from trainer.errors import UserError
+from trainer.reports import certificate
+
+# a rerun writes elsewhere, from the start, and only what the comparison needs
+NOT_RERUN = {
+    "output_dir", "overwrite", "save_path", "no_save", "load_checkpoint", "parity_dump", "parity_trace", "certify",
+    "verify_resume", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
+    "eval_dataset", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
+    "max_ckpt_mem", "wandb_project",
+}  # fmt: skip
+
+
+def verify(folder: str, dataset: str | None = None, model: str | None = None) -> dict[str, list[str] | None]:
+    """{what was checked: differences}. None in place of the differences: it could not be checked here."""
+    content = certificate.read(folder)
+    results = {
+        "certificate": checks.check_seal(content),
+        "files": _result(checks.check_files, folder, content),
+        "steps": _result(checks.check_rows, folder, content),
+        "facts": _result(checks.check_facts, folder, content),
+    }
+    model_folder = _model_folder(model or content["arguments"].get("pretrain") or "")
+    results["model"] = _result(checks.check_models, content, model_folder)
+    results["data"] = _result(checks.check_data, content, dataset)
+    results["order"] = results["schedule"] = None
+    if not results["steps"]:
+        starts, rows = certificate.final_rows(folder)
+        results["order"] = _result(_order, content, rows, model_folder, dataset)
+        results["schedule"] = _result(checks.check_schedule, content, starts, rows)
+    results["saved model"] = _result(checks.check_saved, folder, content)
+    results["checkpoints"] = _result(checks.check_checkpoints, folder, content)
+    results["replays"] = _result(checks.check_replays, content)
+    return results
+
+
+def _result(check, *values) -> list[str] | None:
+    """What a check finds. Values of a form that no run writes are a difference too."""
+    try:
+        return check(*values)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        return [f"cannot be compared, a value has another form than a run writes: {type(error).__name__}: {error}"]
+
+
+def _model_folder(name: str) -> str | None:
+    from trainer.models.model_loading import resolve_model_folder
+
+    try:
+        return resolve_model_folder(name)
+    except UserError:  # not on this machine, and not on the hub
+        return None
+
+
+def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: str | None) -> list[str] | None:
+    """None for train_ppo, whose batches are rollouts, for streamed data, and without the data or its tokenizer."""
+    from trainer.compare.certificates.plain_replay import planned_batches
+
+    if content["command"] == "train_ppo" or content["arguments"].get("streaming") or model_folder is None:
+        return None
+    try:
+        samples, batch = planned_batches(content, model_folder, dataset)
+    except UserError as error:
+        if any(os.path.exists(os.path.expanduser(name)) for name in content["data"]["files"]) or dataset:
+            return [f"the data cannot be read as it was: {error}"]
+        return None
+    return checks.check_order(content, rows, samples, batch)
+
+
+def rerun(content: dict, output_dir: str, flags: list[str]) -> list[str]:
+    """Train again (all ranks) with the certificate's flags, and `flags` after them. Returns differences (rank 0)."""
+    kept = {name: value for name, value in content["arguments"].items() if name not in NOT_RERUN}
+    if content["command"] == "train_ppo":
+        raise UserError("--rerun", "a run of train_ppo, whose samples are drawn anew", "train_sft, train_dpo, train_rm")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump({name: value for name, value in kept.items() if value is not None}, file)  # JSON is YAML
+        file.flush()
+        line = ["--config", file.name, *flags, "--output_dir", output_dir, "--no_save"]
+        run_here(content["command"], line)
+    return compare_curves(content, output_dir) if int(os.environ.get("RANK", 0)) == 0 else []
+
+
+def compare_curves(content: dict, folder: str) -> list[str]:
+    """What differs in the run of `folder`: batches exactly, losses and gradient norms within rounding."""
+    from trainer.compare.certificates.plain_replay import TOLERANCES
+
+    starts, rows = certificate.final_rows(folder)
+    dtypes = {content["arguments"]["param_dtype"], starts[-1]["config"]["param_dtype"]}
+    loss_limit, norm_limit = TOLERANCES["fp32"] if dtypes == {"fp32"} else TOLERANCES["bf16"]
+    steps, other = content["steps"], certificate.describe_steps(rows)
+    if (steps["first"], steps["last"]) != (other["first"], other["last"]):
+        return [f"steps {other['first']} to {other['last']}, not {steps['first']} to {steps['last']}"]
+    if steps["batch_chain"] != other["batch_chain"]:
+        return ["the chain of batch hashes differs: other data or another order"]
+    differences = []
+    for key, limit in (("losses", loss_limit), ("grad_norms", norm_limit)):
+        for row, certified in zip(rows, steps[key], strict=True):
+            value = row["loss" if key == "losses" else "grad_norm"]
+            if limit is not None and not abs(value - certified) <= limit * abs(certified):
+                differences.append(f"step {row['step']}: {key[:-1]} {value}, the certificate has {certified}")
+    worst = max(abs(a / b - 1) for a, b in zip(other["losses"], steps["losses"], strict=True))
+    print(f"rerun: {len(rows)} steps, same chain of batches, worst loss difference {worst:.2g}", flush=True)
+    return differences
+
+
+def told(results: dict[str, list[str] | None]) -> str:
+    lines = []
+    for name, differences in results.items():
+        state = "not checked" if differences is None else "FAIL" if differences else "ok"
+        lines += [f"{name:<12} {state}", *(f"    {text}" for text in differences or [])]
+    return "\n".join(lines)
+
+
+def run(argv: list[str]) -> None:
+    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser("python -m trainer.cli.verify_run", description=__doc__, **options)
+    parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
+    parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")
+    parser.add_argument("--certify", type=int, metavar="K", help="replay K random steps and write the result into RUN")
+    parser.add_argument("--device", default="cpu", help="where --certify computes (default: cpu)")
+    parser.add_argument("--rerun", metavar="DIR", help="train again into the new folder DIR, and compare the curve")
+    args = parser.parse_args(own)
+    if flags and not args.rerun:
+        raise UserError("--", "flags without --rerun", "--rerun DIR -- FLAGS")
+    if args.certify is not None and args.certify < 1:
+        raise UserError("--certify", str(args.certify), "an integer above 0")
+    quiet_libraries()
+    content = certificate.read(args.run)
+    if (args.rerun or args.certify) and (broken := checks.check_seal(content)):  # a replay seals the certificate anew
+        raise UserError("--rerun" if args.rerun else "--certify", broken[0], "the certificate as it was written")
+    places = {"dataset": args.dataset, "pretrain": args.pretrain}
+    replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
+    results = {"rerun": rerun(replaced, args.rerun, flags)} if args.rerun else {}
+    if int(os.environ.get("RANK", 0)):
+        return
+    if args.certify:
+        from trainer.compare.certificates.plain_replay import certify_steps
+
+        folder = _model_folder(args.pretrain or content["arguments"]["pretrain"])
+        if folder is None:
+            raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
+        print(certify_steps(args.run, args.certify, args.device, folder, args.dataset))
+    results = verify(args.run, args.dataset, args.pretrain) | results
+    print(told(results))
+    failed = [name for name, differences in results.items() if differences]
+    print(f"FAIL {args.run}: {', '.join(failed)}" if failed else f"PASS {args.run}", flush=True)
+    if failed:
+        sys.exit(1)

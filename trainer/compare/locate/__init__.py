@@ -1,0 +1,1 @@
+"""Finding the module and the step where two runs begin to differ."""

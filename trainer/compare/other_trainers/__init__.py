@@ -1,0 +1,1 @@
+"""Runs of other trainers, compared with the plain loop."""

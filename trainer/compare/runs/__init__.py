@@ -1,0 +1,1 @@
+"""Launching runs, reading their logs and dumps, and comparing them."""

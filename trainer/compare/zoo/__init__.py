@@ -1,0 +1,1 @@
+"""Every architecture of transformers, as a tiny model, on every layout."""

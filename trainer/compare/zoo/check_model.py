@@ -1,0 +1,325 @@
+"""What can the trainer do with this model? Shrink its architecture, run it in every layout, and print what works.
+
+  python -m trainer.cli.check Qwen/Qwen3-8B                    a hub name: only its config and tokenizer are downloaded
+  python -m trainer.cli.check runs/my-model --only ring2 lora  a folder, and only these runs
+
+The folder needs a config.json. The tokenizer and the weights are looked at if they are there. Each run trains a tiny
+random model with the same kinds of layers, in fp32, on CPU. It is compared with the plain single-process loop: losses,
+gradients of the first step, final weights.
+Exit code: 0 if nothing is wrong or crashes, 1 if something does, 2 if there is no such model or it cannot be shrunk.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.compare.zoo import zoo
+from trainer.entry import quiet_libraries
+from trainer.errors import UserError
+
+LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can ask for it
+TEMPLATES, WEIGHTS = "templates", "weights"
+LAYOUTS = [configuration.name for configuration in zoo.CONFIGURATIONS]
+WORDS = {"pass": "works", "refused": "refused", "wrong": "WRONG", "crash": "CRASH", "unchecked": "works?"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    work_dir = Path(options.keep or tempfile.mkdtemp(prefix="check-")).resolve()
+    bad = True
+    try:
+        unknown = next((name for name in options.only or () if name not in [*LAYOUTS, TEMPLATES, WEIGHTS]), None)
+        if unknown:
+            raise UserError("--only", unknown, ", ".join([*LAYOUTS, TEMPLATES, WEIGHTS]))
+        work_dir.mkdir(parents=True, exist_ok=True)
+        rows = check(options.model, options.only, work_dir, options.timeout)
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        bad = any(zoo.is_bad(row) for row in rows)
+        print(summary(rows, work_dir))
+    except UserError as error:
+        bad = False
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if not options.keep and not bad:
+            shutil.rmtree(work_dir, ignore_errors=True)
+    return int(bad)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.cli.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub name")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of the first column (default: all)")
+    parser.add_argument("--keep", metavar="DIR", help="keep the tiny model, the logs and the runs here")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="time limit of a run")
+    return parser
+
+
+def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) -> list[dict]:
+    """Print and return the rows of the table: {"name", "flags", "verdict", "note"}.
+
+    Raises UserError if there is no such model, or no tiny model of its kind.
+    """
+    rows: list[dict] = []
+
+    def tell(name: str, verdict: str, note: str, flags: str = "") -> None:
+        rows.append({"name": name, "flags": flags, "verdict": verdict, "note": note})
+        shown = flags if verdict == "pass" and flags else f"{flags}: {note}" if verdict == "unchecked" else note
+        print(f"{name:<14} {WORDS[verdict]:<8} {shown}", flush=True)
+
+    wanted = only or [name for name in [WEIGHTS, TEMPLATES, *LAYOUTS] if name not in LEFT_OUT]
+    folder = _ask(lambda: find_folder(model), work_dir / "folder.json", timeout)
+    print(f"{model}: imports, then a tiny model of its kind in each layout", flush=True)
+    import_libraries()
+    quiet_libraries()
+    config = read_config(folder)
+    configs = [config] if _has_causal_model(config) else []
+    text = config.get_text_config()
+    if text is not config and _has_causal_model(text):
+        configs.append(text)
+    if configs:
+        try:
+            print(_ask(lambda: heading(folder, configs[0]), work_dir / "heading.json", timeout), flush=True)
+        except (UserError, RuntimeError) as error:
+            tell("heading", "refused" if isinstance(error, UserError) else "crash", str(error))
+    print(f"\n{'run':<14} {'result':<8} flags, or the reason")
+    if WEIGHTS in wanted:
+        _tell_all(tell, lambda: weight_rows(folder, configs), WEIGHTS, work_dir, timeout)
+    if TEMPLATES in wanted:
+        size = getattr(text, "vocab_size", None)
+        _tell_all(tell, lambda: template_rows(folder, size), TEMPLATES, work_dir, timeout)
+    if config not in configs:
+        rest = f"; below is its text part, {text.model_type}" if configs else ""
+        tell("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
+    if not configs:
+        return rows
+    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, tell)
+    return rows
+
+
+def _ask(function: Callable, answer: Path, timeout: float):
+    """What `function` returns in a process of its own. Raises UserError if it refuses, RuntimeError if it fails."""
+    ending = run_ranks(lambda: answer.write_text(json.dumps(function())), 1, answer.with_suffix(".log"), timeout)
+    if ending.kind == "refused":
+        where, _, found = ending.text.partition(": ")
+        raise UserError(where, found)
+    if ending.kind != "done":
+        raise RuntimeError(ending.text)
+    return json.loads(answer.read_text())
+
+
+def _tell_all(tell: Callable, function: Callable, name: str, work_dir: Path, timeout: float) -> None:
+    """Tell the rows that `function` returns. If it refuses or fails, that is a row too."""
+    try:
+        for row in _ask(function, work_dir / f"{name}.json", timeout):
+            tell(*row)
+    except UserError as error:
+        tell(name, "refused", str(error))
+    except RuntimeError as error:
+        tell(name, "crash", str(error))
+
+
+def summary(rows: list[dict], work_dir: Path) -> str:
+    bad = [row["name"] for row in rows if zoo.is_bad(row)]
+    counts = {word: sum(WORDS[row["verdict"]] == word for row in rows) for word in dict.fromkeys(WORDS.values())}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    if not bad:
+        return f"\n{told}"
+    return f"\n{told}\nan error of the trainer: {', '.join(bad)}. Please report it with this table and {work_dir}/model/*.log"
+
+
+# --- the folder as it is
+
+
+def find_folder(model: str) -> str:
+    """The folder of a model. From the hub come the config, the tokenizer and the chat template, and no weights."""
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").exists():
+            raise UserError("MODEL", f"{model} contains no config.json", "a Hugging Face model folder")
+        return str(Path(model).resolve())
+    if Path(model).exists() or model.startswith((".", "/", "~")):
+        raise UserError("MODEL", f"{model} is not a folder", "a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        return snapshot_download(model, allow_patterns=patterns, ignore_patterns=["*.index.json"])
+    except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError("MODEL", f"{model} is not a folder, and the hub does not give it ({reason})") from None
+
+
+def read_config(folder: str):
+    """The config of a folder, without its quantization. Raises UserError for a broken one, and for remote code."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8-sig"))
+        is_remote = "auto_map" in values and values.get("model_type") not in CONFIG_MAPPING
+        if not is_remote:
+            config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of many types: each class checks its values in its own way
+        from trainer.models.folder_faults import unreadable
+
+        raise unreadable(folder, "MODEL", error) from None
+    if is_remote:
+        found = f"{folder} comes with its own code, which check does not run"
+        raise UserError("MODEL", found, "an architecture of transformers")
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
+
+
+def _has_causal_model(config) -> bool:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def heading(folder: str, config) -> str:
+    """The page of --print_model for the model in its full size, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.models.model_loading import has_sdpa
+    from trainer.planning.model_page import format_facts, model_facts, refusals
+
+    attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, False) else "eager"
+    model = _on_meta(config, attention)
+    facts = model_facts(model, folder)
+    return format_facts([*facts, *(("refused", line) for line in refusals(model, folder))])
+
+
+def _on_meta(config, attention: str = "eager"):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def weight_rows(folder: str, configs: list) -> list[tuple]:
+    """(name, verdict, note) of the weights of the folder: their form, and whether they are those of the config."""
+    from trainer.model_folders.model_folder import check_weights, find_weights, quantization
+    from trainer.model_folders.quantized_folder import block_size
+    from trainer.models.model_loading import resolve_model_folder
+
+    quantized = quantization(folder)
+    if quantized:
+        block_size(folder, quantized, "--pretrain")
+    form = (
+        f"{quantized.get('quant_method')}: dequantized on loading" if quantized else "not quantized: read as they are"
+    )
+    try:
+        find_weights(folder)
+    except UserError:
+        return [(WEIGHTS, "pass", f"{form} (there are none here: only the config was read)")]
+    resolve_model_folder(folder)
+    unread = check_weights(_on_meta(configs[0]), folder, "--pretrain") if configs else []
+    note = f"{len(unread)} tensors are not part of the trained model, such as {unread[0]}" if unread else "complete"
+    return [(WEIGHTS, "pass", f"{form}; {note}")]
+
+
+def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
+    """(name, verdict, note, flags) of the tokenizer and of each kind of conversation."""
+    from trainer.datasets.conversations import training_templates
+    from trainer.datasets.conversations.templates import GENERATION_TAG, chat_template, render_chat
+    from trainer.models.folder_faults import check_tokens
+    from trainer.models.model_loading import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    if vocab_size and len(tokenizer) > vocab_size:
+        check_tokens(tokenizer, vocab_size, folder, "--pretrain")
+    template = chat_template(tokenizer)
+    version = training_templates.training_version(tokenizer, template)
+    known = next((name for name in training_templates.names() if training_templates.read(name) == version), None)
+    source = f"the training template {known}" if known else "its generation marks"
+    rows = []
+    for name, flags, multiturn, messages, tools in CONVERSATIONS:
+        try:
+            ids, mask = render_chat(tokenizer, messages, multiturn=multiturn, tools=tools)
+            marked = known or GENERATION_TAG.search(template)
+            note = f"{flags} (masked by {source if marked else 'comparing texts'}: {sum(mask)} of {len(ids)} tokens)"
+            if name == "thoughts":
+                learned = tokenizer.decode([token for token, trained in zip(ids, mask) if trained])
+                note += (
+                    ": the thoughts are trained"
+                    if THOUGHT["reasoning_content"] in learned
+                    else ": the template drops the thoughts"
+                )
+            rows.append((name, "pass", note))
+        except UserError as error:
+            rows.append((name, "refused", str(error)))
+    return rows
+
+
+QUESTION, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}
+MORE, THOUGHT = {"role": "user", "content": "And 2 + 2?"}, {"reasoning_content": "2 and 2 are 4."}
+CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+TOOL = {
+    "name": "add",
+    "description": "Add numbers.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+}
+CHAT, LAST = "--apply_chat_template", {"role": "assistant", "content": "It is 4."}
+CONVERSATIONS = (
+    ("chat", CHAT, False, [QUESTION, ANSWER], None),
+    ("multiturn", f"{CHAT} --multiturn", True, [QUESTION, ANSWER, MORE, LAST], None),
+    ("thoughts", f"{CHAT}, with reasoning_content", False, [QUESTION, ANSWER, MORE, {**LAST, **THOUGHT}], None),
+    (
+        "tools",
+        f"{CHAT} --multiturn, with tools",
+        True,
+        [
+            QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "2"},
+            ANSWER,
+        ],
+        [{"type": "function", "function": TOOL}],
+    ),
+)
+
+
+# --- the tiny model
+
+
+def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, tell: Callable) -> None:
+    """Run a tiny model of the first of `configs` that can be built and trained alone."""
+    from trainer.compare.zoo.tiny import shrink
+
+    def tell_cell(configuration, cell) -> None:
+        ranks = f"{' '.join(configuration.args)} ({configuration.nproc} rank{'s' * (configuration.nproc > 1)})"
+        tell(configuration.name, cell["verdict"], cell["note"], ranks)
+
+    zoo.write_demo(work_dir, timeout)
+    problems = []
+    for config in configs:
+        try:
+            tiny = shrink(config)
+        except Exception as error:  # of many types: each class checks its sizes in its own way
+            problems.append(f"{config.model_type}: {' '.join(str(error).split())[:200]}")
+            continue
+        row = zoo.run_model("model", names, work_dir, timeout, tiny, tell_cell)
+        if row["problem"] is None:
+            return
+        problems.append(f"{config.model_type}: {row['problem']}")
+    raise UserError("MODEL", f"its architecture cannot be shrunk ({'; '.join(problems)})", "another model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""What can the trainer do with each decoder architecture of transformers? Run tiny models of all, and write the page.
+
+  python -m trainer.compare.zoo                              every model in every configuration; writes docs/models.md
+  python -m trainer.compare.zoo --models qwen3 mamba2        only these models; the other rows of the page stay
+  python -m trainer.compare.zoo --configurations ring2 lora  only these cells; the other cells stay
+
+Each cell is a run of train_sft on a tiny random model, in fp32, on CPU. It is compared with the plain single-process
+loop: losses, gradients of the first step, final weights. The cell rl is a step of train_ppo: engine and policy must
+agree. Results are kept beside the page, in a JSON file.
+Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+
+from trainer.compare.machines.forked_ranks import Ending, import_libraries, run_ranks
+from trainer.compare.runs.dumps import WEIGHTS, add_dumps, compare_files
+from trainer.compare.runs.logs import read_run
+from trainer.compare.runs.many_runs import run_here
+from trainer.compare.runs.matrix import Configuration
+from trainer.compare.runs.parity import Comparison, Thresholds, compare_runs
+from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
+from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
+from trainer.compare.zoo.zoo_unusual import UNUSUAL, unusual_config
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+THRESHOLDS = Thresholds(loss=1e-5, grad_norm=1e-4, dump=1e-4)
+FSDP2, DEEPSPEED = ("--backend", "fsdp2"), ("--backend", "deepspeed", "--zero_stage")
+TP, RING, LORA = ("--tensor_parallel_size", "2"), ("--ring_attn_size", "2"), ("--lora_rank", "4")
+SAVE, SAVED_RUN = "save", "fsdp2-2r"  # one run: the second judges its curve, the first what it saved
+CONFIGURATIONS = (
+    Configuration("fsdp2", 1, FSDP2),
+    Configuration(SAVED_RUN, 2, FSDP2),
+    Configuration("zero2", 2, (*DEEPSPEED, "2")),
+    Configuration("zero3", 2, (*DEEPSPEED, "3")),
+    Configuration("packed", 1, (*FSDP2, "--packing_samples")),
+    Configuration("tp2-fsdp2", 2, (*FSDP2, *TP)),
+    Configuration("tp2-deepspeed", 2, (*DEEPSPEED, "1", *TP)),
+    Configuration("ring2", 2, (*FSDP2, *RING)),
+    Configuration("ring2-packed", 2, (*FSDP2, *RING, "--packing_samples")),
+    Configuration("ulysses2", 2, (*FSDP2, *RING, "--sp_mode", "ulysses")),
+    Configuration("tp2-ring2", 4, (*FSDP2, *TP, *RING)),
+    Configuration("lora", 2, (*FSDP2, *LORA)),
+    Configuration(SAVE, 2, FSDP2),
+    RL,
+)
+BATCHES = "--max_samples 16 --max_len 64 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 2"
+TRAINING = (
+    *BATCHES.split(),
+    "--apply_chat_template",
+    *["--learning_rate", "1e-3", "--lr_scheduler", "constant", "--param_dtype", "fp32"],
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    try:
+        import_libraries()
+        models = _chosen("--models", options.models, [*zoo_names(), *UNUSUAL])
+        names = _chosen("--configurations", options.configurations, [c.name for c in CONFIGURATIONS])
+        from trainer.compare.zoo.zoo_page import read_results, write_page
+
+        with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
+            work_dir = Path(options.work_dir or temporary).resolve()
+            results = read_results(options.output) | {"versions": _versions()}
+            rows = run_zoo(models, names, work_dir, options.timeout, options.jobs)
+            for name, row in rows:
+                kept = results["models"].get(name, {}).get("cells", {})
+                results["models"][name] = {**row, "cells": {**kept, **row["cells"]}}
+                write_page(options.output, results, CONFIGURATIONS)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bad = [cell for name in models for cell in results["models"][name]["cells"].values() if is_bad(cell)]
+    print(f"{len(bad)} cells are wrong or crash; {options.output} is written")
+    return 1 if bad else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.compare.zoo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type or name of a row (default: all)")
+    parser.add_argument("--configurations", nargs="+", metavar="NAME", help="cells to run (default: all)")
+    parser.add_argument("--output", default=str(ROOT / "docs/models.md"), metavar="MD", help="the page to write")
+    parser.add_argument("--work_dir", metavar="DIR", help="keep the models, logs and runs here (default: nowhere)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="time limit of a cell")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models that run at a time (default: 1)")
+    return parser
+
+
+def _chosen(flag: str, wanted: list[str] | None, known: list[str]) -> list[str]:
+    for name in wanted or ():
+        if name in SKIPPED and flag == "--models":
+            raise UserError(flag, f"{name} is not in the zoo: {SKIPPED[name]}")
+        if name not in known:
+            raise UserError(flag, name, ", ".join(known))
+    return [name for name in known if name in wanted] if wanted else known
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name).partition("+")[0] for name in ("transformers", "torch", "deepspeed", "peft")}
+
+
+def is_bad(cell: dict) -> bool:
+    return cell["verdict"] in ("wrong", "crash")
+
+
+def run_zoo(models: list[str], names: list[str], work_dir: Path, timeout: float, jobs: int):
+    """Yield (model, row) for each model when its cells have run. Call `import_libraries` first."""
+    write_demo(work_dir, timeout)
+    # One worker imports the code of its models once; its forks have it.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as workers:
+        tasks = {workers.submit(run_model, name, names, work_dir, timeout): name for name in models}
+        for number, task in enumerate(as_completed(tasks), start=1):
+            name, row = tasks[task], task.result()
+            print(f"[{number}/{len(models)}] {row_line(name, row)}", flush=True)
+            yield name, row
+
+
+def row_line(name: str, row: dict) -> str:
+    if row["problem"]:
+        return f"{name}: {row['problem']}"
+    verdicts = [
+        f"{key} {cell['verdict']}" + (f" ({cell['note']})" if is_bad(cell) else "")
+        for key, cell in row["cells"].items()
+        if cell["verdict"] != "pass"
+    ]
+    passed = sum(cell["verdict"] == "pass" for cell in row["cells"].values())
+    return f"{name} ({row['seconds']:.0f} s): {passed} pass" + "".join(f", {verdict}" for verdict in verdicts)
+
+
+def write_demo(work_dir: Path, timeout: float) -> None:
+    """Write the data and the tokenizer of all runs into `work_dir`/demo."""
+
+    def write() -> None:
+        from trainer.datasets.demos.demo import make_demo
+
+        make_demo(str(work_dir / "demo"))
+
+    ending = run_ranks(write, 1, _made(work_dir) / "demo.log", timeout)
+    if ending.kind != "done":
+        raise UserError("--work_dir", f"the demo cannot be written: {ending.text}")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_model(
+    name: str, names: list[str], work_dir: Path, timeout: float, config=None, tell: Callable | None = None
+) -> dict:
+    """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
+
+    `config` is the model's, if it is not the tiny one of the zoo. `tell(configuration, cell)` is called after each run.
+    """
+    started, folder = time.monotonic(), work_dir / name
+    config = config or (unusual_config(name) if name in UNUSUAL else tiny_config(name))
+    shutil.rmtree(folder, ignore_errors=True)
+    _made(folder)
+    row = {"problem": None, "cells": {}, "seconds": 0.0}
+    _import_code(config)
+    ending = run_ranks(lambda: _build(config, folder, work_dir), 1, folder / "build.log", timeout)
+    if ending.kind != "done":
+        return {**row, "problem": f"transformers cannot build it: {ending.text}"}
+    row |= json.loads((folder / "facts.json").read_text())
+    references, endings = {}, {}
+    for configuration in (c for c in CONFIGURATIONS if c.name in names):
+        flags = _adapter_flags(configuration)
+        if flags not in references:
+            references[flags] = _reference(flags, work_dir, folder, timeout)
+        if references[flags].kind != "done" and not flags:
+            return {**row, "problem": f"the plain loop fails: {references[flags].text}"}
+        run = SAVED_RUN if configuration.name == SAVE else configuration.name
+        if run not in endings:
+            endings[run] = _train(configuration, run, work_dir, folder, timeout)
+        verdict, note = _judge(configuration, run, references[flags], endings[run], folder, timeout)
+        seconds = round(endings[run].seconds, 1)
+        note = note.replace(f"{folder}/", "")
+        cell = row["cells"][configuration.name] = {"verdict": verdict, "note": note, "seconds": seconds}
+        if tell:
+            tell(configuration, cell)
+    return {**row, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _import_code(config) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def _build(config, folder: Path, work_dir: Path) -> None:
+    """Write the tiny model into its folder, with random norms and biases and the tokenizer of the demo."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trainer.compare.zoo.tiny import randomize
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model)
+    model.save_pretrained(folder / "random")
+    # transformers computes some stored values anew when it loads them, such as a bias of Zaya: those are the model's
+    model = AutoModelForCausalLM.from_pretrained(folder / "random", dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    for path in (work_dir / "demo/model").iterdir():
+        if path.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(path, folder / "model")
+    facts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _flags(work_dir: Path, folder: Path, run: str) -> list[str]:
+    data = ["--pretrain", str(folder / "model"), "--dataset", str(work_dir / "demo/sft.jsonl")]
+    return [*data, *TRAINING, "--output_dir", str(folder / run), "--parity_dump", str(folder / run / "parity")]
+
+
+def _adapter_flags(configuration: Configuration) -> tuple[str, ...]:
+    """The flags that the plain loop needs, too."""
+    own = (*LORA, *(flag for flag in configuration.args if flag == "--lora_experts"))
+    return own if "--lora_rank" in configuration.args else ()
+
+
+def _reference_name(flags: tuple[str, ...]) -> str:
+    return "-".join(["reference", *(["lora"] if flags else []), *(["experts"] if "--lora_experts" in flags else [])])
+
+
+def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: float) -> Ending:
+    name = _reference_name(flags)
+    line = [*_flags(work_dir, folder, name), *flags, "--no_save"]
+
+    def run() -> None:
+        runpy.run_path(str(ROOT / "test/reference.py"))["main"](line)
+
+    return run_ranks(run, 1, folder / f"{name}.log", timeout)
+
+
+def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path, timeout: float) -> Ending:
+    if configuration == RL:
+        return run_rl(work_dir, folder, timeout)
+    flags = [*_flags(work_dir, folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
+
+    return run_ranks(lambda: run_here("train_sft", flags), configuration.nproc, folder / f"{run}.log", timeout)
+
+
+def _judge(configuration: Configuration, run: str, reference: Ending, ending: Ending, folder: Path, timeout: float):
+    """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
+    if configuration == RL:
+        return judge_rl(ending, folder)
+    if reference.kind != "done" and ending.kind == "done":
+        return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
+    verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))
+    return judge_saved(folder, timeout) if verdict == "pass" and configuration.name == SAVE else (verdict, note)
+
+
+def judge_run(run: str, ending: Ending, folder: Path, reference: str) -> tuple[str, str]:
+    """(verdict, note) of a finished run. `reference` is the folder of the plain loop."""
+    if ending.kind == "refused":
+        metrics = folder / run / "metrics.jsonl"
+        began = metrics.is_file() and '"loss"' in metrics.read_text()
+        return ("crash", f"refused only after the first step: {ending.text}") if began else ("refused", ending.text)
+    if ending.kind != "done":
+        return "crash", ending.text
+    try:
+        comparison = compare_runs(*(read_run(name, folder / name) for name in (reference, run)), THRESHOLDS)
+        add_dumps(comparison, folder / reference / "parity", folder / run / "parity")
+    except UserError as error:
+        return "wrong", str(error)
+    return "wrong" if comparison.failures else "pass", "; ".join(comparison.failures) or _worst(comparison)
+
+
+def _worst(comparison: Comparison) -> str:
+    gradient, weight = comparison.worst_gradient["rel"], comparison.worst_weight["rel"]
+    return f"loss {abs(comparison.worst_loss.rel_loss):.0e}, gradient {gradient:.0e}, weight {weight:.0e}"
+
+
+def judge_saved(folder: Path, timeout: float) -> tuple[str, str]:
+    """Whether transformers loads the saved folder, with the names of the source and the final weights of the run."""
+    ending = run_ranks(lambda: _load_saved(folder), 1, folder / "load.log", timeout)
+    if ending.kind != "done":
+        return ("wrong" if ending.kind == "refused" else "crash"), ending.text
+    try:
+        worst = compare_files(folder / SAVED_RUN / "parity" / WEIGHTS, folder / "loaded" / WEIGHTS)
+    except UserError as error:
+        return "wrong", str(error)
+    if worst["rel"] > 0:
+        return "wrong", f"the saved weight {worst['name']} differs by {worst['rel']:.3g}"
+    return "pass", "every weight is the same bit by bit"
+
+
+def _load_saved(folder: Path) -> None:
+    """Compare the names with the source's, load the folder, and write what transformers made of it."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from trainer.model_folders.model_folder import SafetensorsFolder, all_tensors
+
+    saved = folder / SAVED_RUN / "model"
+    source, found = (set(SafetensorsFolder(str(path)).names()) for path in (folder / "model", saved))
+    for what, names in (("lacks", source - found), ("adds", found - source)):
+        if names:
+            raise UserError("the saved folder", f"{what} {', '.join(sorted(names)[:3])}")
+    model, info = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
+    problems = {kind: names for kind, names in info.items() if names}
+    if problems:
+        raise UserError("the saved folder", f"transformers reports {problems}")
+    tensors = {name: tensor.detach().float().contiguous() for name, tensor in all_tensors(model).items()}
+    os.makedirs(folder / "loaded", exist_ok=True)
+    save_file(tensors, folder / "loaded" / WEIGHTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Write docs/models.md from the results of the zoo, and keep the results beside it as JSON."""
+
+import json
+from pathlib import Path
+
+from trainer.compare.zoo.zoo_models import FAMILIES, SKIPPED, published
+from trainer.compare.zoo.zoo_unusual import UNUSUAL
+from trainer.errors import UserError
+
+SHOWN = {"pass": "yes", "refused": "no", "wrong": "**wrong**", "crash": "**crash**", "unchecked": "(yes)"}
+HEAD = """# Which models can it train?
+
+<!-- written by python -m trainer.compare.zoo; do not edit -->
+
+Search this page for the name of your model. A model of another name belongs to the row of its `model_type`, which its
+`config.json` tells.
+
+Each row is a tiny random model of one architecture, with every kind of layer that the published models have. Each cell is
+a run of `train_sft` on it, in fp32, on CPU. The run is compared with the plain single-process loop: the losses to 1e-5,
+the gradients of the first step and the final weights to 1e-4. The last column is a step of `train_ppo`: the log-probs of the
+rollout engine and of the policy must agree.
+
+- **yes**: the run gives what the plain loop gives.
+- **no**: the trainer refuses it before the first step, in one line. [The reasons](#reasons) are below the tables.
+- **(yes)**: it runs, and the plain loop with peft fails. So there is nothing to compare with.
+- **wrong** or **crash**: an error of the trainer that is not solved yet. [The list](#wrong-and-crashing-cells) says what
+  happens.
+- **-**: not run.
+
+A tiny model shows that the layers work. It does not show that a large model fits into memory.
+"""
+ODD = """
+## Unusual configs
+
+These rows are tiny models that are unusual in one way each. No published model has most of them. `trainer/compare/zoo/zoo_unusual.py`
+holds their configs.
+"""
+LEGEND = """
+## The columns
+
+| Column | Flags of `train_sft`, or the command | Ranks |
+|---|---|---:|
+"""
+AGAIN = """
+## Run it again
+
+A run of all models takes more than an hour on 2 cores that do nothing else. A run of some models or cells changes only
+their part of the page.
+
+<!-- slow: a run of every model takes more than an hour -->
+
+```bash
+python -m trainer.compare.zoo
+python -m trainer.compare.zoo --models qwen3 mamba2 --configurations ring2 lora --work_dir runs/zoo
+```
+
+`test/test_zoo.py` runs a few models in every test run. `trainer/compare/zoo/zoo_models.py` holds the list of models.
+`trainer/compare/zoo/zoo_unusual.py` holds configs that no published model has. `--models llama-9-heads` runs one of them.
+"""
+
+
+def results_file(page: str | Path) -> Path:
+    return Path(page).with_suffix(".json")
+
+
+def read_results(page: str | Path) -> dict:
+    """The results of earlier runs: {"versions", "models": {name: row}}. Empty if there are none."""
+    path = results_file(page)
+    if not path.is_file():
+        return {"versions": {}, "models": {}}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError("--output", f"{path} is not JSON: {error}", "a file that the zoo wrote") from None
+
+
+def write_page(page: str | Path, results: dict, configurations: list) -> None:
+    """Write the page and its JSON file. `configurations` are the columns."""
+    try:
+        results_file(page).write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        Path(page).write_text(page_text(results, configurations))
+    except OSError as error:
+        raise UserError("--output", f"{page} cannot be written: {error.strerror}") from None
+
+
+def page_text(results: dict, configurations: list) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
+    parts = [HEAD, f"Measured with {versions}.\n", _totals(results["models"])]
+    for family, names in _families(results["models"]).items():
+        parts += [f"\n## {family}\n", _table(names, results["models"], configurations)]
+    if unusual := [name for name in UNUSUAL if name in results["models"]]:
+        parts += [ODD, _table(unusual, results["models"], configurations)]
+    parts += [LEGEND + "\n".join(f"| {c.name} | `{' '.join(c.args)}` | {c.nproc} |" for c in configurations)]
+    parts += [
+        "",
+        "`save` is the model that `fsdp2-2r` saves. transformers must load it, with the names of the source and the final weights.",
+        AGAIN,
+    ]
+    parts += [_reasons("Wrong and crashing cells", ("wrong", "crash"), results["models"])]
+    parts += [_reasons("Reasons", ("refused", "unchecked"), results["models"]), _left_out(results["models"])]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _families(rows: dict) -> dict[str, list[str]]:
+    """The models with a row, by family."""
+    found = {family: [name for name in models if name in rows] for family, models in FAMILIES.items()}
+    known = {name for names in found.values() for name in names} | UNUSUAL.keys()
+    found["Further architectures"] = sorted(set(rows) - known)
+    return {family: names for family, names in found.items() if names}
+
+
+def _totals(rows: dict) -> str:
+    verdicts = [cell["verdict"] for row in rows.values() for cell in row["cells"].values()]
+    counts = ((verdicts.count(verdict), words) for verdict, words in (
+        ("pass", "pass"), ("refused", "are refused"), ("wrong", "are wrong"), ("crash", "crash"),
+        ("unchecked", "have nothing to compare with"),
+    ))  # fmt: skip
+    ran = sum(bool(row["cells"]) for name, row in rows.items() if name not in UNUSUAL)
+    unusual = f" and {len(rows.keys() & UNUSUAL.keys())} unusual configs" if rows.keys() & UNUSUAL.keys() else ""
+    return (
+        f"{ran} architectures{unusual}, {len(verdicts)} cells: {', '.join(f'{n} {words}' for n, words in counts if n)}."
+    )
+
+
+def _table(names: list[str], rows: dict, configurations: list) -> str:
+    lines = [f"| Model | {' | '.join(c.name for c in configurations)} |", "|---|" + "---|" * len(configurations)]
+    for name in names:
+        cells = rows[name]["cells"]
+        shown = [SHOWN[cells[c.name]["verdict"]] if c.name in cells else "-" for c in configurations]
+        text = UNUSUAL[name][0] if name in UNUSUAL else published(name)
+        models = f"`{name}`" + (f": {text}" if text else "")
+        lines.append(f"| {models} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(title: str, verdicts: tuple[str, ...], rows: dict) -> str:
+    """Each note once, with the cells that have it."""
+    cells_of: dict[str, dict[str, list[str]]] = {}
+    for name, row in sorted(rows.items()):
+        for configuration, cell in row["cells"].items():
+            if cell["verdict"] in verdicts:
+                note = cell["note"].replace(name, "MODEL") if len(name) > 3 else cell["note"]
+                cells_of.setdefault(note, {}).setdefault(name, []).append(configuration)
+    lines = [f"\n## {title}\n"]
+    for note, models in sorted(cells_of.items(), key=lambda pair: -len(pair[1])):
+        by_cells: dict[str, list[str]] = {}
+        for name, configurations in models.items():
+            by_cells.setdefault(", ".join(sorted(configurations)), []).append(f"`{name}`")
+        where = "; ".join(f"{', '.join(names)} ({cells})" for cells, names in by_cells.items())
+        lines.append(f"- `{note.replace('`', chr(39))}`: {where}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "None."]) + "\n"
+
+
+def _left_out(rows: dict) -> str:
+    lines = ["\n## Not in the tables\n"]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in SKIPPED.items():
+        names = reasons.setdefault(reason, [])
+        names.append(f"`{name}`" + (f" ({published(name)})" if published(name) else ""))
+    lines += [f"- {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+    lines += [f"- `{name}`: `{row['problem']}`" for name, row in sorted(rows.items()) if row["problem"]]
+    return "\n".join(lines) + "\n"

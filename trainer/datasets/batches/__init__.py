@@ -1,0 +1,1 @@
+"""Global batches, micro-batches, packing and sequence splitting."""

@@ -1,0 +1,245 @@
+"""Turn conversations into token ids and a loss mask with the chat template. A mask that fails its check is refused."""
+
+import os
+import re
+from itertools import groupby
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from trainer.datasets.conversations import training_templates
+from trainer.datasets.rows import is_stop_token
+from trainer.errors import UserError
+
+REASON = "it drops the thoughts, or calls of tools do not fit its format"
+FLAG = "--tokenizer_chat_template"
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
+REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
+
+
+def load_chat_template(value: str | None, tokenizer: Any) -> None:
+    """Set tokenizer.chat_template to the template of a name, a file, or a Jinja text. None keeps the tokenizer's own.
+
+    Raises: UserError for a file that does not exist, and for a text that is not a valid Jinja template.
+    """
+    if value is None:
+        return
+    template = value
+    if value in training_templates.names():
+        template = training_templates.read(value)
+    elif not _is_jinja(value):
+        if not os.path.isfile(value):
+            known = ", ".join(training_templates.names())
+            found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
+            raise UserError(FLAG, found, f"a path, a text with {{{{ or {{%, or one of {known}")
+        try:
+            with open(value, encoding="utf-8") as file:
+                template = file.read()
+        except UnicodeDecodeError:
+            raise UserError(FLAG, f"{value} is not UTF-8 text", "a Jinja template in UTF-8") from None
+        if not _is_jinja(template):
+            raise UserError(FLAG, f"{value} holds no Jinja template", "a text with {{ or {%")
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise UserError(FLAG, f"Jinja error in line {error.lineno}: {error.message}") from None
+    except (TemplateError, TypeError, ValueError):  # it may refuse this conversation but accept the rows
+        pass
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def chat_template(tokenizer: Any, tools: list | None = None) -> str:
+    """The template that renders a conversation with or without tools. Raises UserError if there is none."""
+    if not tokenizer.chat_template:
+        raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
+    try:
+        return tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
+
+
+def render_chat(
+    tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None
+) -> tuple[list[int], list[int]]:
+    """Render a conversation to (input_ids, loss_mask): the template's own tokens, and 1 on the assistant's tokens.
+
+    tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
+
+    The last assistant turn is trained, or each one with multiturn. A turn begins after the generation prompt and ends
+    with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
+    Messages after the last trained turn are left out: they have no loss and change none.
+
+    A stock template of a known model is masked by its training version, which has the same text. There, only a turn
+    that the text shows as the model wrote it is trained, so not one whose thoughts the template drops.
+    Else the mask comes from the template's {% generation %} markers. Without them, it is the difference between the
+    conversation before the turn and the conversation with it. In each case it must hold the answer's text.
+
+    Raises: UserError if the template or the tokenizer leaves doubt about the mask.
+    """
+    template = chat_template(tokenizer, tools)
+    messages = _without_empty_content(template, messages)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
+    if not trained:
+        input_ids = render(tokenizer, messages, tools=tools) if messages else []
+        return input_ids, [0] * len(input_ids)
+    messages = messages[: trained[-1] + 1]
+    marked = GENERATION_TAG.search(template)
+    found = None
+    if not marked or training_templates.is_ours(template):
+        text = render(tokenizer, messages, tokenize=False, tools=tools)
+        found = training_templates.written_spans(tokenizer, template, messages, tools, text)
+    if found:
+        spans = {turn: span for turn, span in found[1].items() if turn in trained and span[1] > span[0]}
+        input_ids = found[0]
+        if not spans:
+            where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
+            raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
+    else:
+        input_ids, spans = (_marked_spans if marked else _difference_spans)(tokenizer, messages, trained, tools)
+    loss_mask = [0] * len(input_ids)
+    for turn, (start, end) in spans.items():
+        _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
+        loss_mask[start:end] = [1] * (end - start)
+    return input_ids, loss_mask
+
+
+def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
+    """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
+    messages = _without_empty_content(chat_template(tokenizer, tools), messages)
+    return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+
+
+def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:
+    """The messages, with content None in those that only call tools if the template (DeepSeek) asks for that."""
+    if not TAKES_CALLS_WITHOUT_CONTENT.search(template):
+        return messages
+    return [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
+
+
+def _has_answer(message: dict) -> bool:
+    return bool((message.get("content") or "").strip() or message.get("tool_calls"))
+
+
+def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
+    """Token ids (or the text) of the conversation. With return_assistant_tokens_mask: the ids and the mask."""
+    try:
+        out = tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
+    except (TemplateError, TypeError, ValueError) as error:
+        found = f"cannot render this conversation: {' '.join(str(error).split())}"
+        raise UserError("the chat template", found) from None
+    if not tokenize:
+        return out
+    input_ids = list(out["input_ids"])
+    return (input_ids, list(out["assistant_masks"])) if "assistant_masks" in out else input_ids
+
+
+def _marked_spans(
+    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
+) -> tuple[list[int], dict[int, tuple[int, int]]]:
+    """Ids and {turn: (start, end)} from the {% generation %} markers: one run of marked tokens per assistant turn."""
+    input_ids, mask = render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
+    runs, start = [], 0
+    for marked, group in groupby(mask):
+        end = start + len(list(group))
+        if marked:
+            runs.append((start, end))
+        start = end
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(runs) != len(turns):  # markers around the content only give an empty answer no token
+        turns = [i for i in turns if _has_answer(messages[i])]
+    if len(runs) != len(turns):
+        found = f"its {{% generation %}} markers mark {len(runs)} runs of tokens for {len(turns)} assistant turns"
+        raise UserError("the chat template", found, "one marked block per assistant turn")
+    return input_ids, {turn: run for turn, run in zip(turns, runs, strict=True) if turn in trained}
+
+
+def _difference_spans(
+    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
+) -> tuple[list[int], dict[int, tuple[int, int]]]:
+    """Ids and {turn: (start, end)} from the tokens that a turn adds to the conversation before it.
+
+    In <user>hi<assistant>yes<end>\\n<user>..., the prompt of turn 1 is <user>hi<assistant>. So its span is yes<end>.
+    """
+    input_ids = render(tokenizer, messages, tools=tools)
+    spans = {}
+    for turn in trained:
+        start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, tools=tools)
+        end = len(input_ids)
+        if turn + 1 < len(messages):
+            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False, tools=tools)
+        spans[turn] = (start, _after_stop_token(tokenizer, input_ids, start, end))
+    return input_ids, spans
+
+
+def _prefix_length(
+    tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool, tools: list | None
+) -> int:
+    """Count the conversation's ids that belong to its first num messages (and the generation prompt); checked."""
+    if num == 0:
+        raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
+    head = messages[:num]
+    ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
+    if input_ids[: len(ids)] == ids:
+        return len(ids)
+    text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
+    if not render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
+        raise _rewrites(messages, num)
+    # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"). The merged token is the answer's.
+    return next(
+        (i for i, (a, b) in enumerate(zip(ids, input_ids, strict=False)) if a != b), min(len(ids), len(input_ids))
+    )
+
+
+def _rewrites(messages: list[dict], num: int) -> UserError:
+    if num < len(messages) - 1 or messages[num]["role"] != "assistant":
+        found = f"renders the first {num} messages differently if others follow, so earlier turns cannot be masked"
+        return UserError("the chat template", found, f"{REMEDY}, or the last turn only (no --multiturn)")
+    found = "renders its generation prompt differently from the start of the answer, so the answer cannot be masked"
+    return UserError("the chat template", found, REMEDY)
+
+
+def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int) -> int:
+    """The end of the turn: after its stop token if only white space follows it, else the end of the turn's text."""
+    for position in range(end - 1, start - 1, -1):
+        if is_stop_token(tokenizer, input_ids[position]):
+            return position + 1
+        if tokenizer.decode([input_ids[position]]).strip():
+            break
+    return end
+
+
+def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int], exact: bool) -> None:
+    """Check that the masked tokens hold the answer and the names of its tool calls.
+
+    All texts pass through the tokenizer, which may be lossy. exact: markers say where the answer begins.
+    """
+
+    def as_decoded(text: str) -> str:
+        return _squash(tokenizer, tokenizer(text.strip(), add_special_tokens=False)["input_ids"])
+
+    masked, answer = _squash(tokenizer, ids), as_decoded(message.get("content") or "")
+    names = [as_decoded((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
+    if answer not in masked or any(masked.count(name) < names.count(name) for name in names):
+        found = f"the tokens masked as message {turn + 1} do not hold its text: the template changes or misplaces it"
+        raise UserError("the chat template", found, REMEDY)
+    if not exact and "add_generation_prompt" not in template and not masked.startswith(answer):
+        found = "ignores add_generation_prompt, so the header of a turn cannot be separated from the answer"
+        raise UserError("the chat template", found, REMEDY)
+
+
+def _squash(tokenizer: Any, ids: list[int]) -> str:
+    """Decoded text without white space, which templates trim, and without the tags of thoughts, which prompts may hold."""
+    text = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
+    return text.replace("<think>", "").replace("</think>", "")
+
+
+def check_input_template(input_template: str | None) -> None:
+    """Check that --input_template has one {} for the text. Raises UserError otherwise."""
+    if input_template is not None and input_template.count("{}") != 1:
+        raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")

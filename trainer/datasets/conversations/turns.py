@@ -1,0 +1,96 @@
+"""Between two turns of the model: the ids that its chat template puts there, and the tool calls in what it wrote.
+
+A turn that was generated is never tokenized again. Only what follows it comes from the template.
+"""
+
+import json
+import re
+from typing import Any, Optional
+
+from trainer.datasets.conversations.templates import render
+from trainer.datasets.rows import is_stop_token
+from trainer.errors import UserError
+
+MARK = "Q7mark7Q"  # stands for the generated turn; where it ends in the rendered text, the next messages begin
+CALL_ID = "call00000"  # templates of Mistral want ids of nine letters and digits
+
+QWEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+HARMONY_CALL = re.compile(r"to=functions\.([\w.-]+)[^{}]*?<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL)
+MISTRAL_CALLS = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
+LLAMA_CALL = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*(?:<\|[a-z_]+\|>)?\s*", re.DOTALL)
+
+
+def continuation_ids(
+    tokenizer: Any,
+    opening: list[dict],
+    messages: list[dict],
+    *,
+    tools: Optional[list] = None,
+    call: Optional[str] = None,
+    stop_token: Optional[int] = None,
+) -> list[int]:
+    """The ids from the end of a generated turn to the start of the next one: rest of the turn, `messages`, header.
+
+    The template renders `opening`, a stand-in for the turn, and `messages` with the generation prompt. The ids are what
+    it puts behind the stand-in. So earlier turns, which many templates shorten, play no part. The `stop_token` that ended
+    the turn, if any, takes the place of the template's. `call` is the function that the turn called; templates name it
+    before a tool's answer.
+
+    Raises: UserError if the template refuses the conversation or does not end a turn with a stop token.
+    """
+    stand_ins: list[dict[str, Any]] = [{"role": "assistant", "content": MARK}]
+    if messages[0]["role"] == "tool":
+        messages = [{"tool_call_id": CALL_ID, **message} for message in messages]
+        function = {"name": messages[0].get("name") or call or "tool", "arguments": {"text": MARK}}
+        calls = [{"id": messages[0]["tool_call_id"], "type": "function", "function": function}]
+        stand_ins.insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
+    options = {"tokenize": False, "tools": tools}
+    for stand_in in stand_ins:  # the second one if the template does not show calls
+        before = render(tokenizer, [*opening, stand_in], **options).rpartition(MARK)
+        after = render(tokenizer, [*opening, stand_in, *messages], add_generation_prompt=True, **options).rpartition(
+            MARK
+        )
+        if before[1] and after[1]:
+            break
+    else:
+        raise UserError("the chat template", "does not show the text of an assistant turn", "another template")
+    ids = list(tokenizer(after[2], add_special_tokens=False)["input_ids"])
+    end = next((i for i, token in enumerate(ids) if is_stop_token(tokenizer, token)), None)
+    if end is None:
+        raise UserError("the chat template", "ends no assistant turn with a special token", "a template that does")
+    if stop_token is None:
+        return ids[end:]
+    # a turn of GLM has no end of its own: it ends with the first token of the next message
+    own_end = any(is_stop_token(tokenizer, t) for t in tokenizer(before[2], add_special_tokens=False)["input_ids"])
+    return ids[end + 1 :] if own_end or ids[end] == stop_token else ids[end:]
+
+
+def tool_calls(text: str) -> list[dict]:
+    """The calls in a generated turn with its special tokens: [{"name": ..., "arguments": {...}}], in their order.
+
+    It knows the formats of Qwen and Hermes, of harmony (gpt-oss), of Llama 3 and of Mistral. A call that is no JSON
+    object is left out.
+    """
+    found = [_call(part) for part in QWEN_CALL.findall(text)]
+    found += [_call(json.dumps({"name": name}), arguments) for name, arguments in HARMONY_CALL.findall(text)]
+    if match := MISTRAL_CALLS.search(text):
+        found += [_call(json.dumps(part)) for part in _parsed(match[1]) or []]
+    if not found and (match := LLAMA_CALL.fullmatch(text)):
+        found = [_call(match[1])]
+    return [call for call in found if call]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(text: str, arguments: Optional[str] = None) -> Optional[dict]:
+    call = _parsed(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    given = call.get("arguments", call.get("parameters", {})) if arguments is None else _parsed(arguments)
+    given = _parsed(given) if isinstance(given, str) else given
+    return {"name": call["name"], "arguments": given} if isinstance(given, dict) else None

@@ -1,0 +1,1 @@
+"""Reading rows: JSON, CSV, tar, folders, the hub, mixtures, streams."""

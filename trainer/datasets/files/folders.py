@@ -1,0 +1,62 @@
+"""Read folders as rows by split: folders of data files, and folders written by `save_to_disk`."""
+
+import glob
+import os
+from typing import TYPE_CHECKING
+
+from trainer.datasets.files.files import FORMATS, read_files
+from trainer.datasets.rows import one_line
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
+    """Read the splits of a folder of data files or one from `save_to_disk`. Every data file must belong to a split."""
+    import datasets
+
+    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(folder, name))]
+    path = os.path.realpath(folder)
+    if not saved and glob.escape(path) != path:
+        raise UserError(where, "the datasets library reads * ? [ in a folder's path as patterns", "a path without them")
+    try:
+        if saved:
+            rows = datasets.load_from_disk(folder)
+            return rows if isinstance(rows, dict) else {str(rows.split or "train"): rows}
+        files = datasets.load_dataset_builder(folder).config.data_files
+    except FileNotFoundError:
+        raise UserError(where, "no data files in this folder", ", ".join(FORMATS)) from None
+    except Exception as error:  # every error that the library raises here is about this folder
+        raise UserError(where, f"cannot be read: {one_line(error)}") from None
+    files = {str(split): list(names) for split, names in files.items()}
+    if not _card_names_files(folder):
+        _refuse_unread_files(folder, files, where)
+    return read_files(files, where)
+
+
+def _card_names_files(folder: str) -> bool:
+    """Whether the folder's README (as in a set on the hub) says which files make up a set."""
+    from huggingface_hub import DatasetCard
+
+    card = os.path.join(folder, "README.md")
+    return os.path.exists(card) and bool(DatasetCard.load(card).data.to_dict().get("configs"))
+
+
+def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -> None:
+    """Refuse a folder with data files that the library would not read.
+
+    The library reads one format of a folder. If any file name shows a split, it reads only files with such names.
+    """
+    from datasets.data_files import FILES_TO_IGNORE
+
+    read = {os.path.realpath(name) for names in files.values() for name in names}
+    unread = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]  # as the library does
+        paths = [os.path.join(parent, name) for name in names if name not in FILES_TO_IGNORE and name[0] != "."]
+        known = [path for path in paths if os.path.splitext(path)[1].lower() in FORMATS]
+        unread += [os.path.relpath(path, folder) for path in known if os.path.realpath(path) not in read]
+    if unread:
+        found = f"{', '.join(sorted(unread)[:5])}{' ...' if len(unread) > 5 else ''} would not be read"
+        raise UserError(where, found, "a list of files, or a folder of one format, with a split in all names or none")

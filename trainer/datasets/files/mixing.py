@@ -1,0 +1,89 @@
+"""Join several sets into one dataset: columns get common types, and rows follow each other or are drawn by odds."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def parse_probs(probs: str, num_sets: int) -> list[float]:
+    """Read the numbers of --dataset_probs and scale them to a sum of 1. Raises UserError for anything else."""
+    try:
+        odds = [float(part) for part in probs.split(",")]
+    except ValueError:
+        raise UserError("--dataset_probs", probs, "numbers with commas between them") from None
+    if len(odds) != num_sets:
+        raise UserError("--dataset_probs", f"{len(odds)} numbers for {num_sets} datasets", "one number per dataset")
+    if not all(math.isfinite(p) and p > 0 for p in odds):
+        raise UserError("--dataset_probs", probs, "numbers above 0")
+    return [p / sum(odds) for p in odds]
+
+
+def mix(sets: list["Dataset"], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> "Dataset":
+    """Join several sets into one dataset; see `load_rows`."""
+    import datasets
+
+    sets = _with_common_types(sets, paths, flag)
+    if odds is None:
+        return datasets.concatenate_datasets(sets)
+    # The dataset ends when the first set is used up: every row occurs at most once, and the odds hold to the end.
+    return datasets.interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
+
+
+def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> list["Dataset"]:
+    """Give each column one type in all sets. Texts of any Arrow width are one type. Objects may have different keys."""
+    for column in sorted({column for rows in sets for column in rows.column_names}):
+        holders = [i for i, rows in enumerate(sets) if column in rows.column_names]
+        first = sets[holders[0]].features[column]
+        for i in holders[1:]:
+            other = sets[i].features[column]
+            common = _common_type(first, other)
+            if common is None:
+                found = (
+                    f"column {column!r} is {_describe(first)} in {paths[holders[0]]}, {_describe(other)} in {paths[i]}"
+                )
+                raise UserError(flag, found, "one type per column")
+            first = common
+        for i in holders:
+            if sets[i].features[column] != first:
+                sets[i] = sets[i].cast_column(column, first)
+    return sets
+
+
+def _common_type(a: Any, b: Any) -> Any:
+    """The column type that holds the values of both types unchanged, or None."""
+    from datasets import Json, LargeList, List, Value
+
+    from trainer.datasets.files.json_files import JsonText
+
+    if a == b or b == Value("null"):
+        return a
+    if a == Value("null"):
+        return b
+    texts = (Value("string"), Value("large_string"))
+    if a in texts and b in texts:
+        return Value("string")
+    nested = (List, LargeList, dict, Json)
+    if isinstance(a, nested) and isinstance(b, nested) and any(isinstance(feature, JsonText) for feature in (a, b)):
+        return JsonText()  # it holds both lists and objects
+    if isinstance(a, (List, LargeList)) and isinstance(b, (List, LargeList)):
+        inner = _common_type(a.feature, b.feature)
+        return inner if inner is None or isinstance(inner, JsonText) else List(inner)
+    if isinstance(a, (dict, Json)) and isinstance(b, (dict, Json)):
+        return JsonText()
+    return None
+
+
+def _describe(feature: Any) -> str:
+    from datasets import LargeList, List, Value
+
+    from trainer.datasets.files.json_files import JsonText
+
+    if isinstance(feature, JsonText):
+        return "lists or objects"
+    if isinstance(feature, (List, LargeList)):
+        return f"list of {_describe(feature.feature)}"
+    return feature.dtype if isinstance(feature, Value) else "object" if isinstance(feature, dict) else str(feature)

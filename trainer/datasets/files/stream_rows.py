@@ -1,0 +1,140 @@
+"""Open data sets as streams: their files are read one after the other while the run trains, and never copied."""
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from trainer.datasets.rows import AsWritten, one_line
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
+KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
+COMPRESSED = (".zst", ".gz")
+DECODER = json.JSONDecoder(object_hook=AsWritten)
+CHUNK_BYTES = 1 << 20  # of lines that are read at a time
+ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"
+
+
+def open_rows(
+    names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
+) -> tuple["IterableDataset", str]:
+    """Return the rows of the comma-separated sets, and a hash of the names and local sizes of their files.
+
+    Without probs, the sets follow each other. With probs, each next row comes from a set drawn with these odds. The
+    stream ends when the first set is used up. Raises UserError for what is not there.
+    """
+    import datasets
+
+    paths = [name.strip() for name in names.split(",") if name.strip()]
+    odds = None
+    if probs is not None:
+        from trainer.datasets.files.mixing import parse_probs
+
+        odds = parse_probs(probs, len(paths))
+    files = [_files_of(path, f"{flag} {path}", split) for path in paths]
+    sets = [_open(found, f"{flag} {path}") for path, found in zip(paths, files, strict=True)]
+    if max_samples:
+        sets = [rows.take(max_samples) for rows in sets]
+    facts = [[_facts_of(name) for name in found] for found in files]
+    digest = hashlib.blake2b(json.dumps([facts, odds, max_samples]).encode(), digest_size=8).hexdigest()
+    if len(sets) == 1:
+        return sets[0], digest
+    if any(rows.features != sets[0].features for rows in sets):
+        found = "sets whose files or columns are of two kinds"
+        raise UserError(
+            flag, found, "with --streaming: all jsonl, all tar, or all parquet with the same columns and types"
+        )
+    if odds is None:
+        return datasets.concatenate_datasets(sets), digest
+    options = {"probabilities": odds, "seed": seed, "stopping_strategy": "first_exhausted"}
+    return datasets.interleave_datasets(sets, **options), digest
+
+
+def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
+    """The rows of a block of columns. JSON becomes the object that it is, with the text beside it in a tar file.
+
+    Raises ValueError for JSON that is no object.
+    """
+    columns = [name for name in block if name != LINE]
+    lines = block.get(LINE) or [None] * len(block[columns[0]])
+    rows = []
+    for number, line in enumerate(lines):
+        others = {name: block[name][number] for name in columns}
+        if LINE in block:
+            others = {name: value for name, value in others.items() if value is not None}
+        if line is None:
+            rows.append(others)
+        elif line.strip():
+            row = DECODER.decode(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"a line is no JSON object: {line[:80]}")
+            rows.append({**row, **others})
+    return rows
+
+
+def _files_of(path: str, where: str, split: str) -> list[str]:
+    """The files of a set, in the order in which they are read."""
+    from datasets import data_files
+
+    local = os.path.expanduser(path)
+    is_folder = os.path.isdir(local) if "://" not in path else not _kind(path)
+    if not is_folder and not _kind(path):
+        raise UserError(where, "cannot be streamed" if os.path.exists(local) else "file not found", ALLOWED)
+    if os.path.isfile(local):
+        return [os.path.abspath(local)]
+    try:
+        base = os.path.abspath(local) if "://" not in path else path
+        patterns = data_files.get_data_patterns(base) if is_folder else {split: [base]}
+        patterns = {str(name): found for name, found in patterns.items()}
+        if split not in patterns:
+            raise UserError(where, f"no split {split!r}", ", ".join(patterns))
+        files = [str(name) for name in data_files.DataFilesList.from_patterns(patterns[split], base_path=base)]
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(where, "no file found", ALLOWED) from None
+    except Exception as error:  # a protocol that fsspec does not know, or a store that does not answer
+        raise UserError(where, f"cannot be read: {one_line(error)}", ALLOWED) from None
+    known = [name for name in files if _kind(name)]
+    if not known:
+        raise UserError(where, "no file that can be streamed", ALLOWED)
+    if len({_kind(name) for name in known}) > 1:
+        raise UserError(where, "files of two kinds", "files of one kind in each set")
+    return known
+
+
+def _kind(name: str) -> str | None:
+    """The reader of a file, by the end of its name."""
+    stem, ending = os.path.splitext(name.lower())
+    return KINDS.get(os.path.splitext(stem)[1] if ending in COMPRESSED else ending)
+
+
+def _open(files: list[str], where: str) -> "IterableDataset":
+    import datasets
+
+    if any(name.endswith(".zst") for name in files) and not importlib.util.find_spec("zstandard"):
+        raise UserError(where, "a .zst file needs the package zstandard", "pip install zstandard, or other files")
+    kind = _kind(files[0])
+    if kind == "tar":
+        from trainer.datasets.files.tar_files import open_tar_files
+
+        return open_tar_files(files, LINE)
+    options = {}
+    if kind == "text":
+        options = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}
+    patterns = [name if "://" in name else glob.escape(name) for name in files]
+    try:
+        return datasets.load_dataset(kind, data_files={"train": patterns}, split="train", streaming=True, **options)
+    except Exception as error:  # of any type: the library's message says what is wrong
+        raise UserError(where, f"cannot be read: {one_line(error)}", ALLOWED) from None
+
+
+def _facts_of(name: str) -> list:
+    """What tells a file from another one: its own name, and its size if it is local."""
+    return [os.path.basename(name), os.path.getsize(name) if os.path.isfile(name) else None]

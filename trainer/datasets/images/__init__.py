@@ -1,0 +1,1 @@
+"""Images: processors, samples, batches and the cache of pixels."""

@@ -1,0 +1,1 @@
+"""Tokenized samples of each method, and their ledger."""

@@ -1,0 +1,132 @@
+"""Turn a prompt and an answer into tokens, and collate micro-batches. Paired and unpaired preferences share this."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.datasets.batches.packing import collate_packed, collate_padded
+from trainer.datasets.conversations.messages import messages_of, tools_of
+from trainer.datasets.conversations.templates import chat_template, check_input_template, render_chat
+from trainer.datasets.rows import text_of, with_eos, with_special_tokens
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Everything that decides, together with the tokenizer and the answer's key, what an answer becomes."""
+
+    chat: bool
+    prompt_key: str | None
+    input_template: str | None
+    max_len: int
+
+
+def answer_options(
+    rows: "Dataset",
+    tokenizer: Any,
+    prompt_key: str | None,
+    answer_keys: tuple[str, ...],
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+) -> AnswerOptions:
+    """Make the options for rows whose keys exist. If prompt_key is None, a column `prompt` is used if there is one.
+
+    Raises: UserError for a tokenizer without eos or chat template, and for an input_template that cannot be used.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no answer could end")
+    if prompt_key is None and "prompt" in rows.column_names:
+        prompt_key = "prompt"
+    is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, *answer_keys) if key)
+    options = AnswerOptions(apply_chat_template or is_list, prompt_key, input_template, max_len)
+    if options.chat:
+        chat_template(tokenizer)  # raises if there is none
+    if input_template is not None and (options.chat or prompt_key is None):
+        raise UserError("--input_template", "cannot be used with a chat template or without a prompt", "leave it out")
+    check_input_template(input_template)
+    return options
+
+
+def tokenize_answer(
+    row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions
+) -> tuple[list[int], list[int]]:
+    """Tokenize the prompt and the answer under `key` to (input_ids, loss_mask), without a cut to max_len.
+
+    An empty answer has no loss token. The first token is never a target, because nothing predicts it.
+    """
+    input_ids, mask = (_chat_answer if options.chat else _text_answer)(row, key_flag, key, tokenizer, options)
+    return input_ids, [0, *mask[1:]]
+
+
+def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
+    answer = text_of(row, key_flag, key)
+    if options.prompt_key is None:  # whole texts: the part that both share cancels in every preference
+        input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, answer))
+        return input_ids, [1 if answer.strip() else 0] * len(input_ids)
+    prompt = text_of(row, "--prompt_key", options.prompt_key)
+    if options.input_template is not None:
+        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
+    prompt_ids = with_special_tokens(tokenizer, prompt)
+    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1 if answer.strip() else 0] * len(answer_ids)
+
+
+def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
+    prompt = [] if options.prompt_key is None else as_messages(row, "--prompt_key", options.prompt_key, "user")
+    messages, tools = prompt + as_messages(row, key_flag, key, "assistant"), tools_of(row)
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UserError(f"{key_flag} {key}", "does not end with an assistant message", "an answer")
+    if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
+        # an empty answer has no loss token: an earlier turn must not be trained instead
+        return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
+    return render_chat(tokenizer, messages, multiturn=False, tools=tools)
+
+
+def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
+    """The messages under `key`. A text becomes one message of `role`."""
+    if isinstance(row[key], str):
+        return [{"role": role, "content": row[key]}]
+    return messages_of(row[key], f"{key_flag} {key}")
+
+
+def scored_position(input_ids: list[int], pad_token_id: int) -> int:
+    """The position where a reward model scores a sequence: its last token that is not the pad token.
+
+    The classifiers of transformers use the same position. If eos is the pad token, this is the token before eos.
+    """
+    return max((i for i, token in enumerate(input_ids) if token != pad_token_id), default=len(input_ids) - 1)
+
+
+def collate_sequences(
+    sequences: list[dict], pad_token_id: int, packed: bool, collate: Callable | None = None
+) -> dict[str, torch.Tensor]:
+    """Collate sequences (input_ids, loss_mask) into a micro-batch for one forward pass, padded or packed.
+
+    To the result of `trainer.datasets.batches.packing` it adds three tensors per token, each (rows, tokens):
+    - sequence_ids: the number of the token's sequence.
+    - is_token: 1 for a token, 0 for padding.
+    - is_last: 1 where a sequence is scored (see `scored_position`).
+    They stay correct after a split over sequence-parallel ranks, so sums per sequence do too.
+    An empty list gives one token without target, with is_token and is_last 0. `collate` may take the place of the two
+    functions of `trainer.datasets.batches.packing`. A sequence that it adds at the end counts as padding.
+    """
+    collate = collate or (collate_packed if packed else collate_padded)
+    batch = collate(sequences, pad_token_id=pad_token_id)
+    for name in ("sequence_ids", "is_token", "is_last"):
+        batch[name] = torch.zeros_like(batch["input_ids"])
+    start = 0
+    for number, sequence in enumerate(sequences):
+        input_ids = sequence["input_ids"]
+        length = len(input_ids)
+        row, first = (0, start) if packed else (number, 0)
+        start += length
+        batch["sequence_ids"][row, first : first + length] = number
+        batch["is_token"][row, first : first + length] = 1
+        batch["is_last"][row, first + scored_position(input_ids, pad_token_id)] = 1
+    return batch

@@ -1,0 +1,210 @@
+"""Turn rows of preferences into pairs of token samples (a chosen and a rejected answer), and a ledger of the rows."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
+from trainer.datasets.samples.answers import (
+    AnswerOptions,
+    answer_options,
+    as_messages,
+    collate_sequences,
+    tokenize_answer,
+)
+from trainer.datasets.samples.sft_samples import render_sample
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
+TOKENIZER_VERSION = 3
+SIDES = ("chosen", "rejected")
+# the result for a pair; only pairs with "kept" are trained
+KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
+
+
+@dataclass
+class PreferenceLedger:
+    """Counts of what happened to the rows of one dataset. Token counts cover both sides of the pairs that are left."""
+
+    num_rows: int = 0
+    num_identical: int = 0  # ties: both answers have the same tokens, so neither is better
+    num_empty: int = 0  # one answer is empty
+    num_cut_away: int = 0  # --max_len leaves nothing of one answer, or no difference between the two
+    num_truncated: int = 0  # pairs with a side that --max_len cut, kept or not
+    num_samples: int = 0
+    num_tokens: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows} rows: {self.num_samples} pairs, excluded {self.num_identical} with identical answers, "
+            f"{self.num_empty} with an empty one and {self.num_cut_away} cut away by --max_len; "
+            f"{self.num_truncated} truncated; {self.num_tokens} tokens"
+        )
+
+
+def tokenize_preference(
+    rows: "Dataset",
+    tokenizer: Any,
+    *,
+    flag: str,
+    prompt_key: str | None,
+    chosen_key: str,
+    rejected_key: str,
+    margin_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+    num_proc: int | None = None,
+    mean_flag: str | None = None,
+    map_rows: Callable = map_cached,
+) -> tuple["Dataset", PreferenceLedger]:
+    """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+
+    The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
+    Without a prompt column, both answers are whole conversations that share all but their last message.
+    Any list of messages, or apply_chat_template, selects the chat template. Otherwise a side is the prompt (put into
+    input_template), the answer and eos. The mask is on the answer (its last turn). Each side is cut on the right to
+    max_len tokens, so a cut side has no eos.
+
+    `mean_flag` names a flag that takes means over the answer's tokens. Then whole texts are refused: they do not show
+    where the answer begins, so a mean would include the prompt. The prompt cancels only in differences of sums.
+
+    Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
+    both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    """
+    keys = {"chosen": chosen_key, "rejected": rejected_key}
+    flags = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
+    check_keys(rows.column_names, flag, {**flags, "--margin_key": margin_key})
+    options = answer_options(
+        rows, tokenizer, prompt_key, (chosen_key, rejected_key), input_template, apply_chat_template, max_len
+    )
+    if mean_flag and options.prompt_key is None and not options.chat:
+        found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
+        raise UserError("--prompt_key", found, "the column of the prompt, or conversations")
+    pairs = map_rows(
+        rows,
+        _tokenize_row,
+        folder="trainer_preference",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), keys, margin_key],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        keys=keys,
+        margin_key=margin_key,
+        flag=flag,
+    )
+    return _keep(pairs, flag, max_len)
+
+
+def _keep(pairs: "Dataset", flag: str, max_len: int) -> tuple["Dataset", PreferenceLedger]:
+    facts = pairs.with_format("numpy").select_columns(["fate", "truncated", "num_tokens"])[:]
+    fates = list(facts["fate"])
+    kept = np.flatnonzero([fate == KEPT for fate in fates])
+    ledger = PreferenceLedger(
+        num_rows=len(pairs),
+        num_identical=fates.count(IDENTICAL),
+        num_empty=fates.count(EMPTY),
+        num_cut_away=fates.count(CUT_AWAY),
+        num_truncated=int(facts["truncated"].sum()),
+        num_samples=len(kept),
+        num_tokens=int(facts["num_tokens"][kept].sum()),
+    )
+    if not len(kept):
+        raise UserError(flag, f"no pair is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+    pairs = pairs.remove_columns(["fate", "truncated"])
+    return (pairs if len(kept) == len(pairs) else pairs.select(kept)), ledger
+
+
+def _features() -> "Features":
+    from datasets import Features, List, Value
+
+    ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
+    masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
+    numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
+    others = {"margin": Value("float64"), "digest": Value("string"), "fate": Value("string")}
+    return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool")})
+
+
+def _tokenize_row(
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, keys: dict, margin_key: str | None, flag: str
+) -> dict[str, Any]:
+    try:
+        _check_shared_turns(row, options, keys)
+        sides = {side: tokenize_answer(row, f"--{side}_key", keys[side], tokenizer, options) for side in SIDES}
+        margin = _margin(row, margin_key)
+    except UserError as error:
+        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
+    whole = {side: list(ids) for side, (ids, _) in sides.items()}
+    result: dict[str, Any] = {"margin": margin, "row": index, "num_loss_tokens": 1, "fate": KEPT}
+    for side, (ids, mask) in sides.items():
+        result[f"{side}_ids"], result[f"{side}_mask"] = ids[: options.max_len], mask[: options.max_len]
+    if whole["chosen"] == whole["rejected"]:
+        result["fate"] = IDENTICAL
+    elif not all(any(mask) for _, mask in sides.values()):
+        result["fate"] = EMPTY
+    elif result["chosen_ids"] == result["rejected_ids"] or not all(any(result[f"{side}_mask"]) for side in SIDES):
+        result["fate"] = CUT_AWAY
+    result["truncated"] = any(len(ids) > options.max_len for ids in whole.values())
+    result["num_tokens"] = len(result["chosen_ids"]) + len(result["rejected_ids"])
+    result["digest"] = digest_of(result["chosen_ids"]) + digest_of(result["rejected_ids"])
+    return result
+
+
+def _margin(row: Any, key: str | None) -> float:
+    if key is None:
+        return 0.0
+    if isinstance(row[key], bool) or not isinstance(row[key], (int, float)):
+        raise UserError(f"--margin_key {key}", repr(row[key]), "a number")
+    return float(row[key])
+
+
+def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) -> None:
+    """Check that whole conversations on both sides share all but their last message."""
+    if not options.chat or options.prompt_key is not None:
+        return
+    sides = [as_messages(row, f"--{side}_key", keys[side], "assistant") for side in SIDES]
+    if sides[0][:-1] != sides[1][:-1]:
+        where = f"--chosen_key {keys['chosen']}"
+        raise UserError(where, "the conversations differ before their last message", "a shared prompt")
+
+
+def collate_pairs(
+    samples: list[dict], pad_token_id: int, packed: bool, collate: Callable | None = None
+) -> dict[str, torch.Tensor]:
+    """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
+
+    Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
+    Per pair (n,): rows (index into the data), margins, has_loss, ref_chosen and ref_rejected. The last two are log-probs of
+    a reference. Their shape is (0,) if the pairs do not have them.
+    """
+    sides = [
+        {**sample, "input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
+        for side in SIDES
+        for sample in samples
+    ]
+    batch = collate_sequences(sides, pad_token_id, packed, collate)
+    batch["rows"] = torch.tensor([sample["row"] for sample in samples], dtype=torch.long)
+    for name in ("ref_chosen", "ref_rejected"):
+        batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
+    batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
+    batch["has_loss"] = torch.tensor([sample.get("num_loss_tokens", 1) > 0 for sample in samples], dtype=torch.bool)
+    return batch
+
+
+def render_pair(pair: dict[str, Any], tokenizer: Any) -> str:
+    """Decode both sides of a pair, with the loss tokens in [[ ]]."""
+    sides = ({**pair, "input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_mask"]} for side in SIDES)
+    return "\n".join(f"{name}: {render_sample(side, tokenizer)}" for name, side in zip(SIDES, sides))

@@ -1,0 +1,219 @@
+"""Turn rows into prompts for reinforcement learning: token ids, a label for the reward, and a ledger of the rows."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.datasets.conversations.messages import messages_of, tools_of
+from trainer.datasets.conversations.templates import chat_template, check_input_template, render_prompt
+from trainer.datasets.rows import (
+    check_keys,
+    digest_of,
+    map_cached,
+    text_of,
+    tokenizer_state,
+    with_special_tokens,
+)
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+# Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
+TOKENIZER_VERSION = 3
+COLUMN = "column "  # before the name of a column that is kept for rewards
+
+
+@dataclass
+class PromptLedger:
+    """Counts of what happened to the rows of one dataset. Token counts cover only the prompts that are left."""
+
+    num_rows: int = 0
+    num_too_long: int = 0  # left out, because a cut prompt would ask something else
+    num_empty: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows} rows: {self.num_samples} prompts, excluded {self.num_too_long} longer than "
+            f"--prompt_max_len and {self.num_empty} empty; {self.num_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Everything that decides, together with the tokenizer, what a row becomes."""
+
+    chat: bool
+    input_key: str
+    label_key: str | None
+    input_template: str | None
+
+
+def tokenize_prompts(
+    rows: "Dataset",
+    tokenizer: Any,
+    *,
+    flag: str,
+    input_key: str | None,
+    label_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+    num_proc: int | None = None,
+    needs_labels: bool = False,
+    map_rows: Callable = map_cached,
+) -> tuple["Dataset", PromptLedger]:
+    """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+
+    The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
+    chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
+    Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1). With `needs_labels`,
+    also for a prompt that is kept and has no label.
+    """
+    key = input_key or "messages"
+    check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
+    options = _Options(apply_chat_template or isinstance(rows[0][key], list), key, label_key, input_template)
+    if options.chat:
+        chat_template(tokenizer)  # raises if there is none
+        if input_template is not None:
+            raise UserError("--input_template", "cannot be used with a chat template", "leave it out")
+    else:
+        check_input_template(input_template)
+    prompts = map_rows(
+        rows,
+        _tokenize_row,
+        folder="trainer_prompts",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        flag=flag,
+    )
+    lengths = np.asarray(prompts["num_tokens"])
+    kept = np.flatnonzero((lengths > 0) & (lengths <= max_len))
+    ledger = PromptLedger(
+        num_rows=len(rows),
+        num_too_long=int((lengths > max_len).sum()),
+        num_empty=int((lengths == 0).sum()),
+        num_samples=len(kept),
+        num_tokens=int(lengths[kept].sum()),
+    )
+    if not len(kept):
+        raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
+    prompts = prompts if len(kept) == len(rows) else prompts.select(kept)
+    if needs_labels:
+        for row, label in zip(prompts["row"], prompts["label"]):
+            if not (label or "").strip():
+                found = "no value" if label is None else "an empty text"
+                raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", found, "an answer to compare with")
+    return prompts, ledger
+
+
+def with_columns(prompts: "Dataset", rows: "Dataset", names: list[str]) -> "Dataset":
+    """Add the columns `names` of `rows` to their prompts, for `columns_of`."""
+    from datasets import concatenate_datasets
+
+    if not names:
+        return prompts
+    columns = rows.select_columns(names).select(prompts["row"])
+    return concatenate_datasets([prompts, columns.rename_columns({name: COLUMN + name for name in names})], axis=1)
+
+
+def columns_of(prompt: dict[str, Any]) -> dict[str, Any]:
+    """The columns of the dataset that `with_columns` added to a prompt."""
+    return {name.removeprefix(COLUMN): value for name, value in prompt.items() if name.startswith(COLUMN)}
+
+
+def _features() -> "Features":
+    from datasets import Features, List, Value
+
+    numbers = {name: Value("int64") for name in ("num_tokens", "row")}
+    texts = {name: Value("string") for name in ("label", "digest")}
+    return Features({"prompt_ids": List(Value("int32")), **numbers, **texts})
+
+
+def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
+    try:
+        prompt_ids = (_chat_prompt if options.chat else _text_prompt)(row, tokenizer, options)
+    except UserError as error:
+        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
+    label = row[options.label_key] if options.label_key else None
+    return {
+        "prompt_ids": prompt_ids,
+        "label": label if label is None or isinstance(label, str) else json.dumps(label),
+        "num_tokens": len(prompt_ids),
+        "digest": digest_of(prompt_ids),
+        "row": index,
+    }
+
+
+def _text_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
+    prompt = text_of(row, "--input_key", options.input_key)
+    if not prompt.strip():
+        return []
+    if options.input_template is not None:
+        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
+    return with_special_tokens(tokenizer, prompt)
+
+
+def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
+    value, where = row[options.input_key], f"--input_key {options.input_key}"
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, where)
+    if not any(message["content"].strip() for message in messages):
+        return []
+    if messages[-1]["role"] == "assistant":
+        raise UserError(where, "ends with an assistant message", "a prompt that the model answers")
+    return render_prompt(tokenizer, messages, tools_of(row))
+
+
+def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
+    """Show a prompt as the model sees it, and its label."""
+    return f"{tokenizer.decode(prompt['prompt_ids'])!r}, label {prompt['label']!r}"
+
+
+def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return (ids at the end of a prompt for the assistant, ids that the template puts after an answer's end token).
+
+    Both are empty if there is no chat template or it does not show them.
+    """
+    if not tokenizer.chat_template:
+        return [], []
+    question = [{"role": "user", "content": "x"}]
+    try:
+        asked = render_prompt(tokenizer, question)
+        whole = list(
+            tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "y"}], return_dict=True)[
+                "input_ids"
+            ]
+        )
+        bare = list(tokenizer.apply_chat_template(question, return_dict=True)["input_ids"])
+    except Exception:  # a template may refuse this conversation in any way
+        return [], []
+    if tokenizer.eos_token_id not in whole or asked[: len(bare)] != bare or len(asked) == len(bare):
+        return [], []
+    last = len(whole) - 1 - whole[::-1].index(tokenizer.eos_token_id)
+    return asked[len(bare) :], whole[last + 1 :]
+
+
+def as_conversation(
+    prompt_ids: list[int], response_ids: list[int], ends: tuple[list[int], list[int]], eos: int
+) -> list[int]:
+    """Return the response ids as a reward model saw answers in training.
+
+    In a chat, a finished answer is followed by the ids that the template puts after its end token.
+    """
+    opening, closing = ends
+    is_chat = bool(opening) and prompt_ids[-len(opening) :] == opening
+    return response_ids + closing if is_chat and response_ids[-1:] == [eos] else response_ids

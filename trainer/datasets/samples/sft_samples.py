@@ -1,0 +1,275 @@
+"""Turn rows into token samples for supervised fine-tuning: ids, a target mask, and a ledger of the rows."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.datasets.batches.global_batches import column_of
+from trainer.datasets.rows import (
+    digest_of,
+    is_stop_token,
+    map_cached,
+    text_of,
+    tokenizer_state,
+    with_eos,
+    with_special_tokens,
+)
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
+TOKENIZER_VERSION = 3
+LEDGER_COLUMNS = ["truncated", "empty", "stop_trained"]  # the others belong to a sample
+
+
+@dataclass
+class DataLedger:
+    """Counts of what happened to the rows of one dataset. Token counts cover only the samples that are left."""
+
+    num_rows: int = 0
+    num_truncated: int = 0  # rows longer than max_len, with or without a loss token left
+    num_excluded: int = 0  # rows without a loss token: the answer is empty or was cut off
+    num_samples: int = 0  # num_rows - num_excluded
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    num_stop_trained: int = 0  # samples whose last loss token is a stop token
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows} rows: {self.num_samples} samples, {self.num_excluded} excluded (no loss token), "
+            f"{self.num_truncated} truncated; {self.num_tokens} tokens, {self.num_loss_tokens} with loss; "
+            f"stop token trained in {self.num_stop_trained} of {self.num_samples}"
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Everything that decides, together with the tokenizer, what a row becomes."""
+
+    mode: str  # keys, chat or pretrain
+    input_key: str | None
+    output_key: str | None
+    input_template: str | None
+    multiturn: bool
+    max_len: int
+
+
+def tokenize_sft(
+    rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **flags: Any
+) -> tuple["Dataset", DataLedger]:
+    """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+
+    `flags` are those of `options_of`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
+    loss token are left out and counted.
+
+    Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
+    num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
+    Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1).
+    """
+    if "stop_trained" in rows.column_names:
+        from trainer.datasets.samples.prepared import checked
+
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(_features()))
+    else:
+        samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **flags)
+    return with_loss(samples, flag, max_len)
+
+
+def tokenize_rows(
+    rows: "Dataset", tokenizer: Any, *, flag: str, num_proc: int | None = None, first_row: int = 0, **flags: Any
+) -> "Dataset":
+    """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
+
+    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
+    prompt. Chat: the chat template, with loss on its assistant tokens. apply_chat_template selects it. So does a column
+    `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
+    Samples over max_len tokens are cut on the right, without eos.
+    """
+    options = options_of(rows.column_names, tokenizer, flag, **flags)
+    key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
+    facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
+    cache = {"folder": "trainer_sft", "key": key, "features": _features()}
+    return map_cached(rows, tokenize_row, **cache, num_proc=num_proc, **facts)
+
+
+def options_of(
+    columns: list[str],
+    tokenizer: Any,
+    flag: str,
+    *,
+    input_key: str | None,
+    output_key: str | None,
+    input_template: str | None,
+    apply_chat_template: bool,
+    multiturn: bool,
+    pretrain_mode: bool,
+    max_len: int,
+) -> _Options:
+    """Find out what the rows are, and check the flags against the columns."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
+    mode = _mode(columns, input_key, output_key, apply_chat_template, pretrain_mode)
+    key = input_key or {"pretrain": "text", "chat": _chat_column(columns)}.get(mode)
+    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
+    _check_options(options, columns, tokenizer, flag)
+    return options
+
+
+def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", DataLedger]:
+    """The samples with a loss token, and the ledger. Raises UserError if none is left."""
+    kept = column_of(samples, "num_loss_tokens") > 0
+
+    def total(name: str, where: np.ndarray | bool = True) -> int:  # one column at a time: there may be a billion rows
+        return int(column_of(samples, name).sum(dtype=np.int64, where=where))
+
+    ledger = DataLedger(num_rows=len(samples), num_samples=int(kept.sum()), num_excluded=int((~kept).sum()))
+    ledger.num_truncated, ledger.num_loss_tokens = total("truncated"), total("num_loss_tokens")
+    ledger.num_tokens, ledger.num_stop_trained = total("num_tokens", kept), total("stop_trained", kept)
+    if not kept.any():
+        empty, cut = total("empty"), len(samples) - total("empty")
+        wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
+        found = f"no sample is left: {empty} answers are empty, {cut} are cut off ({ledger.summary()})"
+        raise UserError(flag, found, wanted)
+    samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
+    return (samples if kept.all() else samples.select(np.flatnonzero(kept))), ledger
+
+
+def _chat_column(columns: list[str]) -> str | None:
+    return next((name for name in ("messages", "conversations") if name in columns), None)
+
+
+def _mode(
+    columns: list[str], input_key: str | None, output_key: str | None, apply_chat_template: bool, pretrain_mode: bool
+) -> str:
+    if pretrain_mode:
+        _refuse("--pretrain_mode", {"--apply_chat_template": apply_chat_template, "--output_key": output_key})
+        return "pretrain"
+    no_key = input_key is None and output_key is None
+    return "chat" if apply_chat_template or (no_key and _chat_column(columns)) else "keys"
+
+
+def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
+    """Check the keys against the columns, and refuse flags that the mode would ignore."""
+    if options.mode == "chat":
+        from trainer.datasets.conversations.templates import chat_template
+
+        chat_template(tokenizer)  # raises if there is none
+        _refuse("a chat template", {"--input_template": options.input_template})
+    else:
+        _refuse("rows without conversations", {"--multiturn": options.multiturn})
+    if options.mode == "pretrain":
+        _refuse("--pretrain_mode", {"--input_template": options.input_template})
+    if options.mode == "keys" and options.output_key is None:
+        needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+        raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
+    if options.input_template is not None:
+        from trainer.datasets.conversations.templates import check_input_template
+
+        check_input_template(options.input_template)
+    if options.input_key not in columns:
+        found = f"no key {options.input_key!r} in the rows of {flag}" if options.input_key else f"needed for {flag}"
+        raise UserError("--input_key", found, ", ".join(columns))
+    if options.output_key is not None and options.output_key not in columns:
+        raise UserError("--output_key", f"no key {options.output_key!r} in the rows of {flag}", ", ".join(columns))
+
+
+def _refuse(mode: str, flags: dict[str, Any]) -> None:
+    for flag, value in flags.items():
+        if value:
+            raise UserError(flag, f"cannot be used with {mode}")
+
+
+def _features() -> "Features":
+    from datasets import Features, List, Value
+
+    names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
+    names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
+    return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
+
+
+def tokenize_row(
+    row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int = 0
+) -> dict[str, Any]:
+    index += first_row
+    tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
+    try:
+        input_ids, loss_mask = tokenize(row, tokenizer, options)
+    except UserError as error:
+        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
+    truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
+    input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
+    loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
+    targets = [token for token, is_target in zip(input_ids, loss_mask, strict=True) if is_target]
+    return {
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "num_tokens": len(input_ids),
+        "num_loss_tokens": len(targets),
+        "digest": digest_of(input_ids),
+        "row": index,
+        "truncated": truncated,
+        "empty": empty,
+        "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
+    }
+
+
+def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    prompt = text_of(row, "--input_key", options.input_key)
+    answer = text_of(row, "--output_key", options.output_key)
+    if options.input_template is not None:
+        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
+    prompt_ids = with_special_tokens(tokenizer, prompt)
+    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    trained = 1 if answer.strip() else 0  # an empty answer teaches only to stop: left out and counted
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [trained] * len(answer_ids)
+
+
+def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    text = text_of(row, "--input_key", options.input_key)
+    input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, text))
+    return input_ids, [1 if text.strip() else 0] * len(input_ids)
+
+
+def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    from trainer.datasets.conversations.messages import messages_of, tools_of
+    from trainer.datasets.conversations.templates import render_chat
+
+    value = row[options.input_key]
+    where = f"--input_key {options.input_key}"
+    if isinstance(value, str):
+        if options.output_key is None:
+            raise UserError(where, "a text, not a list of messages", "--output_key for the answer to the text")
+        messages = [{"role": "user", "content": value}]
+    else:
+        messages = messages_of(value, where)
+    if options.output_key is not None:
+        answer = row[options.output_key]
+        if isinstance(answer, list):
+            messages = messages + messages_of(answer, f"--output_key {options.output_key}")
+        else:
+            answer = text_of(row, "--output_key", options.output_key)
+            messages = [*messages, {"role": "assistant", "content": answer}]
+    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools_of(row))
+
+
+def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
+    """Decode a sample, with its targets (loss tokens) in [[ ]]."""
+    pieces, start, before = [], 0, ""
+    for is_target, group in groupby(sample["loss_mask"]):
+        start += len(list(group))
+        # Decode from the beginning: a span decoded separately would lose the space at the start of its first token.
+        text = tokenizer.decode(sample["input_ids"][:start], clean_up_tokenization_spaces=False)
+        piece = text[len(before) :]
+        pieces.append(f"[[{piece}]]" if is_target else piece)
+        before = text
+    text = "".join(pieces)
+    return re.sub(r"(<[^<>]+>|\[\w+\])\1{3,}", r"\1...", text) if "images" in sample else text  # tokens of an image

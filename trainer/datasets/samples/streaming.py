@@ -1,0 +1,179 @@
+"""`--streaming`: token samples from rows that are read while the run trains, and the loader of their global batches.
+
+Every rank reads and tokenizes the same rows in the same order. So no rank has to be asked, and all layouts see the same
+global batches. A block of rows is shuffled at a time. The position is that of the block and the rows taken from it, so
+a resumed run reads one block again and has the same buffer.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoader, epoch_order
+from trainer.datasets.files.stream_rows import parsed
+from trainer.datasets.rows import one_line
+from trainer.datasets.samples.sft_samples import DataLedger, options_of, tokenize_row
+from trainer.errors import UserError
+
+PEEKED = 100  # rows that are tokenized before the run, for the first sample and the average length
+
+
+@dataclass
+class StreamLedger(DataLedger):
+    """Counts of the rows that were read so far, in all epochs."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.num_rows += 1
+        self.num_truncated += row["truncated"]
+        if not row["num_loss_tokens"]:
+            self.num_excluded += 1
+            return
+        self.num_samples += 1
+        self.num_tokens += row["num_tokens"]
+        self.num_loss_tokens += row["num_loss_tokens"]
+        self.num_stop_trained += row["stop_trained"]
+
+    def summary(self) -> str:
+        return f"streamed, so far {super().summary()}"
+
+
+class _KnownColumns(dict):
+    """A row: a column that other rows have is None here."""
+
+    def __missing__(self, _name: str) -> None:
+        return None
+
+
+class SampleStream:
+    """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` are those of `options_of`."""
+
+    def __init__(self, rows, tokenizer, *, flag: str, digest: str, buffer: int, seed: int, shuffle: bool, **options):
+        self.rows, self.flag, self.digest = rows, flag, digest
+        self.tokenizer = copy.deepcopy(tokenizer)  # it works in a thread while a checkpoint writes the other one
+        self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
+        self.column_names = list(self._first_row())
+        for column, cure in (("images", "rows of text"), ("stop_trained", "the folder of prepare_data")):
+            if column in self.column_names:
+                raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
+        self.options = options_of(self.column_names, tokenizer, flag, **options)
+        self.ledger, self._first = StreamLedger(), None
+        for row in islice(self.read(start_of_epoch(0)), PEEKED):
+            self.ledger.add(row)
+            self._first = self._first or (row if row["num_loss_tokens"] else None)
+        if not self._first:
+            raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """The first sample in the order of the run; the others are only known when they are read."""
+        assert number == 0
+        return self._first
+
+    def read(self, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the token rows from the position `at` to the end of the epoch. Keeps `at` up to date.
+
+        Raises UserError for rows that cannot be read or used, with their block.
+        """
+        self.rows.load_state_dict(at["source"])
+        for block in self._blocks(at):
+            order = epoch_order(len(block), self.seed, f"{at['epoch']}/{at['first_row']}", self.shuffle)
+            for index in order[at["taken"] :].tolist():
+                at["taken"] += 1
+                yield self._tokens(block[index], at["first_row"] + index)
+            at |= {"source": self.rows.state_dict(), "first_row": at["first_row"] + len(block), "taken": 0}
+
+    def _first_row(self) -> dict[str, Any]:
+        self.rows.load_state_dict(None)
+        for block in self._blocks(start_of_epoch(0), size=1):
+            if block:
+                return block[0]
+        raise UserError(self.flag, "no rows")
+
+    def _blocks(self, at: dict[str, Any], size: int | None = None) -> Iterator[list[dict]]:
+        blocks = self.rows.iter(batch_size=size or self.buffer)
+        while True:
+            try:
+                block = next(blocks, None)
+                rows = None if block is None else parsed(block)
+            except Exception as error:  # of any type: broken JSON, bytes that are no text, a store that is gone
+                where = f"{self.flag} rows from {at['first_row'] + 1}"
+                raise UserError(where, f"cannot be read: {one_line(error)}") from None
+            if rows is None:
+                return
+            yield rows
+
+    def _tokens(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        row = _KnownColumns(row)
+        return tokenize_row(row, index, tokenizer=self.tokenizer, options=self.options, flag=self.flag)
+
+
+def start_of_epoch(epoch: int) -> dict[str, Any]:
+    """The position before the first row. `source` is the position of the IterableDataset at the start of the block."""
+    return {"epoch": epoch, "next_index": 0, "source": None, "first_row": 0, "taken": 0}
+
+
+class _Samples(list):
+    """The samples of one global batch, as the loader reads a dataset: by number or by column."""
+
+    def __getitem__(self, key):
+        return [sample[key] for sample in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+class StreamedBatches:
+    """Yields the GlobalBatches of this rank, like GlobalBatchLoader. A thread makes the next one meanwhile.
+
+    `build(samples)` gives this rank's GlobalBatchLoader over the samples of one global batch. It cuts the batch as it
+    cuts those of a cached set.
+    """
+
+    def __init__(self, stream: SampleStream, build: Callable[[Any], GlobalBatchLoader], batch_size: int):
+        self.stream, self.build, self.batch_size = stream, build, batch_size
+        self._position = {**start_of_epoch(0), "ledger": StreamLedger().as_dict()}
+
+    def fingerprint(self) -> dict:
+        stream = self.stream
+        facts = {"train_batch_size": self.batch_size, "seed": stream.seed, "shuffle": stream.shuffle}
+        return {**facts, "data": stream.digest, "streaming_buffer": stream.buffer}
+
+    def state_dict(self) -> dict:
+        """The position after the last batch, as JSON values."""
+        return self._position
+
+    def load_state_dict(self, state: dict) -> None:
+        self._position = state
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """Yield the rest of the current epoch. Afterwards, the loader is at the start of the next epoch."""
+        at = copy.deepcopy(self._position)
+        rows = self.stream.read(at)
+        with ThreadPoolExecutor(1) as worker:
+            coming = worker.submit(self._next_batch, rows, at)
+            while found := coming.result():
+                batch, place, position = found
+                coming = worker.submit(self._next_batch, rows, at)
+                self._position = position
+                vars(self.stream.ledger).update(position["ledger"])
+                batch.micro_batches = [place(micro_batch) for micro_batch in batch.micro_batches]
+                yield batch
+        if not at["ledger"]["num_samples"]:
+            raise UserError(self.stream.flag, "no sample is left", "rows with answers that fit into --max_len")
+        self._position = {**start_of_epoch(at["epoch"] + 1), "ledger": at["ledger"]}
+
+    def _next_batch(self, rows: Iterator[dict], at: dict) -> tuple[GlobalBatch, Callable, dict] | None:
+        """Return (batch, how to move its micro-batches, the position after it); None at the end of the epoch."""
+        samples, ledger = _Samples(), StreamLedger(**at["ledger"])
+        while len(samples) < self.batch_size and (row := next(rows, None)):
+            ledger.add(row)
+            if row["num_loss_tokens"]:
+                samples.append(row)
+        at["ledger"] = ledger.as_dict()
+        if not samples:
+            return None
+        loader = self.build(samples)
+        batch = loader.global_batch(list(range(len(samples))), at["next_index"])
+        batch = dataclasses.replace(batch, epoch=at["epoch"], sample_ids=samples["row"])
+        at["next_index"] += 1
+        return batch, loader.place, copy.deepcopy(at)

@@ -1,0 +1,180 @@
+"""Turn rows of single answers, each good or bad, into token samples and micro-batches for KTO, with a ledger."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer.datasets.rows import check_keys, digest_of, map_cached, quiet, tokenizer_state
+from trainer.datasets.samples.answers import AnswerOptions, answer_options, collate_sequences, tokenize_answer
+from trainer.datasets.samples.sft_samples import render_sample
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
+TOKENIZER_VERSION = 3
+KEPT, EMPTY, CUT_AWAY = "kept", "empty", "cut away"
+
+
+@dataclass
+class UnpairedLedger:
+    """Counts of what happened to the rows of one dataset."""
+
+    num_rows: int = 0
+    num_empty: int = 0
+    num_cut_away: int = 0  # --max_len leaves nothing of the answer
+    num_truncated: int = 0
+    num_samples: int = 0
+    num_desirable: int = 0
+    num_tokens: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows} rows: {self.num_samples} answers, {self.num_desirable} of them desirable, excluded "
+            f"{self.num_empty} empty ones and {self.num_cut_away} cut away by --max_len; "
+            f"{self.num_truncated} truncated; {self.num_tokens} tokens"
+        )
+
+
+def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> "Dataset":
+    """Turn each pair into two rows: the chosen answer (label true), then the rejected answer (label false)."""
+
+    def two_rows(batch: dict) -> dict:
+        pairs = list(zip(batch[chosen_key], batch[rejected_key]))
+        others = {name: values for name, values in batch.items() if name not in (chosen_key, rejected_key)}
+        twice = {name: [value for value in values for _ in range(2)] for name, values in others.items()}
+        labels = [True, False] * len(pairs)
+        return {**twice, completion_key: [side for pair in pairs for side in pair], label_key: labels}
+
+    with quiet():
+        return rows.map(two_rows, batched=True, remove_columns=rows.column_names)
+
+
+def tokenize_unpaired(
+    rows: "Dataset",
+    tokenizer: Any,
+    *,
+    flag: str,
+    prompt_key: str | None,
+    completion_key: str,
+    label_key: str,
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+    num_proc: int | None = None,
+    map_rows: Callable = map_cached,
+) -> tuple["Dataset", UnpairedLedger]:
+    """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+
+    Prompt and answer become tokens as in `trainer.datasets.samples.preference`. Columns: input_ids (int32), loss_mask (int8),
+    start (of the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers),
+    digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    """
+    flags = {"--prompt_key": prompt_key, "--completion_key": completion_key, "--label_key": label_key}
+    check_keys(rows.column_names, flag, flags)
+    options = answer_options(
+        rows, tokenizer, prompt_key, (completion_key,), input_template, apply_chat_template, max_len
+    )
+    samples = map_rows(
+        rows,
+        _tokenize_row,
+        folder="trainer_unpaired",
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), completion_key, label_key],
+        features=_features(),
+        num_proc=num_proc,
+        tokenizer=tokenizer,
+        options=options,
+        completion_key=completion_key,
+        label_key=label_key,
+        flag=flag,
+    )
+    facts = samples.with_format("numpy").select_columns(["fate", "truncated", "num_tokens", "label"])[:]
+    fates = list(facts["fate"])
+    kept = np.flatnonzero([fate == KEPT for fate in fates])
+    ledger = UnpairedLedger(
+        num_rows=len(samples),
+        num_empty=fates.count(EMPTY),
+        num_cut_away=fates.count(CUT_AWAY),
+        num_truncated=int(facts["truncated"].sum()),
+        num_samples=len(kept),
+        num_desirable=int(facts["label"][kept].sum()),
+        num_tokens=int(facts["num_tokens"][kept].sum()),
+    )
+    if not len(kept):
+        raise UserError(flag, f"no answer is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+    samples = samples.remove_columns(["fate", "truncated"])
+    return (samples if len(kept) == len(samples) else samples.select(kept)), ledger
+
+
+def _features() -> "Features":
+    from datasets import Features, List, Value
+
+    numbers = {name: Value("int64") for name in ("start", "num_tokens", "num_loss_tokens", "row")}
+    tokens = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}
+    flags = {"label": Value("bool"), "truncated": Value("bool")}
+    return Features({**tokens, **numbers, **flags, "digest": Value("string"), "fate": Value("string")})
+
+
+def _tokenize_row(
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, completion_key: str, label_key: str, flag: str
+) -> dict[str, Any]:
+    try:
+        ids, mask = tokenize_answer(row, "--completion_key", completion_key, tokenizer, options)
+        label = row[label_key]
+        if label not in (0, 1):  # True and False are among them
+            raise UserError(f"--label_key {label_key}", repr(label), "true or false, 1 or 0")
+    except UserError as error:
+        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
+    cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
+    fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
+    return {
+        "input_ids": cut,
+        "loss_mask": cut_mask,
+        "start": cut_mask.index(1) if fate == KEPT else len(cut),
+        "label": bool(label),
+        "num_tokens": len(cut),
+        "num_loss_tokens": 1,
+        "row": index,
+        "digest": digest_of(cut),
+        "truncated": len(ids) > options.max_len,
+        "fate": fate,
+    }
+
+
+def mismatched(sample: dict, max_len: int) -> dict:
+    """Join the prompt of `sample` and the answer of `sample["previous"]`, cut to max_len tokens."""
+    previous, parts = sample["previous"], dict(sample)
+    for name in ("input_ids", "loss_mask"):
+        parts[name] = (list(sample[name][: sample["start"]]) + list(previous[name][previous["start"] :]))[:max_len]
+    parts["loss_mask"][0] = 0  # without a prompt, nothing predicts the first token
+    return parts
+
+
+def collate_unpaired(
+    samples: list[dict], pad_token_id: int, packed: bool, max_len: int, collate: Callable | None = None
+) -> dict:
+    """Collate n answers into a micro-batch for one forward pass (see `collate_sequences`), padded or packed.
+
+    Per answer (n,): desirable, 1 or 0. "mismatched" is a separate micro-batch: each prompt with the answer of the
+    sample before it in the global batch. Each sample has that sample as `previous`.
+    """
+    batch: dict = collate_sequences(samples, pad_token_id, packed, collate)
+    batch["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
+    others = [mismatched(sample, max_len) for sample in samples]
+    batch["mismatched"] = {**collate_sequences(others, pad_token_id, packed, collate), "num_sequences": len(samples)}
+    return batch
+
+
+def render_answer(sample: dict[str, Any], tokenizer: Any) -> str:
+    """Decode one answer, with the loss tokens in [[ ]]."""
+    return f"{'desirable' if sample['label'] else 'undesirable'}: {render_sample(sample, tokenizer)}"

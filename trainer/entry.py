@@ -1,0 +1,132 @@
+"""Start and end of every command: an error gives one line and exit code 2, and no rank stays behind."""
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from trainer.errors import Interrupted, UserError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint resumes
+# other ranks wait this long, so that rank 0 reports first; torchrun ends them when rank 0 exits
+OTHER_RANKS_WAIT_SECONDS = 10
+# a rank that only lost its connection waits this long, so that the rank that knows the cause reports first
+LOST_PEER_WAIT_SECONDS = 20
+MEMORY_FLAGS = (
+    "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, "
+    "more ranks"
+)
+
+
+def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
+    """Run `main(argv)` and end the process with the exit code that fits.
+
+    An error is reported once, and in one line if its cause is known.
+    """
+    # with a core taken by another process, libgomp's default spin made steps take 27 times as long; this costs 5 %
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    try:
+        main(sys.argv[1:] if argv is None else argv)
+    except Interrupted as reason:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(reason, file=sys.stderr)
+        _leave(EXIT_INTERRUPTED)
+    except UserError as error:
+        _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+        _tell(error)
+        _leave(EXIT_USER_ERROR)
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _tell(f"out of memory: {str(error).splitlines()[0]} (what lowers memory: {MEMORY_FLAGS})")
+            _leave(EXIT_USER_ERROR)
+        if "does not have a deterministic implementation" in str(error):  # torch's words
+            _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
+            _leave(EXIT_USER_ERROR)
+        if _is_lost_peer(error):
+            _wait_for_other_ranks(LOST_PEER_WAIT_SECONDS, rank_0_too=True)
+            _tell(f"another rank is gone: {str(error).splitlines()[0]}")
+        else:
+            _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+            traceback.print_exc()
+        _leave(1)
+    end_well()
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, even by `kill -9` or for want of memory (Linux only).
+
+    A rank that outlives its torchrun would hold its GPU and write beside the run's successor. A thread that looks for
+    the parent could miss its death: a hung collective may never give it a turn.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_well() -> None:
+    """End the process with exit code 0 after a successful run. Does not return.
+
+    This also skips interpreter shutdown, where a gloo thread that still holds a tensor can abort the process (SIGABRT,
+    rare). torchrun would then count the finished run as failed.
+    """
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    _leave(0)
+
+
+def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
+    if int(os.environ.get("RANK", 0)) or rank_0_too:
+        time.sleep(seconds)
+
+
+def _tell(what) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    sys.stdout.flush()
+    print(f"error: {what}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """Exit without interpreter shutdown. Shutdown could wait for a collective that the other ranks never enter."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another process is gone. The words are from gloo and NCCL."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars and deprecation notes out of a run's output."""
+    import logging as python_logging
+    import warnings
+
+    import torch
+    from transformers.utils import logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank about the missing GPU
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    # a weight sharded over tp and fsdp needs two all-gathers; torch prints a long warning about it
+    python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

@@ -1,0 +1,1 @@
+"""The flags of all commands: groups, parsing, presets and the table of rules. No torch here."""

@@ -1,0 +1,370 @@
+"""Command-line arguments: a dataclass and a help group per topic, one flat set of flags, and a YAML `--config`.
+
+Nothing here imports torch, so `--help` and a wrong flag answer at once.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from trainer.errors import UserError
+
+
+def arg(default, help: str, *aliases: str, type=None, **kwargs):
+    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
+    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelArguments:
+    """Model"""
+
+    pretrain: Optional[str] = arg(None, "model folder or hub name; without this and --dataset, the embedded demo")
+    param_dtype: Literal["bf16", "fp16", "fp32"] = arg(
+        "bf16", "compute dtype; master weights, Adam and reduction stay fp32"
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = arg(
+        "auto", "attention kernel; auto: sdpa, or eager for a model that has no sdpa"
+    )
+    gradient_checkpointing: bool = arg(False, "recompute each decoder layer in the backward pass to save memory")
+    selective_checkpointing: bool = arg(
+        False, "like --gradient_checkpointing, but keep the results of attention and matrix products"
+    )
+    activation_offload: bool = arg(
+        False, "with --gradient_checkpointing on CUDA: keep each decoder layer's input in host memory"
+    )
+    compile: bool = arg(False, "torch.compile layers, and decoding by the hf engine: slow at first, then faster")
+    trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
+    print_model: bool = arg(
+        False, "print the layers and sizes of the model before training, and which flags it refuses"
+    )
+
+
+@dataclass
+class LoraArguments:
+    """LoRA"""
+
+    lora_rank: Optional[int] = arg(
+        None,
+        "train an adapter of low-rank matrices of this rank on frozen layers; save_path gets the adapter",
+        type="PositiveInt",
+    )
+    lora_alpha: Optional[int] = arg(
+        None, "scale the adapter's output by this / --lora_rank (default: twice the rank)", type="PositiveInt"
+    )
+    lora_dropout: float = arg(
+        0.0, "dropout before the adapter; above 0, layouts draw different random numbers", type="ClosedUnitInterval"
+    )
+    target_modules: Optional[str] = arg(
+        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all linear layers except the head)"
+    )
+    lora_experts: bool = arg(False, "also adapt the experts of a mixture, each one with its own matrices")
+    load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")
+
+
+@dataclass
+class DataArguments:
+    """Data"""
+
+    dataset: Optional[str] = arg(None, "training data or prompts: comma-separated files, folders or hub names")
+    dataset_split: str = arg("train", "split of --dataset")
+    dataset_probs: Optional[str] = arg(
+        None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
+    )
+    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it greedily")
+    eval_split: str = arg("train", "split of --eval_dataset")
+    max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
+    dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
+    input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
+    apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
+    tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: name, file or Jinja")
+
+
+@dataclass
+class LengthArguments:
+    """Length"""
+
+    max_len: int = arg(2048, "longer samples are cut at their end to this many tokens", type="PositiveInt")
+
+
+@dataclass
+class SFTDataArguments:
+    """What to learn"""
+
+    input_key: Optional[str] = arg(None, "column of the prompt, the messages or (--pretrain_mode) the text")
+    output_key: Optional[str] = arg(None, "column of the answer")
+    multiturn: bool = arg(False, "loss on every assistant turn, not only on the last one")
+    pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
+    streaming: bool = arg(False, "read the rows of --dataset while training, and never copy them; needs --max_steps")
+    streaming_buffer: int = arg(10_000, "with --streaming: shuffle this many rows at a time", type="PositiveInt")
+    aux_loss_coef: float = arg(
+        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
+    )
+    expert_bias_update_rate: float = arg(
+        0.0, "routers with e_score_correction_bias: move it so far after each step", type="NonNegativeFloat"
+    )
+
+
+@dataclass
+class VisionArguments:
+    """Rows with images"""
+
+    freeze_vision: bool = arg(True, "do not train the vision tower; its projector and the language model train")
+    vision_learning_rate: Optional[float] = arg(None, "peak learning rate of a tower that trains", type="PositiveFloat")
+    cache_pixels: bool = arg(False, "keep the tensors of each image in a file, to make them only once")
+    image_workers: int = arg(2, "threads of each rank that prepare the images of coming batches", type="PositiveInt")
+
+
+@dataclass
+class BatchArguments:
+    """Batches"""
+
+    train_batch_size: int = arg(128, "samples per optimizer step, over all ranks", type="PositiveInt")
+    micro_train_batch_size: int = arg(8, "samples per forward pass on one rank", type="PositiveInt")
+    max_tokens_per_micro_batch: Optional[int] = arg(
+        None, "limit micro-batches by tokens (with padding) instead of by samples", type="PositiveInt"
+    )
+    packing_samples: bool = arg(
+        False, "best-fit packing without padding, up to micro_train_batch_size * max_len tokens per micro-batch"
+    )
+    max_epochs: int = arg(1, "passes over the data; train_ppo: over each rollout", type="PositiveInt")
+    max_steps: Optional[int] = arg(None, "number of optimizer steps (default: from --max_epochs)", type="PositiveInt")
+    seed: int = arg(42, "seed of the sample order and of every random generator", type="NonNegativeInt")
+    no_shuffle: bool = arg(False, "keep the order of the data")
+
+
+@dataclass
+class OptimizerArguments:
+    """Optimization"""
+
+    learning_rate: float = arg(5e-6, "peak learning rate", type="NonNegativeFloat")
+    lr_scheduler: str = arg("cosine_with_min_lr", "name of a scheduler of transformers.get_scheduler")
+    lr_warmup_ratio: float = arg(0.03, "warm-up steps, as a share of all steps", type="ClosedUnitInterval")
+    min_lr_ratio: float = arg(
+        0.1, "lowest learning rate of *_with_min_lr schedulers, as a share of the peak", type="ClosedUnitInterval"
+    )
+    optim: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = arg("adamw", "others need fsdp2, or ZeRO 0 without tp")
+    adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
+    weight_decay: float = arg(0.0, "decoupled weight decay (not on norms and biases)", type="NonNegativeFloat")
+    max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")
+    max_skipped_steps: int = arg(10, "end the run after this many non-finite steps in a row", type="PositiveInt")
+
+
+@dataclass
+class LayoutArguments:
+    """Backend and layout"""
+
+    layout: Literal["flags", "auto"] = arg(
+        "flags", "auto: take the first layout that trainer.planning.layout_plan finds for the model and these ranks"
+    )
+    backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "strategy that runs the distributed training")
+    zero_stage: Optional[int] = arg(
+        None, "deepspeed: 0-3, default 2; fsdp2: 3 (default) or 2 (weights stay gathered)", type="NonNegativeInt"
+    )
+    adam_offload: bool = arg(False, "keep master weights and optimizer states in host memory")
+    tensor_parallel_size: int = arg(
+        1, "ranks that split each layer", "fsdp_tensor_parallel_size", "ds_tensor_parallel_size", type="PositiveInt"
+    )
+    use_hf_tp_plan: bool = arg(False, "use the tensor-parallel plan of the model class, not the trainer's")
+    print_tp_plan: bool = arg(False, "print the complete tensor-parallel plan before it is applied")
+    sequence_parallel: bool = arg(False, "shard norms and residuals over the tensor-parallel ranks")
+    expert_parallel_size: int = arg(1, "fsdp2: ranks that share out the experts of each layer", type="PositiveInt")
+    ring_attn_size: int = arg(1, "ranks that split each sequence", type="PositiveInt")
+    sp_mode: Literal["ring", "ulysses"] = arg(
+        "ring", "attention over those ranks; ring: keys and values travel; ulysses: ranks exchange heads for tokens"
+    )
+    ring_attn_kernel: Literal["native", "ring_flash_attn"] = arg("native", "the ring's code: ours or the package's")
+    dp_replicate_size: int = arg(1, "groups that each hold a full set of shards (hybrid sharding)", type="PositiveInt")
+    reduce_once: bool = arg(
+        False, "reduce gradients only after the last micro-batch of a step; until then each rank holds full gradients"
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = arg(
+        "fp32", "dtype in which ranks add up their gradients; bf16 sends half the bytes, and rounds"
+    )
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
+    dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
+    cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
+        "auto", "fp32 matrix products on CPU; auto: oneDNN on AMD with AVX-512 (MKL does not use it there), else MKL"
+    )
+    heartbeat_timeout: Optional[float] = arg(
+        None,
+        "end a run that hangs, and print where each rank stands, if no forward pass begins for this many seconds; "
+        "allow for the longest rollout, save and pause between two steps",
+        type="PositiveFloat",
+    )
+    check_replicas_every: Optional[int] = arg(
+        None, "every N steps, check that replicas on different ranks are bitwise equal", type="PositiveInt"
+    )
+    deterministic: bool = arg(True, "on CUDA: kernels that give the same bits in every run (false may be faster)")
+
+
+@dataclass
+class OutputArguments:
+    """Output"""
+
+    output_dir: Optional[str] = arg(None, "run folder (default: runs/<command>-<time>)")
+    overwrite: bool = arg(False, "replace the run that --output_dir already holds")
+    save_path: Optional[str] = arg(None, "folder of the final Hugging Face model (default: <output_dir>/model)")
+    no_save: bool = arg(False, "do not write the final model")
+    eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
+    logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
+    use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
+    wandb_project: str = arg("trainer", "wandb project")
+    use_tensorboard: bool = arg(False, "also write the metrics for TensorBoard, to <output_dir>/tensorboard")
+    parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
+
+
+@dataclass
+class CheckpointArguments:
+    """Checkpoints"""
+
+    save_steps: Optional[int] = arg(None, "checkpoint every N steps", type="PositiveInt")
+    save_interval_minutes: Optional[float] = arg(None, "also checkpoint every N minutes", type="PositiveFloat")
+    max_ckpt_num: Optional[int] = arg(None, "keep at most N checkpoints (and the best)", type="PositiveInt")
+    max_ckpt_mem: Optional[float] = arg(None, "keep at most N GB of checkpoints", type="PositiveFloat")
+    load_checkpoint: Optional[str] = arg(
+        None, "resume from this checkpoint; without a value: from the latest one in --output_dir, if there is one",
+        nargs="?", const="latest",
+    )  # fmt: skip
+    ckpt_format: Literal["native", "portable"] = arg(
+        "native", "native: each rank writes its parts; portable: whole tensors. Every layout and backend reads both"
+    )
+    async_save: bool = arg(False, "keep training while a checkpoint is written (needs host memory for a copy)")
+    save_hf_ckpt: bool = arg(False, "also save the Hugging Face model in each checkpoint, under hf/")
+    best_metric_key: Optional[str] = arg(
+        None, "keep the checkpoint with the best value of this evaluation metric as checkpoints/best"
+    )
+    verify_resume: Optional[int] = arg(
+        None,
+        "test a resume: train N steps, checkpoint, train N more, reload, repeat them, compare bitwise, end",
+        type="PositiveInt",
+    )
+
+
+@dataclass
+class TraceArguments:
+    """Finding a fault"""
+
+    parity_trace: Optional[str] = arg(None, "folder for signatures of every module's output and gradient in step 1")
+    certify: Optional[int] = arg(None, "replay K steps by the plain loop for certificate.json", type="PositiveInt")
+
+
+@dataclass
+class SFTArguments(
+    TraceArguments,
+    CheckpointArguments,
+    OutputArguments,
+    LayoutArguments,
+    OptimizerArguments,
+    BatchArguments,
+    VisionArguments,
+    SFTDataArguments,
+    LengthArguments,
+    DataArguments,
+    LoraArguments,
+    ModelArguments,
+):  # a dataclass takes its fields from the last base to the first; --help has the same order
+    """Supervised fine-tuning of a causal language model."""
+
+
+ALLOWED = {
+    "PositiveInt": "an integer above 0",
+    "NonNegativeInt": "an integer of 0 or more",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number of 0 or more",
+    "ClosedUnitInterval": "a number from 0 to 1",
+}
+
+
+def _add_field(group, field: dataclasses.Field, hint) -> None:
+    from jsonargparse import typing as restricted
+
+    flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
+    if hint is bool:
+        # jsonargparse's ActionYesNo would read --no_save as "save: no" and leave it False
+        group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
+        return
+    kind = field.metadata["type"] or hint
+    if kind == Optional[str]:
+        kind = str  # else jsonargparse reads the text as YAML; a template "### Question: {}" is a comment there
+    if isinstance(kind, str):
+        kind = getattr(restricted, kind)
+        kind = Optional[kind] if default is None else kind
+    group.add_argument(*flags, type=kind, **common)
+
+
+def build_parser(arguments_class: type, command: str):
+    """Build the parser of a command: one help group per base dataclass of `arguments_class`, and flat flags."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=command,
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description=arguments_class.__doc__,
+        exit_on_error=False,
+        allow_abbrev=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with flags; flags after it override the file")
+    for base in reversed(arguments_class.__mro__[:-1]):
+        own = vars(base).get("__annotations__", {})
+        group = parser.add_argument_group(base.__doc__.splitlines()[0]) if own else None
+        for field in dataclasses.fields(base):
+            if field.name in own:
+                _add_field(group, field, typing.get_type_hints(base)[field.name])
+    return parser
+
+
+def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
+    """Parse `argv` into an `arguments_class` instance. `defaults` replaces field defaults.
+
+    Raises: UserError for anything that is not accepted, in one line. For a misspelt flag it names the nearest flag.
+    """
+    parser = build_parser(arguments_class, command)
+    parser.set_defaults(defaults or {})
+    fields = {field.name: field for field in dataclasses.fields(arguments_class)}
+    try:
+        namespace = parser.parse_args(argv)
+    except Exception as error:  # jsonargparse raises several types, all for wrong user input
+        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
+    return arguments_class(**{name: _plain(getattr(namespace, name)) for name in fields})
+
+
+def _plain(value):
+    """Turn a number of one of jsonargparse's restricted types into a plain number, as YAML and JSON need it."""
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
+    """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
+    unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
+    if unknown:
+        name = (unknown.group(1) or unknown.group(2)).lstrip("-")
+        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+        hint = f"did you mean --{nearest[0]}?" if nearest else "see --help"
+        where = unknown.group(1) or f"--config: {name}"
+        return UserError(where, f"no such flag; {hint}")
+    named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
+    if not named:
+        return UserError("arguments", message)
+    name, detail = named.group(1) or named.group(3), named.group(2) or named.group(4)
+    value = re.search(
+        r"(?:Got|Given) value: (.*)$|base 10: (.*?)(?: -|$)|to float: (.*?)(?: -|$)|: (\S+) does not conform", detail
+    )
+    field = fields.get(name)
+    if not (value and field):
+        return UserError(f"--{name}", detail)
+    kind = field.metadata["type"] or field.type
+    allowed = ALLOWED.get(kind) if isinstance(kind, str) else ", ".join(map(str, typing.get_args(kind)))
+    return UserError(f"--{name}", next(filter(None, value.groups())), allowed or getattr(kind, "__name__", str(kind)))

@@ -1,0 +1,91 @@
+"""--preset of `train_ppo`: the algorithm of a paper as default values of flags. Sizes, lengths and rates stay the user's.
+
+docs/rlhf.md has the table with the papers and their equations.
+"""
+
+from collections.abc import Callable
+
+from trainer.errors import UserError
+from trainer.flags.rl_flags import PPOArguments
+
+OF_KL = ("use_kl_loss", "kl_in_score", "kl_estimator")  # they need --init_kl_coef above 0
+GROUP = {"advantage_estimator": "group_norm", "policy_loss": "ppo"}
+PRESETS: dict[str, dict] = {
+    # the KL weight is that of section 4.2
+    "grpo": {**GROUP, "loss_agg": "sequence", "eps_clip": 0.2, "init_kl_coef": 0.04}
+    | {"use_kl_loss": True, "kl_estimator": "k3"},
+    "dr_grpo": {"advantage_estimator": "dr_grpo", "policy_loss": "ppo", "loss_agg": "fixed_length", "eps_clip": 0.2},
+    "dapo": {**GROUP, "loss_agg": "token", "eps_clip": 0.2, "eps_clip_high": 0.28}
+    | {"dynamic_filtering": True, "mask_truncated": True, "overlong_penalty_factor": 1.0},
+    "gspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+    # a weight from 0 to 5. The paper has no lower bound and does not tell the upper one: 5 is that of ScaleRL
+    "cispo": {**GROUP, "policy_loss": "cispo", "loss_agg": "token", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    "rloo": {"advantage_estimator": "rloo", "policy_loss": "reinforce", "loss_agg": "sum", "init_kl_coef": 0.03}
+    | {"kl_in_score": True, "kl_estimator": "k1"},
+    "ppo": {"advantage_estimator": "gae", "gamma": 1.0, "lambd": 0.95, "policy_loss": "ppo", "loss_agg": "token"}
+    | {"eps_clip": 0.2, "value_clip": 0.2, "init_kl_coef": 0.02, "kl_estimator": "k1"},
+}
+DAPO_BUFFER = 5  # 4096 of 20480 tokens, section 4.1
+
+
+def recipe(args: PPOArguments) -> dict:
+    """The flags that --preset sets, with their values, among them DAPO's buffer as a share of --generate_max_len."""
+    chosen = PRESETS[args.preset]
+    return chosen | {"overlong_buffer_len": args.generate_max_len // DAPO_BUFFER} if args.preset == "dapo" else chosen
+
+
+def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
+    """`parse(argv)`, with the flags of --preset in front: what the user gives, in a file too, overrides them.
+
+    A user who gives --init_kl_coef 0 gives up the other flags of the KL too. Raises UserError for an unknown preset.
+    """
+    args, is_demo = parse(argv)
+    if args.preset is None:
+        return args, is_demo
+    if args.preset not in PRESETS:
+        raise UserError("--preset", args.preset, ", ".join(PRESETS))
+    values = recipe(args)
+    args, is_demo = parse([*_as_flags(values), *argv])
+    if not args.init_kl_coef:
+        values = {name: value for name, value in values.items() if name not in OF_KL}
+        args, is_demo = parse([*_as_flags(values), *argv])
+    return args, is_demo
+
+
+def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
+    """The arguments with what --teacher sets: the reference is the teacher, and advantages are its KL with weight 1.
+
+    Flags that the user gives win. Raises UserError for those that contradict it.
+    """
+    if args.teacher is None:
+        if args.advantage_estimator == "distill":
+            raise UserError("--advantage_estimator", "distill without --teacher", "--teacher MODEL")
+        return args, is_demo
+    values = {"advantage_estimator": "distill", "ref_model": args.teacher, "init_kl_coef": 1.0}
+    args, is_demo = parse([*_as_flags(values, lower=False), *argv])
+    contradictions = {
+        "--advantage_estimator": args.advantage_estimator != "distill" and args.advantage_estimator,
+        "--ref_model": args.ref_model != args.teacher and args.ref_model,
+        "--init_kl_coef": not args.init_kl_coef and "0",
+        "--kl_estimator": args.kl_estimator != "k1" and args.kl_estimator,
+        "--preset": args.preset,
+        "--use_kl_loss": args.use_kl_loss,
+        "--kl_in_score": args.kl_in_score,
+        "--dynamic_filtering": args.dynamic_filtering,
+    }
+    for flag, value in contradictions.items():
+        if value:
+            raise UserError(flag, f"{value} with --teacher" if value is not True else "with --teacher", "leave it out")
+    return args, is_demo
+
+
+def _as_flags(values: dict, lower: bool = True) -> list[str]:
+    return [t for name, value in values.items() for t in (f"--{name}", str(value).lower() if lower else str(value))]
+
+
+def told(args: PPOArguments) -> str:
+    """The line that says what the preset sets, and which of its flags the user gave another value."""
+    values, found = recipe(args), vars(args)
+    kept = [f"--{name} {value}" for name, value in values.items() if found[name] == value]
+    given = [f"--{name} {found[name]} instead of {value}" for name, value in values.items() if found[name] != value]
+    return f"--preset {args.preset}: {' '.join(kept)}" + (f"; given: {', '.join(given)}" if given else "")

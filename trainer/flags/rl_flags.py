@@ -1,0 +1,266 @@
+"""Flags that only `train_ppo` has. The flags of all training commands are in trainer.flags.common_flags."""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from trainer.flags.common_flags import (
+    BatchArguments,
+    CheckpointArguments,
+    DataArguments,
+    LayoutArguments,
+    LoraArguments,
+    ModelArguments,
+    OptimizerArguments,
+    OutputArguments,
+    VisionArguments,
+    arg,
+)
+
+
+@dataclass
+class PromptArguments:
+    """Prompts"""
+
+    input_key: Optional[str] = arg(None, "column of the prompt, a text or messages (default: messages)")
+    label_key: Optional[str] = arg(None, "column of the reference answer, which the reward gets as its label")
+    prompt_max_len: int = arg(1024, "longer prompts are left out and counted", type="PositiveInt")
+
+
+@dataclass
+class RolloutArguments:
+    """Rollouts"""
+
+    rollout_engine: Literal["hf", "vllm", "vllm_server"] = arg(
+        "hf",
+        "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm); "
+        "vllm_server: servers of their own",
+    )
+    engine_urls: Optional[str] = arg(
+        None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
+    )
+    engine_tensor_parallel_size: Optional[int] = arg(
+        None, "vllm: ranks of an engine (default: --tensor_parallel_size)", type="PositiveInt"
+    )
+    vllm_gpu_memory_utilization: Optional[float] = arg(
+        None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"
+    )
+    rollout_batch_size: int = arg(128, "prompts per rollout, over all ranks", type="PositiveInt")
+    micro_rollout_batch_size: int = arg(
+        32, "responses that one rank generates at a time (on CUDA, vllm decides)", type="PositiveInt"
+    )
+    max_staleness: int = arg(
+        0,
+        "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
+        "above 0 needs --tis_cap",
+        type="NonNegativeInt",
+    )
+    partial_rollouts: bool = arg(
+        False,
+        "--max_staleness: new weights interrupt responses, which go on from their tokens; off: a response is of one version",
+    )
+    n_samples_per_prompt: int = arg(1, "responses to each prompt", type="PositiveInt")
+    num_episodes: int = arg(1, "passes over the prompts", type="PositiveInt")
+    curriculum: Literal["none", "easy_first", "learnable"] = arg(
+        "none",
+        "after the first pass over the prompts: easy_first sorts them by their pass rates so far; learnable draws those with "
+        "rates near one half more often",
+    )
+    generate_max_len: int = arg(1024, "largest number of tokens in a response", type="PositiveInt")
+    temperature: float = arg(1.0, "temperature of sampling and of the log-probs in training", type="PositiveFloat")
+    top_p: float = arg(
+        1.0, "draw from the most likely tokens up to this share; training does too", type="PositiveFloat"
+    )
+    top_k: int = arg(0, "draw from this many most likely tokens; 0: from all", type="NonNegativeInt")
+    min_p: float = arg(
+        0.0, "draw from tokens of at least this times the largest probability", type="ClosedUnitInterval"
+    )
+    stop: Optional[list[str]] = arg(
+        None, "texts that end a response, in addition to the end-of-sequence token", type=str, nargs="+"
+    )
+    offload_actor_optimizer: bool = arg(
+        False, "keep the optimizer states of the policy in host memory while responses are generated"
+    )
+    share_prompts: bool = arg(
+        False,
+        "train the responses to one prompt in one row, so that it is computed once; for models with full attention",
+    )
+    routing_replay: bool = arg(
+        False, "mixture of experts: training sends each token to the experts that it had in the rollout"
+    )
+    sample_pages: int = arg(0, "samples of each rollout in an HTML page, with token log-probs", type="NonNegativeInt")
+    timeline: bool = arg(False, "write timeline.json: what each rank does when, for chrome://tracing and Perfetto")
+    rollouts_from: Optional[str] = arg(
+        None,
+        "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",
+    )
+    dynamic_filtering: bool = arg(False, "replace prompts whose mean score is outside --dynamic_filtering_range")
+    dynamic_filtering_range: list[float] = arg([0.0, 1.0], "score bounds, both excluded", type=float, nargs=2)
+
+
+@dataclass
+class ScoreArguments:
+    """Rewards"""
+
+    reward_func: Optional[str] = arg(
+        None,
+        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func; "
+        "or several of these (comma-separated)",
+    )
+    reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
+    reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")
+    offload_reward: bool = arg(False, "keep the reward models' weights in host memory while they are not in use")
+    reward_weights: Optional[list[float]] = arg(
+        None, "weights of the reward functions or models (default: 1 each)", type=float, nargs="+"
+    )
+    remote_rm_url: Optional[str] = arg(
+        None, "HTTP endpoints that score (comma-separated); see python -m trainer.cli.serve_rm"
+    )
+    remote_rm_api_key: Optional[str] = arg(None, "file that holds the key that --remote_rm_url asks for")
+    remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")
+    remote_rm_retries: int = arg(3, "number of retries; the pause before each one doubles", type="NonNegativeInt")
+    reward_clip_range: Optional[list[float]] = arg(None, "clip scores to these bounds", type=float, nargs=2)
+    normalize_reward: bool = arg(False, "subtract the running mean of scores, divide by their running deviation")
+    overlong_buffer_len: int = arg(
+        0, "responses in the last N tokens before --generate_max_len lose score", type="NonNegativeInt"
+    )
+    overlong_penalty_factor: float = arg(
+        1.0, "score that a response of --generate_max_len loses", type="NonNegativeFloat"
+    )
+
+
+@dataclass
+class EnvironmentArguments:
+    """Environments"""
+
+    env: Optional[str] = arg(
+        None,
+        "Python file or module with a class Environment that talks with the model over several turns, and rewards it; "
+        "see docs/environments.md",
+    )
+    env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
+    env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
+    env_concurrency: int = arg(16, "environments that a rank calls at a time", type="PositiveInt")
+    env_sandbox: bool = arg(False, "run each environment in a process of its own, without a network")
+    env_memory_mb: int = arg(2048, "address space of such a process, in MiB", type="PositiveInt")
+
+
+@dataclass
+class AdvantageArguments:
+    """Advantages and policy"""
+
+    preset: Optional[str] = arg(
+        None,
+        "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
+        "docs/rlhf.md; flags that you give win",
+    )
+    advantage_estimator: Literal[
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
+    ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
+    gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
+    lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
+    no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
+    advantage_batch_std: bool = arg(
+        False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
+    )
+    policy_loss: str = arg(
+        "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/losses/policy_loss.py"
+    )
+    sapo_temperatures: list[float] = arg(
+        [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type=float, nargs=2
+    )
+    loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
+        "token",
+        "token: mean over tokens; sequence: mean over responses of token means; "
+        "fixed_length: mean over responses of token sums / --generate_max_len; sum: the same without a division",
+    )
+    mask_truncated: bool = arg(False, "no loss for responses that --generate_max_len cut; their scores still count")
+    eps_clip: float = arg(0.2, "lower clip of the policy ratio: 1 - this", type="PositiveFloat")
+    eps_clip_high: Optional[float] = arg(None, "upper clip: 1 + this (default: --eps_clip)", type="PositiveFloat")
+    dual_clip: Optional[float] = arg(None, "bound on the loss of negative advantages; above 1", type="PositiveFloat")
+    tis_cap: Optional[float] = arg(
+        None,
+        "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",
+        type="PositiveFloat",
+    )
+    tis_level: Literal["token", "sequence", "geometric"] = arg(
+        "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
+    )
+    tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
+    rollout_kl_max: Optional[float] = arg(
+        None,
+        "no loss for responses whose mean KL(rollout engine || training) per token is above this",
+        type="PositiveFloat",
+    )
+    rollout_kl_estimator: Literal["k1", "k2", "k3"] = arg("k3", "--rollout_kl_max: estimator of the KL")
+    ema_beta: Optional[float] = arg(
+        None,
+        "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",
+        type="ClosedUnitInterval",
+    )
+    entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
+    aux_loss_coef: float = arg(
+        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
+    )
+
+
+@dataclass
+class KLArguments:
+    """Distance to the reference"""
+
+    teacher: Optional[str] = arg(
+        None,
+        "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
+        "policy; scores, if there are any, are only logged",
+    )
+    ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
+    offload_ref: bool = arg(
+        False, "keep the reference's weights in host memory while they are not in use", "ref_offload"
+    )
+    init_kl_coef: float = arg(0.0, "weight of the KL to the reference; 0: no reference", type="NonNegativeFloat")
+    use_kl_loss: bool = arg(False, "use the KL as a term of the loss instead of a penalty in the rewards")
+    kl_unbiased: bool = arg(
+        False, "--use_kl_loss with k3: multiply it by the ratio of policies, so that its gradient is that of the KL"
+    )
+    kl_in_score: bool = arg(
+        False, "subtract the KL of a response from its score, before scores are compared, instead of token by token"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = arg(
+        "k1", "see trainer/methods/advantages.py; --use_kl_loss needs k2 or k3"
+    )
+    kl_target: Optional[float] = arg(None, "adapt the KL weight towards this KL per response", type="PositiveFloat")
+    kl_horizon: int = arg(10000, "with --kl_target: horizon in responses; larger is slower", type="PositiveInt")
+
+
+@dataclass
+class CriticArguments:
+    """Critic"""
+
+    critic_pretrain: Optional[str] = arg(None, "gae: model folder that the critic starts from (default: --pretrain)")
+    critic_learning_rate: float = arg(9e-6, "peak learning rate of the critic", type="NonNegativeFloat")
+    offload_critic: bool = arg(
+        False, "keep weights, master weights and optimizer states of the critic in host memory during generation"
+    )
+    value_clip: Optional[float] = arg(None, "clip the change of a value in one rollout to this", type="PositiveFloat")
+    freezing_actor_steps: int = arg(0, "gae: the first N optimizer steps train only the critic", type="NonNegativeInt")
+
+
+@dataclass
+class PPOArguments(
+    CheckpointArguments,
+    OutputArguments,
+    LayoutArguments,
+    OptimizerArguments,
+    BatchArguments,
+    VisionArguments,
+    CriticArguments,
+    KLArguments,
+    AdvantageArguments,
+    EnvironmentArguments,
+    ScoreArguments,
+    RolloutArguments,
+    PromptArguments,
+    DataArguments,
+    LoraArguments,
+    ModelArguments,
+):
+    """Reinforcement learning of a causal language model with PPO, GRPO and related algorithms."""

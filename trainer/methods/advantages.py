@@ -1,0 +1,254 @@
+"""Turn scores into advantages, with pure functions of tensors and without a process group.
+
+Shapes: there are n samples (responses) of at most T tokens, in rows padded on the right. `mask` (n, T) is 1 on response
+tokens. The token at t is an action, and its state is everything before it. Samples of one prompt are adjacent, in
+groups of n_samples_per_prompt. All is computed in fp64. Scores are compared over the whole rollout on every rank. A rank
+has the rows of tokens that it trains. Sums over all rows are sums of sums per row, so no layout can change an advantage.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from trainer.models.losses.policy_loss import bounded
+
+GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # these compare the samples of one prompt
+WHITENED = ("gae", "reinforce", "reinforce_baseline")  # these are normalised over all tokens of the rollout
+GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost equal
+
+
+# --- rows of tokens
+
+
+def to_rows(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Zero-padded rows (n, T) of a vector of response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
+    rows = flat.new_zeros(mask.shape)
+    rows[mask] = flat
+    return rows
+
+
+def rows_mask(lengths: list[int], width: Optional[int] = None) -> torch.Tensor:
+    """A mask (n, T) that is True on tokens. `rows[mask]` is the inverse of `to_rows`. T is the longest, or `width`."""
+    return torch.arange(width or max(lengths))[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+
+
+# --- distance to the reference
+
+
+def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """KL(policy || reference) per token from samples of the policy (Schulman 2020, Approximating KL divergence).
+
+    With r = ref / policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = r - 1 - log r, where log r is clamped at +-20.
+    """
+    log_ratio = ref_log_probs - log_probs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    log_ratio = bounded(log_ratio)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def within_kl(
+    rollout_log_probs: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor, estimator: str, most: float
+) -> torch.Tensor:
+    """(n,) True for responses whose mean KL(rollout || training) per token is at most `most`, by k1, k2 or k3.
+
+    k1 counts by its size: a large mean of either sign rejects (Liu et al. 2025, When speed kills
+    stability). All log-probs are rows (n, T).
+    """
+    kl = kl_estimate(rollout_log_probs, log_probs, estimator) * mask
+    return (kl.sum(1) / mask.sum(1)).abs() <= most
+
+
+def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:
+    """The proportional controller of Ziegler et al. 2019, section 2.2. Its error is clipped to +-0.2."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)
+
+
+# --- scores
+
+
+def overlong_penalty(lengths: torch.Tensor, max_len: int, buffer_len: int, factor: float) -> torch.Tensor:
+    """Penalty of long responses (DAPO, Yu et al. 2025, equation 13).
+
+    It is 0 up to max_len - buffer_len tokens. Then it falls linearly to -factor at max_len.
+    """
+    excess = (lengths - (max_len - buffer_len)).clamp(min=0)
+    return -factor * (excess / buffer_len).clamp(max=1)
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of all scores so far, updated batch by batch (Chan et al. 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_square: float = 0.0  # sum of the squared deviations from the mean
+
+    def update(self, values: torch.Tensor) -> None:
+        values = values.double()
+        count, mean = values.numel(), values.mean().item()
+        delta, total = mean - self.mean, self.count + count
+        self.sum_square += ((values - mean) ** 2).sum().item() + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    def normalize(self, values: torch.Tensor) -> torch.Tensor:
+        std = (self.sum_square / self.count) ** 0.5
+        return (values - self.mean) / max(std, GROUP_EPSILON)
+
+
+def compare_in_groups(
+    scores: torch.Tensor, estimator: str, group_size: int, divide_by_std: bool = True, batch_std: bool = False
+) -> torch.Tensor:
+    """Compare each score (n,) with the scores of the other samples of the same prompt.
+
+    reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
+    mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
+    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1); with `batch_std`,
+    by that of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the scores unchanged.
+    """
+    if estimator not in GROUP_ESTIMATORS:
+        return scores
+    groups = scores.view(-1, group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    if estimator == "rloo":
+        centered = centered * group_size / (group_size - 1)
+    elif estimator == "group_norm" and divide_by_std:
+        centered = centered / ((scores.std() if batch_std else groups.std(1, keepdim=True)) + GROUP_EPSILON)
+    return centered.flatten()
+
+
+def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
+    """(prompts,) True if the scores of a prompt's samples differ, and their mean is between the bounds, not on one.
+
+    DAPO, section 3.2: a group of equal scores has the advantage 0.
+    """
+    groups = scores.view(-1, group_size)
+    means = groups.mean(1)
+    return (means > low) & (means < high) & (groups.amax(1) > groups.amin(1))
+
+
+# --- rewards and advantages of tokens
+
+
+def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """Rewards (n, T): minus `penalty` at every token, plus the score at the last (Ouyang et al. 2022, equation 2)."""
+    last = mask.sum(1) - 1
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype)
+    rewards[torch.arange(len(scores)), last] = scores
+    return rewards if penalty is None else rewards - penalty * mask
+
+
+def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Returns G_t = r_t + gamma G_{t+1} (Williams 1992). They are 0 where there is no token."""
+    returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        following = (rewards[:, t] + gamma * following) * mask[:, t]
+        returns[:, t] = following
+    return returns
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), both (n, T), by Schulman et al. 2016, equations 11 to 16.
+
+    The last token ends the episode.
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; returns = A + V.
+    """
+    values = values * mask
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lambd * next_advantage) * mask[:, t]
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, (advantages + values) * mask
+
+
+def total_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """The sum of values per row, (n,), if these are all rows of the rollout."""
+    return values.sum()
+
+
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, divide_by_std: bool = True, total: Callable = total_of_rows
+) -> torch.Tensor:
+    """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens.
+
+    `total` sums values per row over all rows of the rollout, of which other ranks may have some.
+    """
+    count = total(mask.sum(1).double())
+    centered = (values - total((values * mask).sum(1)) / count) * mask
+    if not divide_by_std:
+        return centered
+    return centered / (total((centered**2).sum(1)) / count + 1e-8).sqrt()
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """The estimator and its constants."""
+
+    estimator: str
+    group_size: int = 1
+    gamma: float = 1.0
+    lambd: float = 1.0
+    divide_by_std: bool = True
+    batch_std: bool = False
+
+
+def estimate_advantages(
+    options: AdvantageOptions,
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    penalty: Optional[torch.Tensor] = None,
+    values: Optional[torch.Tensor] = None,
+    places: Sequence[int] | slice = slice(None),
+    total: Callable = total_of_rows,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
+
+    `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
+    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy.
+    """
+    if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
+        return -penalty * mask, -penalty * mask
+    kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
+    shaped = compare_in_groups(scores, *kind)[places]
+    rewards = token_rewards(shaped, mask, penalty)
+    if options.estimator == "gae":
+        advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
+    else:
+        advantages = returns = discounted_returns(rewards, mask, options.gamma)
+    if options.estimator in WHITENED:
+        advantages = whiten(advantages, mask, options.divide_by_std, total)
+    return advantages, returns
+
+
+# --- samples of another policy
+
+
+def importance_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, level: str, cap: float, masked: bool
+) -> torch.Tensor:
+    """Weights (n, T) of the tokens, from log pi_train - log pi_rollout (n, T).
+
+    A weight is the ratio of a token, of a whole response (`sequence`, the product), or the geometric mean of a response's
+    ratios. It is at most `cap` C. With `masked`, a weight outside [1 / C, C] is 0 instead.
+
+    token: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training; with `masked`, IcePop (Ling
+    Team 2025, Every step evolves). sequence: Liu et al. 2025, When speed kills stability. geometric: the ratio of GSPO
+    (Zheng et al. 2025, equation 7). Ratios [2, 1/8] of a response: sequence 1/4, geometric 1/2.
+    """
+    if level != "token":
+        sums = (log_ratio * mask).sum(1, keepdim=True)
+        log_ratio = (sums / mask.sum(1, keepdim=True) if level == "geometric" else sums).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    return torch.where((ratio >= 1 / cap) & (ratio <= cap), ratio, 0.0) if masked else ratio.clamp(max=cap)

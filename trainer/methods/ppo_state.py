@@ -1,0 +1,114 @@
+"""The parts of a train_ppo run: the options of its algorithm, its roles, and its state between rollouts."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Optional
+
+from trainer.methods import advantages as adv
+from trainer.models.losses.policy_loss import PolicyOptions
+from trainer.rollout.asynchronous import RolloutsAhead
+from trainer.rollout.drawn_before import history_after, link_of
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.experience import Sample
+from trainer.rollout.prompt_order import PromptOrder
+from trainer.training.ema import WeightAverage
+
+
+@dataclass(frozen=True)
+class PPOOptions:
+    """The algorithm of a run."""
+
+    advantages: adv.AdvantageOptions
+    policy: PolicyOptions
+    sampling: Sampling
+    seed: int
+    num_epochs: int = 1  # passes over each rollout
+    kl_estimator: str = "k1"
+    kl_in_rewards: bool = False
+    kl_in_score: bool = False  # of the whole response, before scores are compared
+    kl_target: Optional[float] = None
+    kl_horizon: int = 10000
+    tis_cap: Optional[float] = None
+    tis_level: str = "token"
+    tis_mask: bool = False
+    rollout_kl_max: Optional[float] = None  # responses above it have no loss
+    rollout_kl_estimator: str = "k3"
+    normalize_reward: bool = False
+    reward_clip_range: Optional[tuple[float, float]] = None
+    overlong_buffer_len: int = 0
+    overlong_penalty_factor: float = 1.0
+    filtering_range: Optional[tuple[float, float]] = None
+    num_episodes: Optional[int] = None  # dynamic filtering ends after so many passes over the prompts
+    freezing_actor_steps: int = 0
+    aux_loss_coef: float = 0.0
+    experts_per_token: int = 0  # known if there is a loss that balances experts
+
+
+@dataclass
+class Roles:
+    """The models of a run. `score(samples)` sets the score of every sample, the same on every rank (collective)."""
+
+    actor: tuple  # (model, optimizer, scheduler), prepared
+    score: Callable[[list[Sample]], None]
+    engine: object = None  # None if rollouts come from a file and nothing is evaluated
+    environment: object = None  # an `episodes.Environments`, which also gives the scores
+    critic: Optional[tuple] = None
+    has_reference: bool = False
+    reference: object = None  # None if there is no reference, or if the actor without its adapter is the reference
+    average: Optional[WeightAverage] = None  # of the actor's weights
+    routers: object = None  # of the actor, with --routing_replay: a `routing_replay.Routers`
+    offload_actor_optimizer: bool = False  # while responses are generated
+    offload_critic: bool = False  # while responses are generated
+    ahead: Optional[RolloutsAhead] = None  # with --max_staleness; it uses the engine
+    synced_step: Optional[int] = None  # the engine holds the weights of this step
+    sync_facts: dict = field(default_factory=dict)  # metrics of that sync
+
+
+@dataclass
+class RLState:
+    """What a run remembers between rollouts, except its models. A checkpoint stores it as the position in the data."""
+
+    prompts: PromptOrder
+    kl_coef: float
+    rollout: int = 0
+    prompts_drawn: int = 0  # by dynamic filtering
+    prompts_kept: int = 0
+    moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
+    facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
+    origin: str = ""  # this and the histories of the newest versions of the weights: see `rollout.drawn_before`
+    histories: dict[int, str] = field(default_factory=lambda: {0: ""})
+    num_histories: int = 1
+
+    def link(self) -> str:
+        """The mark of samples that the weights of now draw."""
+        return link_of(self.histories[self.rollout], self.origin)
+
+    def go_on(self, samples: list[Sample]) -> None:
+        """The weights are trained on these samples: the next rollout begins."""
+        self.histories[self.rollout + 1] = history_after(self.link(), samples)
+        self.histories = dict(sorted(self.histories.items())[-self.num_histories :])
+        self.rollout += 1
+
+    def state_dict(self) -> dict:
+        position = self.prompts.position()
+        counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
+        counts |= {"rollout": self.rollout, "histories": list(self.histories.items())}
+        return position | counts | {"kl_coef": self.kl_coef, "moments": asdict(self.moments)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.prompts.go_to(state)
+        self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
+        self.moments = adv.RunningMoments(**state["moments"])
+        # older checkpoints do not have the following
+        self.histories = dict(map(tuple, state.get("histories", [(self.rollout, "")])))
+        self.prompts_drawn, self.prompts_kept = state.get("prompts_drawn", 0), state.get("prompts_kept", 0)
+
+    def is_used_up(self, num_episodes: Optional[int]) -> bool:
+        """Whether all passes over the prompts are done. None means that there is no limit."""
+        return num_episodes is not None and self.prompts.episode >= num_episodes
+
+    def fingerprint(self) -> dict:
+        prompts = self.prompts
+        own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
+        own |= {"curriculum": prompts.curriculum} if prompts.curriculum != "none" else {}
+        return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}

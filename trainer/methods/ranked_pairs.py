@@ -1,0 +1,81 @@
+"""Online DPO (Guo et al. 2024): each prompt gives one pair, the best and the worst of the policy's own answers to it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trainer.methods.rollout_facts import sample_facts
+from trainer.rollout.experience import Sample
+from trainer.training.loop import inspect_gradients, train_step
+
+
+def best_and_worst(samples: list[Sample], group_size: int) -> list[tuple[int, int]]:
+    """The places (chosen, rejected) of each group of adjacent samples. Of equal scores, the first sample is taken."""
+    groups = [range(start, start + group_size) for start in range(0, len(samples), group_size)]
+
+    def score(place: int) -> float:
+        return samples[place].score
+
+    return [(max(group, key=score), min(group, key=score)) for group in groups]
+
+
+def is_tie(chosen: Sample, rejected: Sample) -> bool:
+    """Whether a pair says nothing: equal scores, or the same tokens."""
+    return chosen.score == rejected.score or chosen.size().digest == rejected.size().digest
+
+
+class PairSet:
+    """The pairs of a rollout, with the interface of a dataset that a loader reads. Only pairs with tokens here have all
+    values of a row. A tie has no loss, and does not count in its mean."""
+
+    def __init__(self, samples: list[Sample], pairs: list[tuple[int, int]]):
+        self._rows: list[dict[str, Any]] = []
+        for places in pairs:
+            both = [samples[place] for place in places]
+            sizes = [sample.size() for sample in both]
+            row = {
+                "num_tokens": sum(size.tokens for size in sizes),
+                "num_loss_tokens": int(not is_tie(*both)),
+                "digest": "".join(size.digest for size in sizes),
+                "row": both[0].row,
+                "margin": both[0].score - both[1].score,
+            }
+            for side, sample in zip(("chosen", "rejected"), both):
+                if sample.here:
+                    mask = [0] * (len(sample.prompt_ids) + len(sample.response_ids))
+                    for place in sample.generated():
+                        mask[len(sample.prompt_ids) + place] = 1
+                    row |= {f"{side}_ids": sample.prompt_ids + sample.response_ids, f"{side}_mask": mask}
+            self._rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key):
+        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
+
+
+def pair_facts(samples: list[Sample], group_size: int) -> dict[str, float]:
+    """Metrics of the pairs of a rollout: the share of ties, and the mean difference of scores of the others."""
+    pairs = [(samples[chosen], samples[rejected]) for chosen, rejected in best_and_worst(samples, group_size)]
+    margins = [chosen.score - rejected.score for chosen, rejected in pairs if not is_tie(chosen, rejected)]
+    return {"tied_pairs": 1 - len(margins) / len(pairs), "score_margin": sum(margins) / max(len(margins), 1)}
+
+
+def make_pair_updates(loss_fn: Callable, group_size: int) -> Callable:
+    """The updates of `ppo.PPORun`, on the pairs of a rollout."""
+
+    def updates(run, loop, log, progress, samples: list[Sample], episode: int, facts: dict) -> None:
+        actor = run.roles.actor
+        batches, _ = run.make_batches(samples, episode)
+        facts |= sample_facts(samples) | pair_facts(samples, group_size)
+        for batch in batches * run.options.num_epochs:
+            inspect = None
+            if progress.step == 0:
+                inspect = functools.partial(inspect_gradients, run.strategy, actor[0], loop.parity_dump)
+            row = train_step(run.strategy, *actor, batch, loss_fn, progress, inspect)
+            log.after_step(actor[0], {**row, "mfu": None, **facts}, batch, note=f" | reward {facts['reward']:.4f}")
+            if progress.step == loop.total_steps:
+                break
+
+    return updates

@@ -1,0 +1,135 @@
+"""The roles of RLHF: policy and reference, critic, reward model. Each is a prepared model and one function."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from trainer.datasets.batches.packing import IGNORE
+from trainer.methods.advantages import kl_estimate
+from trainer.metrics import MetricSum
+from trainer.models.losses import policy_loss as losses
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
+from trainer.models.losses.policy_values import policy_values
+from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
+from trainer.models.reward import token_scores
+
+
+def policy_log_probs(model, micro_batch: dict, temperature: float, routers=None, replays=True) -> torch.Tensor:
+    """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from.
+
+    `routers` are those of the model, with --routing_replay. They choose the experts of the rollout if it `replays`.
+    """
+    if routers:
+        routers.use(micro_batch if replays else {})
+    return policy_values(model, micro_batch, temperature)[0]
+
+
+def critic_values(model, micro_batch: dict) -> torch.Tensor:
+    """Values (rows, tokens), fp32, of the state before each response token."""
+    return token_scores(model, micro_batch) * (micro_batch["labels"] != IGNORE)
+
+
+def reward_scores(strategy, model, batches: list, num_samples: int, sp_group) -> torch.Tensor:
+    """Scores (num_samples,), fp64, at the last token of every sample (all-reduce over sp, then over dp x sp)."""
+    scores = torch.zeros(num_samples, dtype=torch.float64, device=strategy.device)
+    with torch.no_grad():
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                last = token_scores(model, micro_batch) * micro_batch["is_last"]
+                numbers = micro_batch["sample_numbers"]
+                sums = sum_by_sequence(last, micro_batch["sequence_ids"], len(numbers), sp_group)
+                scores[numbers] += counts_here(sp_group) * sums
+    return strategy.all_reduce(scores)
+
+
+def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
+    """The count that this rank's part of a micro-batch adds. The loss is a mean over the total count."""
+    if loss_agg == "token":
+        return ((micro_batch["labels"] != IGNORE) & (micro_batch["loss_weights"] > 0)).sum()
+    return counts_here(sp_group) * micro_batch["has_loss"].sum()
+
+
+def make_policy_loss(
+    options: PolicyOptions,
+    kl_coef: Callable[[], float],
+    sp_group,
+    note_old_log_probs: Callable[[dict, torch.Tensor], None],
+    routers=None,
+) -> Callable:
+    """The loss function of the policy, for `loop.forward_backward`.
+
+    Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs and tis_weights, each (rows, tokens).
+    Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old ones, and the
+    loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current coefficient. Metrics
+    are means over response tokens, but policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
+    """
+
+    def policy_loss(model, micro_batch: dict):
+        labels = micro_batch["labels"]
+        keep = labels != IGNORE
+        if routers:
+            routers.use(micro_batch)
+        log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(options.entropy_coef))
+        log_probs = log_probs.double()
+        if "old_log_probs" in micro_batch:
+            old_log_probs = micro_batch["old_log_probs"]
+        else:
+            old_log_probs = log_probs.detach()
+            note_old_log_probs(micro_batch, old_log_probs)
+        tokens = PolicyTokens(
+            log_probs=log_probs,
+            log_ratio=log_probs - old_log_probs,
+            advantages=micro_batch["advantages"],
+            mean_by_sequence=lambda values: _mean_by_sequence(values, micro_batch, sp_group),
+        )
+        values, clipped, used_ratio = POLICY_LOSSES[options.loss](tokens, options)
+        if "tis_weights" in micro_batch:
+            values = values * micro_batch["tis_weights"]
+        weights = micro_batch["loss_weights"] * keep
+        policy_sum = total = (values * weights).sum()
+        if options.entropy_coef:
+            total = total - options.entropy_coef * (entropies * weights).sum()
+        of_tokens = {
+            "entropy": entropies,
+            "clip_fraction": clipped & keep,
+            "ratio_deviation": (losses.bounded(used_ratio).exp() - 1).abs() * keep,
+            "approx_kl": -tokens.log_ratio * keep,
+        }
+        if options.kl_estimator:
+            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], options.kl_estimator)
+            if options.kl_unbiased:
+                kl = kl * losses.bounded(tokens.log_ratio).exp()
+            total = total + kl_coef() * (kl * weights).sum()
+            of_tokens["kl_loss"] = kl * keep
+        metrics = {"policy_loss": MetricSum(policy_sum), **_means_over_tokens(of_tokens, keep)}
+        return total, denominator(micro_batch, options.loss_agg, sp_group), metrics
+
+    return policy_loss
+
+
+def _means_over_tokens(values: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, MetricSum]:
+    """Means over response tokens, as metrics, of values (rows, tokens) that are 0 outside response tokens."""
+    return {name: MetricSum(value.detach().double().sum(), count=keep.sum()) for name, value in values.items()}
+
+
+def _mean_by_sequence(values: torch.Tensor, micro_batch: dict, sp_group) -> torch.Tensor:
+    """At every token, the mean of `values` (rows, tokens) over its sequence's response tokens; all-reduced over sp."""
+    lengths, sequence_ids = micro_batch["response_lengths"], micro_batch["sequence_ids"]
+    values = torch.where(micro_batch["labels"] != IGNORE, values, 0.0)
+    means = sum_by_sequence(values, sequence_ids, len(lengths), sp_group) / lengths
+    return F.pad(means, (0, 1))[sequence_ids]  # padded: a micro-batch without a sample still has a token
+
+
+def make_value_loss(options: PolicyOptions, sp_group) -> Callable:
+    """The loss function of the critic. Micro-batches carry old_values and returns (rows, tokens)."""
+
+    def value_loss(model, micro_batch: dict):
+        values = critic_values(model, micro_batch).double()
+        of_tokens = losses.value_loss(values, micro_batch["old_values"], micro_batch["returns"], options.value_clip)
+        keep = micro_batch["labels"] != IGNORE
+        total = (of_tokens * micro_batch["loss_weights"] * keep).sum()
+        metrics = _means_over_tokens({"values": values * keep}, keep)
+        return total, denominator(micro_batch, options.loss_agg, sp_group), metrics
+
+    return value_loss

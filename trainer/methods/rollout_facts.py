@@ -1,0 +1,84 @@
+"""What a rollout's samples and log-probs say for the metrics. Values are the same on every rank.
+
+Scores and sizes are those of all samples. Flat vectors are those of the tokens that this rank trains.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from trainer.methods import advantages as adv
+from trainer.methods.ppo_state import PPOOptions, RLState
+from trainer.models.losses.policy_loss import bounded
+from trainer.rollout.experience import Sample
+from trainer.rollout.placement import Part
+
+
+def scores_of(samples: list[Sample]) -> torch.Tensor:
+    return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
+
+
+def rollout_log_probs_of(part: Part) -> torch.Tensor:
+    return torch.tensor([p for sample in part.samples for p in sample.log_probs], dtype=torch.float64)
+
+
+def sums_of_samples(part: Part, **flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The sum of each flat vector over the tokens of every sample of the rollout, (samples,) (all-reduce over dp x sp)."""
+    mask = adv.rows_mask(part.lengths, part.width)
+    shared = part.share(torch.stack([adv.to_rows(values, mask).sum(1) for values in flat.values()], 1))
+    return dict(zip(flat, shared.T.contiguous()))
+
+
+def means_over_tokens(part: Part, **flat: torch.Tensor) -> dict[str, float]:
+    """The mean of each flat vector over all tokens of the rollout (all-reduce over dp x sp)."""
+    return {name: (sums.sum() / part.num_tokens).item() for name, sums in sums_of_samples(part, **flat).items()}
+
+
+def sample_facts(samples: list[Sample]) -> dict[str, float]:
+    """Metrics that need only the samples."""
+    scores, sizes = scores_of(samples), [sample.size() for sample in samples]
+    facts = {
+        "reward": scores.mean().item(),
+        "reward_std": scores.std(correction=0).item(),
+        "response_length": sum(size.generated for size in sizes) / len(samples),
+        "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
+    }
+    if any(size.turns for size in sizes):
+        facts["turns"] = sum(size.turns for size in sizes) / len(samples)
+        facts["env_tokens"] = sum(size.response for size in sizes) / len(samples) - facts["response_length"]
+    for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
+        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
+        facts[f"reward_{name}"] = sum(values) / len(values)
+    return facts
+
+
+def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
+    """The KL to the reference, and the difference between log-probs of the rollout engine and of training.
+
+    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator.
+    """
+    old_log_probs, rollout_log_probs = flat["old_log_probs"], rollout_log_probs_of(part)
+    difference = (old_log_probs - rollout_log_probs).abs()
+    values = {
+        "rollout_logprob_diff": difference,
+        "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3"),
+    }
+    if "ref_log_probs" in flat:
+        values["kl"] = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
+    facts = means_over_tokens(part, **values)
+    if "kl" in facts:
+        per_response = facts["kl"] * part.num_tokens / part.num_samples
+        facts |= {"kl_coef": state.kl_coef, "kl_per_response": per_response}
+    log_weights = old_log_probs - rollout_log_probs
+    facts["rollout_ess"] = effective_share(log_weights, lambda values: means_over_tokens(part, mean=values)["mean"])
+    largest = adv.to_rows(difference, adv.rows_mask(part.lengths, part.width)).amax(1)
+    return facts | {"rollout_logprob_diff_max": part.share(largest).max().item()}
+
+
+def effective_share(log_weights: torch.Tensor, mean: Callable = lambda values: values.mean().item()) -> float:
+    """The effective sample size of importance weights, as a share of their number: (sum w)^2 / (n sum w^2), Kish 1965.
+
+    Weights of exp(0) give 1. Weights [1, 0] give 0.5. `mean` is that over the tokens of all ranks.
+    """
+    weights = bounded(log_weights).exp()
+    return mean(weights) ** 2 / mean(weights**2)

@@ -1,0 +1,1 @@
+"""Tensor and expert parallelism: plans, styles and sharded layers."""

@@ -1,0 +1,1 @@
+"""Changes of layers: checkpointing, compile, mixers, rotary tables, vision towers."""

@@ -1,0 +1,1 @@
+"""Losses and log-probabilities as pure functions of tensors."""

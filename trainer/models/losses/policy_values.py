@@ -1,0 +1,148 @@
+"""Log-probs and entropies of a policy without the logits of a whole micro-batch: (tokens, vocabulary) never exists.
+
+As in `linear_loss`, the head of the model returns results instead of logits. Here they are two numbers per token. The head
+may also be cut over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of the logits of a chunk.
+"""
+
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from trainer.datasets.batches.packing import model_inputs
+from trainer.distributed.gradient_collectives import SumGradients
+from trainer.models.losses.linear_loss import _forward_of, _head_is_last, _slices
+from trainer.models.losses.token_losses import (
+    causal_lm_logits,
+    places_of_labels,
+    rows_of_a_chunk,
+    token_entropies,
+    token_log_probs,
+)
+from trainer.models.losses.truncation import within_sets
+
+
+def policy_values(
+    model, micro_batch: dict, temperature: float, entropy_has_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the labels and entropies, both (rows, tokens) fp32, 0 without a label.
+
+    They are of the distribution that tokens were drawn from: at this temperature, and within `kept_sets`. Few labels take
+    the plain route over all logits. So does a model that changes its logits after the head, or has an adapter on it.
+    """
+    labels, head = micro_batch["labels"], model.get_output_embeddings()
+    kept, options = places_of_labels(micro_batch), {"temperature": temperature}
+    sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has cut over tp
+    if isinstance(head, torch.nn.Linear) or sharded_logits:
+        vocab_size = (
+            head.vocab_size
+            if sharded_logits
+            else head.weight.shape[0]
+            if isinstance(head.weight, DTensor)
+            else head.out_features
+        )
+        chunk_rows, config = rows_of_a_chunk(vocab_size, labels.device), model.get_output_embeddings.__self__.config
+        if len(kept) <= chunk_rows:
+            options |= {"chunk_tokens": labels.numel(), "kept": kept}
+        elif _head_is_last(type(config), config.to_json_string(False)):
+            return _by_chunks(model, micro_batch, kept, chunk_rows, temperature)
+    logits = causal_lm_logits(model, micro_batch)
+    if "kept_sets" in micro_batch:
+        logits = within_sets(logits, micro_batch["kept_sets"])
+    log_probs = token_log_probs(logits, labels, **options)
+    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
+        return log_probs, token_entropies(logits, labels, **options)
+
+
+def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, temperature: float):
+    labels = micro_batch["labels"]
+    targets, sets = labels.flatten()[kept], micro_batch.get("kept_sets")
+    if sets is not None:  # where the sets of each chunk begin: a GPU is waited for once
+        starts = [*torch.searchsorted(sets[0], kept[::chunk_rows].contiguous()).tolist(), sets.shape[1]]
+    head = model.get_output_embeddings.__self__.get_output_embeddings()  # without the wrappers of DeepSpeed and peft
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        hidden, weight, bias, as_logits, as_output = _local_head(head, hidden)
+
+        def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+            logits, here = as_logits(logits[None]), targets[None, rows]
+            if sets is not None:
+                number = rows.start // chunk_rows
+                places, tokens = sets[:, starts[number] : starts[number + 1]]
+                logits = within_sets(logits, torch.stack([torch.searchsorted(kept[rows], places), tokens]))
+            every = torch.arange(here.numel(), device=here.device)  # each of these places has a label
+            options = {"chunk_tokens": here.numel(), "temperature": temperature, "kept": every}
+            values = token_log_probs(logits, here, **options), token_entropies(logits, here, **options)
+            return torch.stack(values, -1)[0]  # (chunk, 2)
+
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        values = _Chunks.apply(hidden.flatten(0, -2)[kept], weight, bias, of_chunk, chunk_rows)
+        return as_output(values.new_zeros(labels.numel(), 2).index_put((kept,), values).view(*labels.shape, 2))
+
+    with _forward_of(head, forward):
+        output = model(**model_inputs(micro_batch)).logits
+    output = output.to_local() if isinstance(output, DTensor) else output
+    return output[..., 0], output[..., 1]
+
+
+def _local_head(
+    head, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Callable, Callable]:
+    """This rank's (hidden states, weight, bias) of a head, and what makes logits and the head's output of local results."""
+    weight, bias = head.weight, head.bias
+    if "sharded_logits" in vars(head):
+        return SumGradients.apply(head.mp_group, hidden)[0], weight, bias, head.sharded_logits, lambda output: output
+    if not isinstance(weight, DTensor):
+        return hidden, weight, bias, lambda logits: logits, lambda output: output
+    mesh, vocab_size = weight.device_mesh, weight.shape[0]
+
+    def as_logits(logits: torch.Tensor) -> DTensor:
+        shape = (*logits.shape[:-1], vocab_size)
+        stride = (shape[1] * vocab_size, vocab_size, 1)
+        return DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    hidden = hidden.to_local(grad_placements=[Partial()])  # each rank has the gradient of its columns
+    bias = None if bias is None else bias.to_local()
+    return (
+        hidden,
+        weight.to_local(),
+        bias,
+        as_logits,
+        lambda out: DTensor.from_local(out, mesh, [Shard(2)], run_check=False),
+    )
+
+
+class _Chunks(torch.autograd.Function):
+    """`of_chunk(hidden @ weight.T + bias, rows)` by chunks of rows. Backward computes each chunk again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, of_chunk: Callable, chunk_rows: int):
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.of_chunk, ctx.chunk_rows = of_chunk, chunk_rows
+        return torch.cat(
+            [of_chunk(F.linear(hidden[rows], weight, bias), rows) for rows in _slices(len(hidden), chunk_rows)]
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        # fp32: sums over chunks must not round to bf16 each time
+        sums = [torch.zeros_like(t, dtype=torch.float32) if need else None for t, need in zip(tensors, needed)]
+        for rows in _slices(len(grad), ctx.chunk_rows):
+            leaves = [None if tensor is None else tensor.detach() for tensor in (tensors[0][rows], *tensors[1:])]
+            leaves = [leaf.requires_grad_() if need else leaf for leaf, need in zip(leaves, needed)]
+            with torch.enable_grad():
+                values = ctx.of_chunk(F.linear(*leaves), rows)
+            wanted = [leaf for leaf, need in zip(leaves, needed) if need]
+            found = iter(torch.autograd.grad(values, wanted, grad[rows]))
+            if needed[0]:
+                sums[0][rows] = next(found).float()
+            for total, need in zip(sums[1:], needed[1:]):
+                if need:
+                    total += next(found)
+            del values, wanted, found
+        return *(None if t is None else t.to(of.dtype) for t, of in zip(sums, tensors)), None, None

@@ -1,0 +1,1 @@
+"""Before a run: layouts, memory, the doctor and the page of a model."""

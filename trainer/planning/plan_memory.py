@@ -1,0 +1,206 @@
+"""What a layout needs: the sizes of a model from its config, and the memory of each phase on each rank.
+
+Weights, gradients and states are those of `predicted_memory`. Activations follow the tensors that the decoder layers of
+transformers save for backward; a test counts them. Offloading is read from the code of FSDP2, and not measured.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from trainer.metrics import flops_per_token
+from trainer.model_parallel.expert_parallel import are_experts
+from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
+from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
+
+BF16, FP32 = 2, 4  # bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train. The fields are those of the flags, and `dp_shard` is the rest of the ranks."""
+
+    backend: str
+    stage: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+    offload: bool = False
+    checkpointing: bool = False
+    reduce_once: bool = False
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the weights, of those with the same part over tp."""
+        return self.dp_shard * self.sp
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model. Widths are elements per token in one layer; `mlp_width` counts the experts of a token."""
+
+    num_params: int
+    active_params: float
+    expert_params: int
+    largest_layer: int  # parameters of the largest decoder layer, embedding or head
+    layer_experts: int  # how many of those are experts
+    num_layers: int
+    hidden: int
+    query_width: int
+    key_width: int
+    value_width: int
+    out_width: int
+    normed_width: int  # of query and key, where heads have norms of their own
+    mlp_width: int
+    experts_per_token: int
+    vocab: int
+    config: object
+
+    def flops_per_token(self, mean_length: float) -> float:
+        return flops_per_token(self.config, self.active_params, mean_length)
+
+
+def sizes_of(model: torch.nn.Module) -> Sizes:
+    text = model.config.get_text_config()
+    names = set(model._no_split_modules or [])
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    counts = {module: sum(p.numel() for p in module.parameters()) for module in [*layers, *ends]}
+    in_layers = {layer: _expert_params(layer) for layer in layers}
+    largest, experts = max(counts, key=counts.get), sum(in_layers.values())
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    num_experts = next((p.shape[0] for m in model.modules() if are_experts(m) for p in m.parameters()), 1)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    query_dim, value_dim = getattr(text, "qk_head_dim", head_dim), getattr(text, "v_head_dim", None) or head_dim
+    if hasattr(text, "qk_head_dim"):  # multi-head latent attention: keys and values of all heads exist
+        kv_heads = heads
+    has_head_norms = any(name.endswith("q_norm") for name, _ in model.named_modules())
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if experts:
+        shared = getattr(text, "n_shared_experts", None) or 0
+        width = (chosen + shared) * (getattr(text, "moe_intermediate_size", None) or width)
+    return Sizes(
+        num_params=num_params, active_params=num_params - experts * (1 - chosen / num_experts), expert_params=experts,
+        largest_layer=counts[largest], layer_experts=in_layers.get(largest, 0), num_layers=len(layers),
+        hidden=text.hidden_size, query_width=heads * query_dim, key_width=kv_heads * query_dim,
+        value_width=kv_heads * value_dim, out_width=heads * value_dim,
+        normed_width=(heads + kv_heads) * query_dim * has_head_norms, mlp_width=width,
+        experts_per_token=chosen if experts else 0, vocab=text.vocab_size, config=model.config,
+    )  # fmt: skip
+
+
+def _expert_params(layer: torch.nn.Module) -> int:
+    return sum(p.numel() for module in layer.modules() if are_experts(module) for p in module.parameters())
+
+
+def saved_bytes_per_token(s: Sizes, tp: int = 1, dtype_bytes: int = BF16) -> float:
+    """Bytes per token that one decoder layer saves for backward: a Llama layer with a fused attention kernel.
+
+    A norm saves its input in fp32 and in the compute dtype, and its output feeds the next product. Attention saves
+    query, key, value and out. The gated MLP saves gate, activation, up and their product.
+    """
+    norms = 2 * (FP32 + 2 * dtype_bytes) * s.hidden + (FP32 + dtype_bytes) * s.normed_width / tp
+    attention = dtype_bytes * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
+    mlp = dtype_bytes * 4 * s.mlp_width / tp
+    routed = dtype_bytes * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
+    return norms + attention + mlp + routed
+
+
+def activations(layout: Layout, s: Sizes, tokens: int) -> float:
+    """Bytes of activations and logits of a micro-batch with `tokens` tokens on one rank."""
+    saved = saved_bytes_per_token(s, layout.tp) * tokens
+    inputs = (
+        BF16 * s.hidden * tokens * s.num_layers
+    )  # all that checkpointing keeps, and one layer that is computed again
+    layers = inputs + saved if layout.checkpointing else saved * s.num_layers
+    gradients = 2 * BF16 * max(s.hidden, s.mlp_width / layout.tp) * tokens  # of the tensors of one layer
+    logits = tokens * s.vocab / layout.tp
+    if layout.tp == 1 and FP32 * logits > GPU_CHUNK_BYTES:  # in chunks; the head's gradient is summed in fp32
+        return layers + gradients + 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden
+    return layers + gradients + (2 * BF16 + 2 * FP32) * logits
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on the GPU of one rank in each phase, and in host memory of one rank."""
+
+    load: float
+    step: float
+    save: float
+    host: float
+
+    @property
+    def gpu(self) -> float:
+        return max(self.load, self.step, self.save)
+
+
+def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen_copy: bool = False) -> Needs:
+    """The memory of full fine-tuning with AdamW. `tokens` are those of a micro-batch on one rank.
+
+    With `dtype` fp32, activations count twice: an upper bound. A frozen copy of the model is cut as the trained one is.
+    """
+    p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
+    n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
+    found, width = predict(layout.backend, layout.stage, dtype, n, p, layer, on_gpu=True), 2 if dtype == "fp32" else 1
+    extra = width * activations(layout, s, tokens)
+    if has_frozen_copy:
+        extra += MASTERS * p / n if layout.backend == "fsdp2" else width * BF16 * p / (n if layout.stage == 3 else 1)
+    if layout.reduce_once and layout.backend == "fsdp2":
+        extra += GRADS * p  # whole gradients until the last micro-batch
+    if layout.backend == "deepspeed" and layout.dp_replicate > 1:
+        extra += BF16 * p / layout.num_shards  # hpZ: a second copy of the weights, cut within the group
+    host = found.save - found.state  # buffers of the files that this rank writes
+    if layout.backend == "deepspeed" and layout.stage < 3 and layout.tp > 1:
+        host = max(host, BF16 * s.num_params)  # AutoTP cuts the whole model, which was read to host memory
+    if not layout.offload:
+        return Needs(found.load, found.step + extra, found.state, host)
+    state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
+    buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
+    return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, 0.0, state + buffers)
+
+
+def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
+    """The line with which the trainer refuses this layout, or None. What it only does slowly is refused here too."""
+    from types import SimpleNamespace
+
+    from trainer.distributed.mesh import MeshSizes
+    from trainer.errors import UserError
+    from trainer.model_parallel.expert_parallel import validate_experts
+    from trainer.model_parallel.tensor_parallel import validate_tp_sizes
+    from trainer.model_parallel.tp_plans import heads_divide
+    from trainer.models.attention.split_attention import validate_split_model
+    from trainer.strategies.deepspeed import DeepspeedStrategy
+    from trainer.strategies.fsdp2 import FSDP2Strategy
+    from trainer.strategies.options import StrategyOptions
+
+    options = StrategyOptions(
+        zero_stage=layout.stage, adam_offload=layout.offload, tensor_parallel_size=layout.tp, ring_attn_size=layout.sp,
+        expert_parallel_size=layout.ep, dp_replicate_size=layout.dp_replicate, reduce_once=layout.reduce_once,
+    )  # fmt: skip
+    mesh = MeshSizes(layout.dp_replicate, layout.dp_shard, layout.sp, layout.tp)
+    try:
+        if layout.backend == "fsdp2":
+            FSDP2Strategy._validate(options)
+        else:
+            DeepspeedStrategy._validate(SimpleNamespace(zero_stage=layout.stage), options)
+        if layout.tp > 1:
+            validate_tp_sizes(s.config, layout.tp, layout.num_shards if layout.backend == "fsdp2" else 1)
+            if not heads_divide(s.config, layout.tp):
+                found = f"{layout.tp} does not divide the heads, so that every rank would compute all of them"
+                raise UserError("--tensor_parallel_size", found, "a size that divides heads and KV heads")
+        if layout.sp > 1:
+            validate_split_model(s.config)
+        if model is not None and (layout.ep > 1 or layout.tp > 1):
+            validate_experts(model, layout.ep, mesh)
+    except UserError as error:
+        return str(error)
+    return None

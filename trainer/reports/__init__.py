@@ -1,0 +1,1 @@
+"""After a run: rows, curves, the report page and the live view."""

@@ -1,0 +1,173 @@
+"""The parts of `certificate.json`: chains over the steps, hashes of files, and the file with its own hash.
+
+The chain of batch hashes is the same on every layout, and a resumed
+run has the chain of an uninterrupted one. The certificate is a seal, not a signature: see docs/certificates.md.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trainer.checkpoints import checkpoint_store as store
+from trainer.errors import UserError
+from trainer.metrics import METRICS_FILE
+from trainer.reports.run_rows import up_to
+
+FILE = "certificate.json"
+FORMAT = 1
+# the chain of rows covers these; times and memory differ between machines
+CHAINED = ("step", "epoch", "batch_hash", "tokens", "loss", "grad_norm", "lr")
+DATA_FLAGS = ("dataset", "eval_dataset")
+COMMANDS = ("train_sft", "train_dpo", "train_rm", "train_ppo")
+PARTS = {
+    "command": str, "arguments": dict, "mesh": dict, "versions": dict, "models": dict, "data": dict, "steps": dict,
+    "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
+}  # fmt: skip
+RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
+
+
+# --- the parts
+
+
+def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
+    """(rows of starts and resumes, step rows in order) of a metrics.jsonl. Steps that a resume repeated count once.
+
+    A start or resume row without facts gets those of the row before it. Raises UserError for a broken file.
+    """
+    path, starts, rows = os.path.join(folder, METRICS_FILE), [], {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        found = error.strerror if isinstance(error, OSError) else "is not text"
+        raise UserError(path, found, "the file as it was written") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if row.get("event") in ("start", "resume"):
+                starts.append({**(starts[-1] if starts else {}), "step": 0, **row})
+                rows = up_to(starts[-1]["step"], rows)
+            elif "loss" in row:
+                _ = row["batch_hash"], row["grad_norm"], range(row["step"])
+                rows[row["step"]] = row
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            raise UserError(f"{path} line {number}", "is no row of a run", "the file as it was written") from None
+    if not starts or "config" not in starts[-1]:
+        raise UserError(path, "has no start row with a config", "the file as it was written")
+    return starts, [rows[step] for step in sorted(rows)]
+
+
+def describe_steps(rows: list[dict]) -> dict:
+    """The chains over all steps, and the curves."""
+    return {
+        "first": rows[0]["step"] if rows else 0,
+        "last": rows[-1]["step"] if rows else 0,
+        "batch_chain": chain(str(row["batch_hash"]) for row in rows),
+        "row_chain": chain(json.dumps([row.get(key) for key in CHAINED]) for row in rows),
+        "batch_hashes": [row["batch_hash"] for row in rows],
+        "losses": [row["loss"] for row in rows],
+        "grad_norms": [row["grad_norm"] for row in rows],
+    }
+
+
+def chain(texts) -> str:
+    """h_i = blake2b(h_(i-1) + text_i), from an empty h_0. The last hash depends on all texts and their order."""
+    link = b""
+    for text in texts:
+        link = hashlib.blake2b(link + text.encode(), digest_size=16).digest()
+    return link.hex()
+
+
+def hash_path(path: str) -> dict[str, dict]:
+    """{name: {"size", "blake2b"}} of a file (its name is "") or of the files directly in a folder."""
+    if not os.path.isdir(path):
+        return {"": store.hash_file(path)}
+    names = list_files(path)
+    with ThreadPoolExecutor() as pool:  # hashing frees Python's lock
+        return dict(zip(names, pool.map(lambda name: store.hash_file(os.path.join(path, name)), names), strict=True))
+
+
+def list_files(folder: str) -> list[str]:
+    """The files directly in a folder that a certificate covers."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
+
+
+def data_paths(arguments: dict) -> dict[str, str]:
+    """{name as in the flag: path} of every local file and folder of --dataset and --eval_dataset."""
+    names = [name.strip() for flag in DATA_FLAGS for name in (arguments.get(flag) or "").split(",")]
+    return {name: path for name in names if name and os.path.exists(path := os.path.expanduser(name))}
+
+
+def hash_data(arguments: dict) -> dict[str, dict]:
+    if arguments.get("streaming"):  # hashing would read the whole set once more; batch hashes say what was read
+        return {}
+    return {name: hash_path(path) for name, path in data_paths(arguments).items()}
+
+
+def hash_run_files(folder: str) -> dict[str, dict]:
+    there = [name for name in RUN_FILES if os.path.exists(os.path.join(folder, name))]
+    return {name: hash_path(os.path.join(folder, name))[""] for name in there}
+
+
+def hash_checkpoints(folder: str) -> dict[str, str]:
+    """{step_N: hash of its manifest}. A manifest holds the hash of every other file of its checkpoint."""
+    found = store.list_checkpoints(os.path.join(folder, "checkpoints"))
+    manifests = {os.path.basename(path): os.path.join(path, store.MANIFEST) for path in found}
+    return {name: store.hash_file(path)["blake2b"] for name, path in manifests.items() if os.path.exists(path)}
+
+
+def hardware(device: str) -> dict:
+    """The machine of rank 0, and the number of ranks."""
+    cuda = device.startswith("cuda")
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "cpu_cores": os.cpu_count(),
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+    }
+
+
+def shown_path(path: str, folder: str) -> str:
+    """A path in the run folder is written relative to it, so that the folder can move."""
+    relative = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+    return os.path.abspath(path) if relative.startswith("..") else relative
+
+
+# --- the file
+
+
+def own_hash(content: dict) -> str:
+    text = json.dumps({key: value for key, value in content.items() if key != "blake2b"}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def write(folder: str, content: dict) -> None:
+    """Write the certificate with its own hash, in one step."""
+    path = os.path.join(folder, FILE)
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump({**content, "blake2b": own_hash(content)}, file, indent=1)
+    os.replace(path + ".tmp", path)
+
+
+def read(folder: str) -> dict:
+    """The content of the certificate, not checked. Raises UserError if there is none that this version can read."""
+    path = os.path.join(folder, FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        found = f"{folder} has no {FILE} ({error.strerror})"
+        raise UserError("RUN", found, "a finished run that saved its model") from None
+    except (ValueError, RecursionError):
+        raise UserError(path, "is not JSON: it is cut off or edited", "the file as it was written") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(path, "has no format that this version reads", f"format {FORMAT}")
+    for name, kind in PARTS.items():
+        if not isinstance(content.get(name), kind) or (name == "command" and content[name] not in COMMANDS):
+            raise UserError(path, f"has no part {name} as a run writes it", "the file as it was written")
+    return content

@@ -1,0 +1,222 @@
+"""The engine of other processes: vLLM servers that `serve_engine` has started, on any machine. Input and output are tokens.
+
+Rank r uses the server number r modulo their count. The first rank that uses a server sends it the weights. A server that
+is gone gets no weights, and its requests go to the others. It is asked again at each sync, so one that is back is used again.
+Before ranks use a server, they ask for the checksum of its weights. So none ever draws from weights of before.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Optional
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import UserError
+from trainer.rollout.engines.checksum import Checksum
+from trainer.rollout.engines.sampling import Completion, Sampling
+from trainer.rollout.engines.weight_stream import WeightStream
+
+FLAG = "--engine_urls"
+TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
+LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
+FACTS_TIMEOUT = 60  # seconds until a server has told what it holds
+
+
+class LostServer(UserError):
+    """A server does not answer, or its engine is dead."""
+
+
+class VLLMServerEngine:
+    """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`. No method communicates with other ranks."""
+
+    ranks_per_engine = 1
+    slices = None  # it sends full tensors
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int,
+        max_len: int,
+        alone: bool = False,
+    ):
+        """`alone`: the ranks update their servers at different times, so this rank uses its own one only.
+
+        Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences.
+        """
+        rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
+        first = rank % len(urls)
+        self._urls, self._sends = urls[first : first + 1] if alone else urls[first:] + urls[:first], rank < len(urls)
+        self.dtype, self.device, self._batch_size = dtype, device, batch_size
+        self._checksum = ""  # of the weights of the last update
+        self._gone: dict[str, UserError] = {}  # servers that are not used, and why
+        url, [facts, *_], expected = self._urls[0], self._facts(self._urls[0]), str(dtype).removeprefix("torch.")
+        if facts["dtype"] != expected:
+            raise UserError(FLAG, f"{url} computes in {facts['dtype']}", f"{expected}, that of --param_dtype")
+        if facts["max_len"] < max_len:
+            raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
+        """Send (name, full tensor) pairs to the server, one at a time. Returns (checksum, bytes) of the tensors.
+
+        A server that is gone is left out. Raises RuntimeError if the server does not then hold, bit for bit, the tensors
+        that were sent.
+        """
+        came, num_bytes, results = Checksum(), 0, []
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in tensors:
+                value = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+                came.add(name, value)
+                num_bytes += value.nbytes
+                yield name, value
+
+        source = watched()
+        if self._sends:
+            try:
+                results = self._send(source)
+                self._note_back(self._urls[0])
+            except UserError as error:
+                self._note_gone(self._urls[0], error)
+        for _ in source:  # gathering a tensor needs all ranks
+            pass
+        self._checksum = came.hexdigest()
+        if any(result["checksum"] != self._checksum for result in results):
+            raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
+        return self._checksum, num_bytes
+
+    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
+        """What the workers of this rank's server say that they hold then. Raises LostServer."""
+        url, num_workers = self._urls[0], len(self._facts(self._urls[0]))
+        address = self._own_address(url)
+        stream = WeightStream(address, 0, 0, 1 + num_workers)
+        asked = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port])]}
+        with ThreadPoolExecutor(1) as pool:
+            received: Future = pool.submit(self._request, url, "/collective_rpc", asked)
+            try:
+                stream.send(tensors, while_waiting=lambda: received.done() and received.result())
+            except ConnectionError as error:
+                raise received.exception() or LostServer(FLAG, f"{url}: {error}") from None
+            return received.result()["results"]
+
+    def sleep(self) -> None:
+        """The server's memory is its own."""
+
+    def wake(self) -> None:
+        """See `sleep`."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] = (),
+        limits: Sequence[int] = (),
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Completion]:
+        """A completion of each prompt, in order. See `HFEngine.generate` for `seeds`, `limits` and `interrupted`.
+
+        Raises LostServer if no server is left that holds the weights of the last update.
+        """
+        drawn = list(seeds) if sampling.temperature else [None] * len(prompts)
+        most = list(limits) or [sampling.max_new_tokens] * len(prompts)
+        holding = [url for url in self._urls if self._holds(url)]
+
+        def complete(one: tuple) -> Completion:
+            if interrupted():
+                return Completion([], [], False)
+            for url in holding:
+                if url not in self._gone:
+                    try:
+                        return self._complete(url, sampling, *one)
+                    except LostServer as error:
+                        self._note_gone(url, error)
+            raise self._gone[self._urls[0]]
+
+        with ThreadPoolExecutor(self._batch_size) as pool:
+            asked = [pool.submit(complete, one) for one in zip(prompts, drawn, most)]
+            while wait(asked, timeout=LOOK_SECONDS).not_done:
+                if interrupted():  # a request that arrives only now is aborted the next time
+                    self._abort(holding)
+        return [future.result() for future in asked]
+
+    def _abort(self, urls: list[str]) -> None:
+        """End all requests on servers. They are answered with the tokens that there are. A server that is gone has none."""
+        for url in urls:
+            with contextlib.suppress(UserError):
+                self._request(url, "/abort_requests", {}, FACTS_TIMEOUT)
+
+    def _holds(self, url: str) -> bool:
+        """Whether the server has the weights of the last update."""
+        try:
+            held = {facts["checksum"] for facts in self._facts(url)}
+        except LostServer as error:
+            self._note_gone(url, error)
+            return False
+        if held == {self._checksum}:
+            self._note_back(url)
+        else:
+            self._note_gone(url, LostServer(FLAG, f"{url} was started again, and has not got this run's weights yet"))
+        return url not in self._gone
+
+    def _note_gone(self, url: str, problem: UserError) -> None:
+        known, self._gone[url] = self._gone.get(url), problem
+        if known is None or str(known) != str(problem):
+            print(f"rollout server lost, others take its requests: {problem.found}", flush=True)
+
+    def _note_back(self, url: str) -> None:
+        if self._gone.pop(url, None):
+            print(f"rollout server {url} is back", flush=True)
+
+    def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
+        params = {
+            "temperature": sampling.temperature,
+            "max_tokens": limit,
+            "stop_token_ids": list(sampling.stop_ids),
+            "stop": list(sampling.stop_texts),
+            "ignore_eos": True,  # only `stop_ids` end a response
+            "detokenize": bool(sampling.stop_texts),
+            "skip_special_tokens": False,
+            "logprobs": 0,  # of the sampled token only
+            "seed": seed,
+        }
+        asked = {"token_ids": list(prompt), "sampling_params": params}
+        [choice] = self._request(url, "/inference/v1/generate", asked)["choices"]
+        log_probs = [step["logprob"] for step in (choice["logprobs"] or {}).get("content") or []]
+        return Completion(choice["token_ids"], log_probs, choice["finish_reason"] == "stop")
+
+    def _facts(self, url: str) -> list[dict]:
+        """What each worker of a server is, and the checksum of the weights that it holds."""
+        return self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)["results"]
+
+    def _own_address(self, url: str) -> str:
+        """The address of this machine that the server's machine can reach."""
+        place = urlsplit(url)
+        try:
+            with socket.create_connection((place.hostname, place.port or 80), timeout=30) as connection:
+                return connection.getsockname()[0]
+        except OSError as error:
+            raise LostServer(FLAG, f"{url}: {error}") from None
+
+    def _request(self, url: str, path: str, body: dict, timeout: float = TIMEOUT) -> Any:
+        """The JSON of the server's answer to a POST."""
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            told = " ".join(error.read().decode(errors="replace").split())[:300]
+            kind = LostServer if error.code >= 500 else UserError
+            raise kind(FLAG, f"{url}{path}: status {error.code} {told}", "a server of serve_engine") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None

@@ -1,0 +1,48 @@
+"""What a vLLM server of ours does more than vLLM: it receives weights from a trainer.
+
+vLLM mixes the class into its worker (`--worker-extension-cls`), and its endpoint /collective_rpc calls the methods. vLLM
+starts its workers as new processes. It imports this file there, before it builds the model, and offers no other moment to
+prepare for weights that change. So this happens at the end of this file.
+"""
+
+import json
+
+import torch
+from vllm.platforms import current_platform
+
+from trainer.rollout.engines.vllm import communicate_by_gloo, keep_plain_weights, load_checked, use_plain_embeddings
+from trainer.rollout.engines.vllm_experts import check_experts
+from trainer.rollout.engines.weight_stream import WeightStream
+
+
+class WeightReceiver:
+    """A part of vLLM's worker, so `self` is a worker of vLLM."""
+
+    trainer_checksum = ""  # of the weights that it holds now; empty until a trainer has sent some
+
+    def facts_for_trainer(self) -> dict:
+        config = self.model_config
+        dtype, size = str(config.dtype).removeprefix("torch."), self.parallel_config.world_size
+        facts = {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
+        return {**facts, "workers": size, "checksum": self.trainer_checksum}
+
+    def receive_trainer_weights(self, asked: str) -> dict:
+        """Load the tensors of a stream. `asked` is JSON of its host and port. Returns {"checksum", "bytes"}.
+
+        Raises RuntimeError if the engine does not then hold, bit for bit, the tensors that came.
+        """
+        host, port = json.loads(asked)
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            use_plain_embeddings(model)
+            check_experts(model)
+        stream, self.trainer_checksum = WeightStream(host, port, 1 + self.rank, 1 + self.parallel_config.world_size), ""
+        checksum, num_bytes = load_checked(model, stream.received(), self.model_config.dtype)
+        self.trainer_checksum = checksum
+        return {"checksum": checksum, "bytes": num_bytes}
+
+
+if current_platform.is_cpu():
+    keep_plain_weights()
+    communicate_by_gloo()
+    torch.compiler.set_stance("force_eager")  # vLLM's function that ranks log-probs would take a C++ compiler a minute

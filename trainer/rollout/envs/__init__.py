@@ -1,0 +1,1 @@
+"""Who answers: environments, episodes, sandboxes and tools."""

@@ -1,0 +1,208 @@
+"""Environments of the user: where their code comes from, how it is called, and what it may return.
+
+Every failure there becomes one UserError, as with reward functions.
+"""
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from trainer.datasets.conversations.messages import messages_of
+from trainer.errors import UserError
+from trainer.rollout.rewards.reward_functions import check_scores, told
+
+FLAG = "--env"
+NAMES = ("Environment", "make_environment")  # one of them is looked for in a file or module
+SPARE_SECONDS = 5.0  # beyond the limits of all calls, until the loop that runs them counts as blocked
+
+
+class Response(str):
+    """The text of a turn without special tokens, and what else an environment may need to know about it."""
+
+    raw: str  # with special tokens
+    tool_calls: list[dict]  # [{"name": ..., "arguments": {...}}]
+    finished: bool  # whether a stop token or stop text ended the turn, not the limit of tokens
+
+    def __new__(cls, text: str, raw: str, tool_calls: list[dict], finished: bool):
+        self = super().__new__(cls, text)
+        self.raw, self.tool_calls, self.finished = raw, tool_calls, finished
+        return self
+
+
+@dataclass
+class Step:
+    """What an environment answers: the next messages, or the end."""
+
+    messages: list[dict] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+
+
+@functools.cache  # the code of a module runs once
+def load_environment(name: str) -> Callable[[], Any]:
+    """The class or function of `--env` that makes an environment. Raises UserError if there is none.
+
+    `name` is a Python file or a module, and may end with :NAME.
+    """
+    source, _, wanted = name.partition(":")
+    try:
+        if source.endswith(".py") and os.path.isfile(source):
+            spec = importlib.util.spec_from_file_location("environment_file", source)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        elif not source.endswith(".py") and importlib.util.find_spec(source):
+            module = importlib.import_module(source)
+        else:
+            raise UserError(FLAG, f"{source} is no file", "the path of a .py file, or a module")
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise UserError(FLAG, f"{source} cannot be imported: {told(error)}") from None
+    names = [wanted] if wanted else NAMES
+    factory = next((vars(module)[n] for n in names if callable(vars(module).get(n))), None)
+    if factory is None:
+        raise UserError(
+            FLAG, f"{source} has no {' or '.join(names)}", "a class, or a function that makes an environment"
+        )
+    missing = [method for method in ("reset", "step") if inspect.isclass(factory) and not hasattr(factory, method)]
+    if missing:
+        raise UserError(FLAG, f"{name} has no method {missing[0]}", "reset(task) and step(response)")
+    return factory
+
+
+class Caller:
+    """Calls functions of environments, plain ones in threads and async ones in one event loop of the process."""
+
+    def __init__(self, where: str, timeout: float, concurrency: int):
+        self._where, self._timeout, self._concurrency = where, timeout, concurrency
+        self._threads: Optional[ThreadPoolExecutor] = None
+
+    def __call__(self, what: str, functions: list[Callable[[], Any]]) -> list:
+        """The results of `functions`, in order. At most `concurrency` run at a time.
+
+        Raises UserError if one raises an error or takes longer than the limit. `what` names the function there.
+        """
+        if not functions:
+            return []
+        if self._threads is None:
+            self._threads, self._loop = ThreadPoolExecutor(self._concurrency), asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(self._all(functions), self._loop)
+        rounds = -(-len(functions) // self._concurrency)
+        try:
+            values = future.result(rounds * self._timeout + SPARE_SECONDS)
+        except TimeoutError:  # an async function that never waits blocks the loop
+            values = [self._late()]
+        for value in values:
+            if isinstance(value, Failure):
+                raise UserError(self._where, f"{what}{value.found}", value.allowed)
+        return values
+
+    def _late(self) -> "Failure":
+        return Failure(f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout")
+
+    async def _all(self, functions: list) -> list:
+        room = asyncio.Semaphore(self._concurrency)
+
+        async def one(function) -> Any:
+            async with room:
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        value = await self._loop.run_in_executor(self._threads, _guarded, function)
+                        return await _awaited(value) if inspect.isawaitable(value) else value
+                except TimeoutError:
+                    return self._late()
+                except asyncio.CancelledError as error:  # by the user's code
+                    return Failure.of(error)
+
+        return await asyncio.gather(*map(one, functions))
+
+
+@dataclass
+class Failure:
+    """In place of a result: what went wrong in the user's code, which may raise anything, and call sys.exit()."""
+
+    found: str
+    allowed: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        return cls(f" raised {told(error)}")
+
+
+def _guarded(function: Callable) -> Any:
+    try:
+        return function()
+    except BaseException as error:
+        return Failure.of(error)
+
+
+async def _awaited(value) -> Any:
+    try:
+        return await value
+    except asyncio.CancelledError:  # at the time limit
+        raise
+    except BaseException as error:
+        return Failure.of(error)
+
+
+def reset(env: Any, task: dict) -> Any:
+    """Call `reset(task)`; of an environment in Gymnasium's form, `reset(options=task)`."""
+    options = inspect.signature(env.reset).parameters.get("options")
+    if options is not None and options.kind is options.KEYWORD_ONLY:
+        return env.reset(options=task)
+    return env.reset(task)
+
+
+def read_opening(value: Any) -> list[dict]:
+    """The messages that `reset` returned, or Gymnasium's (observation, info). Raises UserError for anything else."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value = _observed(value[0])
+    messages = _messages(value)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise UserError("", "the messages do not end with one that the model answers", "a list of messages")
+    return messages
+
+
+def read_step(value: Any) -> Step:
+    """What `step` returned: messages; (messages, reward); (reward, done); or (messages, reward, done).
+
+    Gymnasium's (observation, reward, terminated, truncated, info) is read too. Raises UserError for anything else.
+    A `Step` without messages ends an episode that is not done.
+    """
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, tuple) and len(value) == 5:
+        observation, reward, terminated, truncated, _ = value
+        value = (_observed(observation), reward, bool(terminated or truncated))
+    if isinstance(value, list):
+        value = (value, 0.0, False)
+    elif isinstance(value, tuple) and len(value) == 2:
+        value = (value[0], value[1], False) if isinstance(value[0], list) else (None, *value)
+    if not (isinstance(value, tuple) and len(value) == 3 and value[2] in (True, False)):
+        found = f"returned {type(value).__name__} {' '.join(str(value).split())[:60]}"
+        raise UserError("", found, "messages, (reward, done), or (messages, reward, done)")
+    messages, reward, done = value
+    [reward], _ = check_scores("reward", [reward], 1)
+    if done:
+        return Step(reward=reward, done=True)
+    messages = _messages(messages) if messages else []
+    if not messages or any(message["role"] == "assistant" for message in messages):
+        raise UserError("", "is not done and gives no messages for the model", "messages of the roles user and tool")
+    return Step(messages, reward)
+
+
+def _observed(observation: Any) -> list[dict]:
+    return [{"role": "user", "content": str(observation)}]
+
+
+def _messages(value: Any) -> list[dict]:
+    return messages_of(value, "messages")

@@ -1,0 +1,276 @@
+"""Rollouts with an environment: the model and the environment take turns, and what was generated is kept as it is.
+
+The tokens of an episode are a prompt, then turns of the model and of the environment, each appended to those before it.
+Nothing is decoded and tokenized again, so the tokens that are trained are those that the engine generated.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from trainer.datasets.batches.global_batches import contiguous_slice
+from trainer.datasets.conversations.messages import tools_of
+from trainer.datasets.conversations.templates import render_prompt
+from trainer.datasets.conversations.turns import continuation_ids, tool_calls
+from trainer.datasets.samples.prompts import columns_of
+from trainer.distributed.collectives import gather_objects
+from trainer.errors import UserError
+from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
+from trainer.rollout.envs.environments import Caller, Response, Step, read_opening, read_step, reset
+from trainer.rollout.experience import Sample
+from trainer.rollout.placement import exchange_objects, share
+from trainer.rollout.rewards.reward_functions import check_scores
+from trainer.rollout.timeline import span
+
+
+@dataclass(frozen=True)
+class Environments:
+    """How a run makes and calls its environments."""
+
+    make: Callable[[], Any]
+    call: Caller
+    where: str  # of errors: --env NAME
+    tokenizer: Any
+    max_turns: int
+    prompt_max_len: int
+
+
+@dataclass
+class Episode:
+    """One environment and the tokens of its conversation so far."""
+
+    number: int
+    prompt: dict
+    env: Any = None  # only on the rank that calls it, like the next two
+    opening: list[dict] = field(default_factory=list)
+    tools: Optional[list] = None
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # behind the prompt
+    log_probs: list[float] = field(default_factory=list)  # of generated tokens, like kept_ids
+    kept_ids: list[list[int]] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    score: float = 0.0
+    done: bool = False  # the environment has ended it
+    over: bool = False  # it is done, or has no room or turn left
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add_turn(self, completion: Completion) -> None:
+        start = len(self.ids)
+        self.ids += completion.token_ids
+        self.turns.append([start, len(self.ids)])
+        self.log_probs += completion.log_probs
+        self.kept_ids += completion.kept_ids
+        self.versions += [[start + at, version] for at, version in completion.versions]
+
+    def as_sample(self) -> Sample:
+        return Sample(
+            number=self.number,
+            row=self.prompt["row"],
+            prompt_ids=self.prompt_ids,
+            response_ids=self.ids,
+            log_probs=self.log_probs,
+            finished=self.done,
+            label=self.prompt["label"],
+            score=self.score,
+            metrics=self.metrics,
+            kept_ids=self.kept_ids,
+            turns=self.turns,
+            versions=self.versions,
+        )
+
+
+def generate_episodes(
+    environments: Environments,
+    engine,
+    prompts: list[dict],
+    num_each: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    rollout: int,
+    first: int = 0,
+) -> list[Sample]:
+    """`num_each` episodes of each prompt, as samples with scores, numbered from `first`. Every rank gets all of them, but
+    tokens only of its own (see `placement.share`).
+
+    All engines share the work. `sampling.max_new_tokens` is the limit of everything behind the prompt. The first rank of an
+    engine calls the environments. After each turn, it tells the other ranks of its engine what they answered, and all
+    ranks whether any episode goes on (all-to-all and all-gather over the world). The score of an episode is the sum of
+    its rewards.
+
+    Raises:
+        UserError: an environment or an engine failed on one rank. All ranks raise the same error.
+    """
+    per_engine = engine.ranks_per_engine
+    number_of_engine, rank_in_engine = divmod(dist.get_rank(), per_engine)
+    num_engines = dist.get_world_size() // per_engine
+    asked = [prompt for prompt in prompts for _ in range(num_each)]
+    mine = contiguous_slice(list(enumerate(asked, start=first)), number_of_engine, num_engines)
+
+    def exchanged(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
+        """What the first rank of this engine answers, and whether any engine has an answer that is not the end.
+
+        Raises the `problem` that a rank brings, on all ranks.
+        """
+        own = []
+        if rank_in_engine == 0 and problem is None:
+            try:
+                own = answer()
+            except UserError as error:
+                problem = error
+        with span("wait"):
+            found = gather_objects((problem, any(next_ids for next_ids, *_ in own)))
+        problem = next((error for error, _ in found if error is not None), None)
+        if problem is not None:
+            raise problem
+        if per_engine > 1:
+            leader, ranks = dist.get_rank() - rank_in_engine, range(dist.get_world_size())
+            told = [
+                own if rank_in_engine == 0 and rank in range(leader, leader + per_engine) else None for rank in ranks
+            ]
+            own = exchange_objects(told)[leader]
+        return own, any(going for _, going in found)
+
+    episodes = _play(environments, engine, mine, sampling, seed, rollout, exchanged)
+    return share([episode.as_sample() for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
+
+
+def continue_episodes(
+    environments: Environments, engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
+) -> list[Sample]:
+    """The episode of each (number, prompt), as `experience.continue_prompts`. Nothing but the engine communicates."""
+
+    def alone(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
+        if problem is not None:
+            raise problem
+        own = answer()
+        return own, any(next_ids for next_ids, *_ in own)
+
+    return [e.as_sample() for e in _play(environments, engine, asked, sampling, seed, rollout, alone)]
+
+
+def _play(
+    environments: Environments,
+    engine,
+    asked: list[tuple[int, dict]],
+    sampling: Sampling,
+    seed: int,
+    rollout: int,
+    exchanged: Callable[..., tuple[list, bool]],
+) -> list[Episode]:
+    """Play an episode of each (number, prompt) to its end. See `generate_episodes` for `exchanged`."""
+    episodes = [Episode(number, prompt) for number, prompt in asked]
+    opened, _ = exchanged(lambda: _open(environments, episodes))
+    for episode, (prompt_ids,) in zip(episodes, opened):
+        episode.prompt_ids = prompt_ids
+    for turn in range(environments.max_turns):
+        going = [episode for episode in episodes if not episode.over]
+        texts = [episode.prompt_ids + episode.ids for episode in going]
+        seeds = [sample_seed(seed, rollout, episode.number, turn) for episode in going]
+        room = [sampling.max_new_tokens - len(episode.ids) for episode in going]
+        completions, problem = [], None
+        try:
+            completions = engine.generate(texts, sampling, seeds, room) if going else []
+        except UserError as error:
+            problem = error
+        for episode, completion in zip(going, completions):
+            episode.add_turn(completion)
+        is_last = turn + 1 == environments.max_turns
+        answer = functools.partial(_answer, environments, going, completions, sampling, is_last)
+        answered, any_going = exchanged(answer, problem)
+        for episode, (next_ids, reward, done, metrics) in zip(going, answered):
+            episode.score, episode.done, episode.over = episode.score + reward, done, not next_ids
+            episode.ids += next_ids
+            episode.metrics = metrics
+        if not any_going:
+            break
+    return episodes
+
+
+def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int]]]:
+    """Make and reset an environment for each episode. Returns the ids of their prompts."""
+
+    def begin(episode: Episode) -> Any:
+        task = copy.deepcopy(columns_of(episode.prompt))  # samples of a prompt share its lists
+        episode.env = environments.make()
+        return reset(episode.env, task)
+
+    openings = environments.call("reset", [functools.partial(begin, episode) for episode in episodes])
+    for episode, opening in zip(episodes, openings):
+        with _named(environments, "reset", episode):
+            tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
+            episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
+            episode.prompt_ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
+            if len(episode.prompt_ids) > environments.prompt_max_len:
+                found = f"messages of {len(episode.prompt_ids)} tokens"
+                raise UserError("", found, f"up to --prompt_max_len {environments.prompt_max_len}")
+    return [(episode.prompt_ids,) for episode in episodes]
+
+
+def _answer(
+    environments: Environments, going: list[Episode], completions: list[Completion], sampling: Sampling, is_last: bool
+) -> list[tuple[list[int], float, bool, dict]]:
+    """Hand each response to its environment. Returns (ids that follow, reward, done, metrics); no ids end an episode."""
+    tokenizer = environments.tokenizer
+    responses = [_response(tokenizer, completion) for completion in completions]
+    pairs = list(zip(going, responses))
+    values = environments.call("step", [lambda e=e, r=r: e.env.step(r) for e, r in pairs])
+    answers, ended = [], []
+    for (episode, response), completion, value in zip(pairs, completions, values):
+        with _named(environments, "step", episode):
+            step = read_step(value)
+            ids: list[int] = []
+            if step.messages and not is_last:
+                ids = _next_ids(tokenizer, episode, response, completion, step, sampling)
+            # a turn that follows needs room for one token or more
+            ids = ids if response.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
+        answers.append((ids, step.reward, step.done))
+        if not ids:
+            ended.append(episode)
+    environments.call("close", [e.env.close for e in ended if callable(getattr(e.env, "close", None))])
+    return [(*answer, _metrics(environments, episode)) for answer, (episode, _) in zip(answers, pairs)]
+
+
+def _response(tokenizer: Any, completion: Completion) -> Response:
+    raw = tokenizer.decode(completion.token_ids)
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    return Response(text, raw, tool_calls(raw), completion.finished)
+
+
+def _next_ids(
+    tokenizer: Any, episode: Episode, response: Response, completion: Completion, step: Step, sampling: Sampling
+) -> list[int]:
+    last, calls = completion.token_ids[-1], response.tool_calls
+    return continuation_ids(
+        tokenizer,
+        episode.opening,
+        step.messages,
+        tools=episode.tools,
+        call=calls[0]["name"] if calls else None,
+        stop_token=last if last in sampling.stop_ids else None,
+    )
+
+
+def _metrics(environments: Environments, episode: Episode) -> dict[str, float]:
+    """The dict `metrics` of an environment, if it has one: one number each."""
+    metrics = getattr(episode.env, "metrics", None)
+    if not isinstance(metrics, dict):
+        return {}
+    _, checked = check_scores(environments.where, ([0.0], metrics), 1)
+    return {name: value for name, [value] in checked.items()}
+
+
+@contextlib.contextmanager
+def _named(environments: Environments, method: str, episode: Episode):
+    """Put the name of the environment, the method and the row in front of an error inside."""
+    try:
+        yield
+    except UserError as error:
+        where = f"{environments.where}: {method}, row {episode.prompt['row'] + 1}: {error.where}"
+        raise UserError(where.removesuffix(": "), error.found, error.allowed) from None

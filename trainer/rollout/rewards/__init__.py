@@ -1,0 +1,1 @@
+"""Who scores: reward functions, reward models and reward servers."""

@@ -1,0 +1,99 @@
+"""Scores from reward servers over HTTP: several addresses, a key, retries. Every failure becomes one UserError."""
+
+import http.client
+import itertools
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Optional
+
+from trainer.errors import UserError
+from trainer.rollout.rewards.reward_functions import Scorer, check_scores
+
+FLAG = "--remote_rm_url"
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+RETRIED = (408, 425, 429)  # of 4xx: another time, the same request may succeed
+
+
+def read_key(flag: str, path: str) -> str:
+    """The key that a file holds. Raises UserError if there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            key = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(flag, f"{path}: {getattr(error, 'strerror', 'not UTF-8')}", "a file that holds a key") from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(flag, f"{path} holds no key", "one word of ASCII letters, digits and signs")
+    return key
+
+
+def split_urls(urls: str) -> list[str]:
+    """The addresses of --remote_rm_url. Raises UserError for one that is not of HTTP."""
+    found = [url.strip() for url in urls.split(",")]
+    for url in found:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(FLAG, url or "an empty address", "http://... or https://..., or several (comma-separated)")
+    return found
+
+
+def remote_scorer(
+    urls: str, timeout: float, retries: int, key: Optional[str] = None, pause: float = FIRST_PAUSE_SECONDS
+) -> Scorer:
+    """A scorer that POSTs {"prompts", "responses", "labels", "finished"} as JSON.
+
+    The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call; if
+    one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
+    pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a time-out,
+    a status other than 200, or an answer that cannot be understood. A request that a server calls wrong (4xx) is not sent again.
+    """
+    addresses = split_urls(urls)
+
+    def ask(first: int, columns: tuple[list, ...]) -> tuple[list, dict]:
+        """The scores of one part, from the address of number `first` or those after it."""
+        request = dict(zip(("prompts", "responses", "labels", "finished"), columns))
+        body, problem, wait = json.dumps(request).encode(), "", pause
+        order = addresses[first:] + addresses[:first]
+        for attempt in range(retries + 1):
+            if attempt:
+                time.sleep(wait * random.uniform(0.75, 1.25))  # so that ranks do not come back together
+                wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
+            for url in order:
+                try:
+                    return check_scores(f"{FLAG} {url}", _post(url, body, timeout, key), len(columns[1]))
+                except urllib.error.HTTPError as error:
+                    problem = f"HTTPError: {error.code} {_reason(error)}"
+                    if 400 <= error.code < 500 and error.code not in RETRIED:
+                        raise UserError(f"{FLAG} {url}", f"refuses the request: {problem}") from None
+                except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+                    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                except UserError as error:
+                    problem = error.found
+        tries = "1 try" if retries == 0 else f"{retries + 1} tries"
+        raise UserError(f"{FLAG} {','.join(addresses)}", f"no usable answer after {tries}: {problem}")
+
+    def score(prompts, responses, labels, finished, columns=None):
+        asked, count = (prompts, responses, labels, finished), min(len(addresses), len(responses))
+        bounds = [len(responses) * part // count for part in range(count + 1)] if count else []
+        parts = [tuple(column[start:end] for column in asked) for start, end in itertools.pairwise(bounds)]
+        with ThreadPoolExecutor(max(count, 1)) as threads:
+            found = list(threads.map(ask, range(count), parts))
+        return [score for scores, _ in found for score in scores], {}
+
+    return score
+
+
+def _post(url: str, body: bytes, timeout: float, key: Optional[str]) -> list:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as response:
+        return json.loads(response.read())["rewards"]
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the server says about a refusal, or the usual words of its status."""
+    try:
+        return " ".join(str(json.loads(error.read())["error"]).split())[:200]
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return str(error.reason)

@@ -1,0 +1,191 @@
+"""Scores from Python functions. Every failure there becomes one UserError. HTTP endpoints are in remote_rewards.py."""
+
+import importlib.util
+import inspect
+import itertools
+import numbers
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.rollout.rewards.math_reward import exact_match, math_reward
+
+BUILT_IN = {"math": math_reward, "exact_match": exact_match}
+FLAG = "--reward_func"
+LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
+ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column of such a name is not handed over
+RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
+# score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
+# `finished` says whether the response ended with a stop token. The text does not show this. `columns` are of the dataset.
+Scorer = Callable[[list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float], dict[str, list[float]]]]
+
+
+def function_names(reward_func: str | None) -> list[str]:
+    return [name.strip() for name in reward_func.split(",")] if reward_func else []
+
+
+def needs_labels(reward_func: str | None) -> bool:
+    return any(name in BUILT_IN for name in function_names(reward_func))
+
+
+def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
+    """The functions of --reward_func, by their names. Raises UserError if two have the same short name in the log."""
+    names = function_names(reward_func)
+    taken = [*RESERVED_METRICS, *map(short_name, names)]
+    if len(names) > 1 and len(set(taken)) < len(taken):
+        raise UserError(FLAG, f"{reward_func}: the log needs different names", "files with names of their own")
+    return {name: load_reward_function(name) for name in names}
+
+
+def short_name(name: str) -> str:
+    """The name of a reward function in the log: math, or `style` of rewards/style.py."""
+    return os.path.basename(name).removesuffix(".py")
+
+
+def extra_arguments(function: Callable) -> tuple[list[str], list[str], bool]:
+    """The arguments after (prompts, responses, labels): all names, those without a default, and whether it takes any."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a function that is not written in Python
+        return [], [], False
+    named = [p for p in parameters[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in named], [p.name for p in named if p.default is p.empty], takes_any
+
+
+def wanted_columns(functions: dict[str, Callable], columns: list[str], flag: str) -> list[str]:
+    """The columns of the dataset `flag` that reward functions take by name, or all for `**columns`.
+
+    Raises UserError if a function needs an argument that is no column.
+    """
+    wanted: set[str] = set()
+    for name, function in functions.items():
+        names, needed, takes_any = extra_arguments(function)
+        missing = next((name for name in needed if name not in (*columns, "finished")), None)
+        if missing:
+            found = f"reward_func takes {missing}, which is no column of {flag}"
+            raise UserError(f"{FLAG} {name}", found, f"finished, {', '.join(columns)}")
+        wanted |= set(columns if takes_any else names)
+    return [name for name in columns if name in wanted and name not in ARGUMENTS]
+
+
+def load_reward_function(name: str) -> Callable:
+    """A built-in reward, or `reward_func` of a Python file. Raises UserError if there is none."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not (name.endswith(".py") and os.path.isfile(name)):
+        raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
+    spec = importlib.util.spec_from_file_location("reward_function_file", name)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise UserError(FLAG, f"{name} cannot be imported: {told(error)}") from None
+    if not callable(getattr(module, "reward_func", None)):
+        raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
+    return module.reward_func
+
+
+def function_scorer(name: str, function: Callable, timeout: float) -> Scorer:
+    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
+
+    The function also gets `finished` and columns of the dataset, as far as it has arguments of these names.
+    """
+    where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
+
+    def score(prompts, responses, labels, finished, columns=None):
+        if not responses:
+            return [], {}
+        values = {**(columns or {}), "finished": finished}
+        extra = {key: value for key, value in values.items() if takes_any or key in names}
+        result = _call(where, timeout, function, prompts, responses, labels, **extra)
+        return check_scores(where, result, len(responses))
+
+    return score
+
+
+def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
+    """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name."""
+
+    def score(*arguments):
+        scores, metrics = {}, {}
+        for name, scorer in scorers.items():
+            scores[name], own = scorer(*arguments)
+            metrics |= {f"{name}_{metric}": values for metric, values in own.items()}
+        totals = [sum(w * value for w, value in zip(weights, values)) for values in zip(*scores.values())]
+        return check_scores("--reward_weights", totals, len(totals))[0], scores | metrics
+
+    return score
+
+
+def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -> Any:
+    """`function(*arguments, **extra)` in its own thread. If the call never returns, the thread dies with the process."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = _realized(function(*arguments, **extra), limit=len(arguments[1]) + 1)
+        except BaseException as error:  # the user's code may raise anything, and call sys.exit()
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
+    if "error" in outcome:
+        raise UserError(where, f"raised {told(outcome['error'])}")
+    return outcome["value"]
+
+
+def _realized(result: Any, limit: int) -> Any:
+    """A reward's result with lists in place of lazy values, such as a generator or a `map`. They run here, where errors
+    and time are guarded; of an endless one, `limit` values are taken."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return _realized(result[0], limit), {name: _realized(value, limit) for name, value in result[1].items()}
+    return list(itertools.islice(result, limit)) if isinstance(result, Iterator) else result
+
+
+def told(error: BaseException) -> str:
+    trace, line = error.__traceback__, None
+    while trace:
+        line, trace = trace.tb_lineno, trace.tb_next
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
+
+
+def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Check the result of a reward and return (scores, metrics).
+
+    The result is `count` numbers up to LARGEST_SCORE, or a pair of these numbers and a dict of metrics. Each metric is
+    one number, or one per response. Raises UserError for anything else.
+    """
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    scores, metrics = result if is_pair else (result, {})
+    checked = {}
+    for name, values in metrics.items():
+        if name in RESERVED_METRICS:
+            raise UserError(where, f"metric {name}, a name that the log has for the scores", "another name")
+        # numpy's scalars and tensors without a dimension are single numbers too
+        is_single = isinstance(values, numbers.Real) or getattr(values, "ndim", None) == 0
+        checked[str(name)] = _numbers(f"{where}: metric {name}", [values] * count if is_single else values, count)
+    return _numbers(where, scores, count), checked
+
+
+def _numbers(where: str, values: Any, count: int) -> list[float]:
+    try:
+        found = [float(value) for value in values]
+    except OverflowError:
+        raise UserError(where, "gave a number beyond the range of a float", "finite numbers") from None
+    except (TypeError, ValueError, RuntimeError):  # the last one is torch's for a row of several numbers
+        shown = " ".join(str(values).split())[:60]
+        raise UserError(where, f"gave {type(values).__name__} {shown}", "a list of numbers") from None
+    if len(found) != count:
+        raise UserError(where, f"{len(found)} scores for {count} responses", "one number per response")
+    for number, value in enumerate(found):
+        if not abs(value) <= LARGEST_SCORE:  # nan too
+            allowed = f"finite numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
+            raise UserError(where, f"score {value} for response {number + 1} of {count}", allowed)
+    return found

@@ -1,0 +1,1 @@
+"""From flags to a run: data, models, features, training, outputs."""

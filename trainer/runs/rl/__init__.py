@@ -1,0 +1,1 @@
+"""From flags to a run of reinforcement learning: roles, engines, rewards."""

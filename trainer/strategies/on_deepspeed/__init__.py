@@ -1,0 +1,1 @@
+"""What belongs to DeepSpeed only: its configuration, ZeRO stages and AutoTP."""

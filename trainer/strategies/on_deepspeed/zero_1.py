@@ -1,0 +1,49 @@
+"""ZeRO 1 in bf16: each rank gets the sum of its own part of the gradients, by one reduce-scatter in a step.
+
+DeepSpeed's BF16_Optimizer keeps all fp32 gradients on every rank and all-reduces them, which sends twice the bytes.
+"""
+
+import torch
+import torch.distributed as dist
+
+BUCKET_ELEMENTS = 500_000_000  # reduced at a time, as in DeepSpeed
+
+
+def complete(model, optimizer, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    """Add what DeepSpeed lacks for weights of a low-precision `dtype`: under ZeRO 0 the masters, under ZeRO 1 this file."""
+    if zero_stage == 0:
+        from trainer.strategies.on_deepspeed.zero_0 import add_masters
+
+        add_masters(model, optimizer, dtype)
+    elif hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer; fp16 and --adam_offload have another one
+        reduce_own_parts(optimizer, reduce_dtype)
+
+
+def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
+    """Let a BF16_Optimizer reduce, clip and take the norm of parts."""
+    whole, own = optimizer.fp32_groups_gradients_flat, optimizer.fp32_groups_gradient_flat_partition
+    group, norms = optimizer.dp_process_group, optimizer.get_grads_for_norm
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @torch.no_grad()
+    def reduced() -> tuple[list, dict]:
+        for number, gradients in enumerate(whole):
+            for columns in gradients.view(size, -1).split(BUCKET_ELEMENTS // size, dim=1):
+                mean = torch.empty_like(columns[rank], dtype=reduce_dtype)
+                dist.reduce_scatter_single(mean, columns.to(reduce_dtype).flatten(), group=group)
+                columns.zero_()
+                columns[rank].copy_(mean).div_(size)
+            # a parameter without a gradient here may have one on another rank
+            optimizer.fp32_groups_has_gradients[number] = [True] * len(optimizer.bf16_groups[number])
+        return [], {}  # nothing is left for the engine to reduce
+
+    def for_norm(for_clipping: bool = False):
+        if for_clipping:
+            return own
+        tensors, experts = norms()  # outside this rank's part they are zero
+        total = torch.stack([tensor.norm() for tensor in tensors]).square().sum()
+        dist.all_reduce(total, group=group)
+        return [total.sqrt()], experts
+
+    if size > 1:
+        optimizer.get_grads_for_reduction, optimizer.get_grads_for_norm = reduced, for_norm

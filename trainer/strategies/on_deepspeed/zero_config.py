@@ -1,0 +1,46 @@
+"""DeepSpeed's configuration. It turns off everything that would change the mathematics."""
+
+from typing import Optional
+
+from trainer.distributed.mesh import MeshSizes
+from trainer.strategies.options import StrategyOptions
+
+
+def engine_config(
+    options: StrategyOptions,
+    stage: int,
+    sizes: MeshSizes,
+    *,
+    on_cpu: bool,
+    with_optimizer: bool,
+    plan: Optional[dict[str, str]] = None,
+) -> dict:
+    """The configuration of one engine. `plan` is a tensor-parallel plan, if the model is cut over tp."""
+    zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
+    if sizes.dp_replicate > 1:
+        zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
+    if options.adam_offload and with_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
+    config = {
+        # the loader makes the batch; DeepSpeed sees single micro-batches, and the strategy says when a step ends
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
+        # ZeRO 0 does not clip: its gradients are whole on every rank, and optimizer_step clips them
+        "gradient_clipping": options.max_norm if stage else 0.0,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": options.reduce_dtype,
+        "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
+    }
+    if plan:
+        from trainer.strategies.on_deepspeed import autotp_layers
+
+        config["tensor_parallel"] = autotp_layers.tensor_parallel_config(plan, sizes.tp)
+    if options.param_dtype == "bf16" and stage:  # at stage 0 the engine has no masters; `zero_0` adds them
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif options.param_dtype == "fp16":
+        scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, **scaling}
+    return config
