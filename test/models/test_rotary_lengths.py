@@ -1,7 +1,5 @@
 """Frequencies that depend on the length of the text: each packed document has its own, and what cannot be right is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
@@ -25,12 +23,12 @@ def phi3() -> Phi3ForCausalLM:
     return Phi3ForCausalLM(Phi3Config(**SIZES, original_max_position_embeddings=8, rope_parameters=dict(LONG))).eval()
 
 
-def sft(max_len: int, packing: bool = False, ring: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(max_len=max_len, packing_samples=packing, ring_attn_size=ring)
+def sft(max_len: int, packing: bool = False, ring: int = 1) -> dict:
+    return {"longest": max_len, "rolls_out": False, "packed": packing, "is_split": ring > 1}
 
 
-def ppo(prompt: int, answer: int) -> SimpleNamespace:
-    return SimpleNamespace(prompt_max_len=prompt, generate_max_len=answer, packing_samples=True, ring_attn_size=1)
+def ppo(prompt: int, answer: int) -> dict:
+    return {"longest": prompt + answer, "rolls_out": True, "packed": True, "is_split": False}
 
 
 def test_lengths_of_documents():
@@ -42,7 +40,7 @@ def test_lengths_of_documents():
 
 def test_a_packed_document_has_the_frequencies_that_transformers_gives_it_alone():
     model, alone, lengths = phi3(), phi3(), (5, 12, 8, 9)  # two are longer than 8
-    fit_rotary(sft(64, packing=True), model)
+    fit_rotary(model, **sft(64, packing=True))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     hidden = torch.zeros(1, sum(lengths), 32)
     packed = model.model.rotary_emb(hidden, positions)
@@ -54,22 +52,22 @@ def test_a_packed_document_has_the_frequencies_that_transformers_gives_it_alone(
 
 
 @pytest.mark.parametrize(
-    ("args", "line"),
+    ("flags", "line"),
     [
         (sft(9), "--max_len: 9 with longrope .* up to 8, or --packing_samples without --ring_attn_size"),
         (sft(9, packing=True, ring=2), "--max_len: 9 with longrope"),
         (ppo(4, 5), r"--prompt_max_len \+ --generate_max_len: 9 with longrope"),
     ],
 )
-def test_texts_whose_lengths_are_not_known_are_refused(args, line):
+def test_texts_whose_lengths_are_not_known_are_refused(flags, line):
     with pytest.raises(UserError, match=line):
-        fit_rotary(args, phi3())
+        fit_rotary(phi3(), **flags)
 
 
 def test_texts_up_to_the_length_of_pretraining_are_taken_and_dynamic_ones_beyond_it_are_refused():
-    for args in (sft(8), sft(8, packing=True, ring=2), ppo(4, 4)):
-        fit_rotary(args, phi3())
+    for flags in (sft(8), sft(8, packing=True, ring=2), ppo(4, 4)):
+        fit_rotary(phi3(), **flags)
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=dict(DYNAMIC)))
-    fit_rotary(sft(64), llama)
+    fit_rotary(llama, **sft(64))
     with pytest.raises(UserError, match=r"--max_len: 65 with dynamic .*\(allowed: up to 64\)"):
-        fit_rotary(sft(65, packing=True), llama)
+        fit_rotary(llama, **sft(65, packing=True))

@@ -74,7 +74,13 @@ def run(argv: list[str]) -> None:
     if args.aux_loss_coef or args.expert_bias_update_rate:
         from trainer.methods.load_balance import balance_batches
 
-        collate, loss_fn = balance_batches(args, setup.folder, collate, loss_fn)
+        collate, loss_fn = balance_batches(
+            setup.folder,
+            collate,
+            loss_fn,
+            aux_loss_coef=args.aux_loss_coef,
+            trust_remote_code=args.trust_remote_code,
+        )
     build_loader = run_training.build_loader
     if args.streaming:
         from trainer.runs.streamed_run import build_loader

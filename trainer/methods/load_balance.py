@@ -84,14 +84,17 @@ def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> di
     return batch | {"is_token": batch.get("attention_mask", ones) if samples else 0 * ones}
 
 
-def balance_batches(args, folder: str, collate: Callable, loss_fn: Callable) -> tuple[Callable, LossFunction]:
-    """`collate` that marks tokens, and `loss_fn` of train_sft with the load-balancing loss if there is one.
+def balance_batches(
+    folder: str, collate: Callable, loss_fn: Callable, *, aux_loss_coef: float, trust_remote_code: bool
+) -> tuple[Callable, LossFunction]:
+    """`collate` that marks tokens, and `loss_fn` of train_sft with the load-balancing loss if `aux_loss_coef` is not 0.
 
-    Raises UserError if --aux_loss_coef is given and the model has no experts.
+    Raises:
+        UserError: `aux_loss_coef` is not 0, and the model of `folder` has no experts.
     """
-    if args.aux_loss_coef:
-        top_k = experts_per_token(read_config(folder, args.trust_remote_code))
-        loss_fn = with_batch_balance_loss(loss_fn, args.aux_loss_coef, top_k)
+    if aux_loss_coef:
+        top_k = experts_per_token(read_config(folder, trust_remote_code))
+        loss_fn = with_batch_balance_loss(loss_fn, aux_loss_coef, top_k)
     return functools.partial(mark_tokens, collate), loss_fn
 
 

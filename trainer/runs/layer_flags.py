@@ -1,5 +1,7 @@
 """What the flags change in the layers of a loaded model: recomputation, rotary embeddings, packed documents, split sequences."""
 
+from trainer.flags.rl_flags import RolloutArguments
+
 
 def change_layers(args, model, sp_group, strategy) -> None:
     """Change the layers of `model`. `sp_group` are the ranks that split each sequence, or None."""
@@ -14,7 +16,9 @@ def change_layers(args, model, sp_group, strategy) -> None:
             from trainer.models.layers.activation_offload import offload_layer_inputs
 
             offload_layer_inputs(model)
-    fit_rotary(args, model)
+    rolls_out = isinstance(args, RolloutArguments)
+    longest = args.prompt_max_len + args.generate_max_len if rolls_out else args.max_len
+    fit_rotary(model, longest=longest, rolls_out=rolls_out, packed=args.packing_samples, is_split=sp_group is not None)
     if args.packing_samples or sp_group:
         from trainer.models.attention.choice import fit_attention
         from trainer.models.layers.recurrent_layers import restart_at_documents

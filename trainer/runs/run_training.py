@@ -147,7 +147,9 @@ def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
     if args.packing_samples or args.ring_attn_size > 1:
         from trainer.models.attention.choice import setup_attention
 
-        attention, sp_group = setup_attention(args, strategy, folder, attention)
+        kind = {"packed": args.packing_samples, "sp_mode": args.sp_mode, "ring_attn_kernel": args.ring_attn_kernel}
+        kind |= {"param_dtype": args.param_dtype, "trust_remote_code": args.trust_remote_code}
+        attention, sp_group = setup_attention(strategy, folder, attention, **kind)
     tokenizer = load_tokenizer(folder, args.trust_remote_code)
     if args.tokenizer_chat_template:
         from trainer.datasets.conversations.templates import load_chat_template

@@ -13,7 +13,7 @@ def resolve_attention(
 ) -> str:
     """Return the name of the attention function that transformers should call. Raises UserError if it cannot be used.
 
-    With `ring`, `setup_split_attention` replaces it once the process groups exist.
+    With `ring`, `setup_attention` replaces it once the process groups exist.
     """
     if ring and attn_implementation in ("eager", "flash_attention_3"):
         found = f"{attn_implementation} with --ring_attn_size"
@@ -64,39 +64,44 @@ def validate_model(folder: str, trust_remote_code: bool, attention: str, packed:
         validate_flash_model(config, auto_class, attention)
 
 
-def setup_attention(args, strategy, folder: str, attention: str) -> tuple:
-    """Return (name of the attention function, ranks that split each sequence or None). Raises UserError if unfit.
+def setup_attention(
+    strategy,
+    folder: str,
+    attention: str,
+    *,
+    packed: bool,
+    sp_mode: str,
+    ring_attn_kernel: str,
+    param_dtype: str,
+    trust_remote_code: bool,
+) -> tuple:
+    """Return (name of the attention function, ranks that split each sequence or None).
 
-    `args` are the flags of the command. `attention` is the name without splitting.
+    `attention` is the name without splitting. `folder` is the model's. The other values are the flags of these names.
+
+    Raises:
+        UserError: the model of `folder` or the device does not fit.
     """
-    if args.packing_samples:
-        validate_packed_model(folder, args.trust_remote_code, attention)
-    if args.ring_attn_size == 1:
+    if packed:
+        validate_packed_model(folder, trust_remote_code, attention)
+    if strategy.sizes.sp == 1:
         return attention, None
     sp_group = strategy.setup_ring_attn()
-    return setup_split_attention(folder, sp_group, args, strategy.device), sp_group
-
-
-def setup_split_attention(folder: str, sp_group, args, device) -> str:
-    """Register attention for sequences split over `sp_group`. Return its name. Raises UserError for unfit models.
-
-    `args` are the flags of the command.
-    """
     from transformers import AutoConfig
 
     from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
-    if args.ring_attn_kernel != "native":
+    if ring_attn_kernel != "native":
         from trainer.models.attention import ring_package
 
-        ring_package.validate_machine(args.param_dtype, device)
+        ring_package.validate_machine(param_dtype, strategy.device)
         ring_package.validate_model(config)
-        return register_ring_attention(sp_group, "ring_package", args.packing_samples)
-    if args.sp_mode == "ulysses":
-        validate_heads(config, sp_group.size(), args.tensor_parallel_size)
-    return register_ring_attention(sp_group, args.sp_mode, args.packing_samples)
+        return register_ring_attention(sp_group, "ring_package", packed), sp_group
+    if sp_mode == "ulysses":
+        validate_heads(config, strategy.sizes.sp, strategy.sizes.tp)
+    return register_ring_attention(sp_group, sp_mode, packed), sp_group
 
 
 def validate_heads(config, sp_size: int, tp_size: int) -> None:

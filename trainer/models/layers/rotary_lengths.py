@@ -12,14 +12,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trainer.errors import UserError
 
 
-def fit_rotary(args, model) -> None:
-    """Make long rotary embeddings of `model` look at each packed document alone.
+def fit_rotary(model, *, longest: int, rolls_out: bool, packed: bool, is_split: bool) -> None:
+    """Give each packed document of `model` the long or short rotary frequencies of its own length.
 
-    Raises UserError if texts may be longer than those of pre-training, and the length of each is not known: in padded
-    rows, in split sequences, in a rollout. `dynamic` frequencies also depend on all texts before.
+    `longest` is the largest number of tokens in a text. `rolls_out`: the texts are prompts and generated responses.
+    `packed`: a row holds documents, whose lengths are known. `is_split`: sequences are split over ranks.
+
+    Raises:
+        UserError: texts may be longer than in pre-training, and the length of each one is not known: in padded rows,
+            in split sequences, in a rollout. `dynamic` frequencies also depend on all earlier texts.
     """
-    rolls_out = "max_len" not in vars(args)  # train_ppo
-    longest = args.prompt_max_len + args.generate_max_len if rolls_out else args.max_len
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
@@ -27,7 +29,7 @@ def fit_rotary(args, model) -> None:
             original = _original_length(module)
             if longest <= original:
                 continue
-            is_known = not rolls_out and args.packing_samples and args.ring_attn_size == 1
+            is_known = packed and not is_split and not rolls_out
             if found == "dynamic" or kind != found or not is_known:
                 flag = "--prompt_max_len + --generate_max_len" if rolls_out else "--max_len"
                 can_pack = found == "longrope" and not rolls_out
