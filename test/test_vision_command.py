@@ -40,7 +40,7 @@ def test_flags_that_do_not_work_with_images_are_refused(flags):
     assert str(found.value).startswith(REFUSED[flags])
 
 
-@pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--image_workers 4"])
+@pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--cache_pixels"])
 def test_flags_of_the_tower_are_refused_without_images(flags):
     args, _ = train_sft.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError, match="would do nothing here: no row has an image"):

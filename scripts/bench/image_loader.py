@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, nargs=2, default=[1024, 768])
     parser.add_argument("--num_images", type=int, default=96)
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--image_workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 1.5, 3.0])
     return parser.parse_args()
 
@@ -94,7 +94,7 @@ def main() -> None:
         collate.use(AutoModelForImageTextToText.from_pretrained(model))
         collate = functools.partial(collate, pad_token_id=tokenizer.pad_token_id)
         loader = GlobalBatchLoader(samples, collate, batch_size=args.batch_size, micro_batch_size=args.batch_size)
-        loader.num_workers = args.image_workers
+        loader.num_workers = args.workers
         started = time.perf_counter()
         waits(loader, 0)
         alone = (time.perf_counter() - started) / len(loader)

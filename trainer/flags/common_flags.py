@@ -118,7 +118,6 @@ class VisionArguments:
     freeze_vision: bool = arg(True, "do not train the vision tower; its projector and the language model train")
     vision_learning_rate: Optional[float] = arg(None, "peak learning rate of a tower that trains", type="PositiveFloat")
     cache_pixels: bool = arg(False, "keep the tensors of each image in a file, to make them only once")
-    image_workers: int = arg(2, "threads of each rank that prepare the images of coming batches", type="PositiveInt")
 
 
 @dataclass

@@ -221,7 +221,11 @@ def build_loader(
 ):
     """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * args.max_len * sequences_per_sample
-    loader = setup.strategy.setup_dataloader(
+    if "images" in getattr(samples, "column_names", ()):  # a stream has none
+        from trainer.datasets.images.image_batches import WORKERS
+
+        options["num_workers"] = WORKERS
+    return setup.strategy.setup_dataloader(
         samples,
         functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),
         batch_size=args.train_batch_size,
@@ -231,9 +235,6 @@ def build_loader(
         shuffle=shuffle,
         **options,
     )
-    if "images" in getattr(samples, "column_names", ()):  # a stream has none
-        loader.num_workers = args.image_workers
-    return loader
 
 
 def reading(args, trained: bool = True):

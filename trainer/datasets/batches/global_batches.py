@@ -93,8 +93,8 @@ class GlobalBatchLoader:
     """Yields the `GlobalBatch`es of this rank, epoch after epoch. Its position can be saved and restored.
 
     `dataset` has the columns num_tokens, num_loss_tokens and digest, and those that `collate` reads. `collate(samples)`
-    makes a micro-batch, in a thread, while the batch before it is used. For an empty list, it has no target and adds
-    nothing to the loss. `place` then moves the micro-batch. With `with_previous`, each sample has as `previous` the
+    makes a micro-batch in one of `num_workers` threads, while the batch before it is used. For an empty list, it has no
+    target and adds nothing to the loss. `place` then moves the micro-batch. With `with_previous`, each sample has as `previous` the
     sample before it in the global batch. The first sample has the last one.
     """
 
@@ -112,6 +112,7 @@ class GlobalBatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         with_previous: bool = False,
+        num_workers: int = 1,
         place: Callable[[dict], dict] = lambda micro_batch: micro_batch,
     ):
         self.dataset, self.collate, self.place = dataset, collate, place
@@ -122,8 +123,7 @@ class GlobalBatchLoader:
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
         self._digests, self._data_hash = column_of(dataset, "digest"), ""
         self.sizes_to_plan: Optional[np.ndarray] = None  # in place of the numbers of tokens
-        self.epoch, self.next_index = 0, 0
-        self.num_workers = 1  # threads, each of which makes a batch ahead
+        self.epoch, self.next_index, self.num_workers = 0, 0, num_workers
 
     def __len__(self) -> int:
         """The number of global batches in one epoch. The last one may be short."""

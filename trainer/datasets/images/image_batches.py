@@ -10,6 +10,7 @@ from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_pad
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.images.image_processor import blank_image, image_token_ids, process_images
 
+WORKERS = 2  # threads that make batches ahead: with one, steps wait for images (docs/benchmarks.md)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are images; Gemma 3 has the second name
 
 

@@ -93,7 +93,6 @@ def make_pairs_of(args: PPOArguments, setup: run_training.Setup) -> Callable:
             packed_capacity=capacity if args.packing_samples else None,
             shuffle=False,
         )
-        loader.num_workers = 1
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         of_ranks = trained_by(setup.strategy.meshes, loader)
         places = [[place for pair in own for place in pairs[pair]] for own in of_ranks]

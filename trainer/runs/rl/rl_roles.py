@@ -76,6 +76,7 @@ def make_batches_of(args: PPOArguments, setup: run_training.Setup, image_run=Non
     It communicates (all-to-all over the world). `image_run`: prompts have images.
     """
     from trainer.datasets.batches import shared_prompts
+    from trainer.datasets.images import image_batches
     from trainer.rollout.experience import SampleSet, collate_samples
     from trainer.rollout.placement import move, trained_by
 
@@ -83,9 +84,8 @@ def make_batches_of(args: PPOArguments, setup: run_training.Setup, image_run=Non
     capacity = args.max_tokens_per_micro_batch or args.micro_train_batch_size * max_len
 
     def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:
-        as_set = functools.partial(
-            SampleSet, loss_agg=args.loss_agg, max_len=args.generate_max_len, mask_truncated=args.mask_truncated
-        )
+        facts = {"loss_agg": args.loss_agg, "max_len": args.generate_max_len, "mask_truncated": args.mask_truncated}
+        as_set = functools.partial(SampleSet, **facts)
         options = {"pad_token_id": setup.tokenizer.pad_token_id, "scoring_pad": scoring_pad}
         images = image_run and image_run.rows_of_rollout
         options["collate"] = shared_prompts.collate_shared if args.share_prompts else images
@@ -98,8 +98,8 @@ def make_batches_of(args: PPOArguments, setup: run_training.Setup, image_run=Non
             max_tokens=args.max_tokens_per_micro_batch,
             packed_capacity=capacity if args.packing_samples else None,
             shuffle=False,
+            num_workers=image_batches.WORKERS if image_run else 1,
         )
-        loader.num_workers = args.image_workers if image_run else 1
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         if args.share_prompts:
             loader.sizes_to_plan = shared_prompts.sizes_to_plan(samples)
