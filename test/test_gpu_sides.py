@@ -228,7 +228,7 @@ def test_ranks_on_one_gpu_share_its_memory_in_a_plan(calls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * layout_plan.GB))
-    machine, reserve = auto_layout.machine_of_ranks(CARD), layout_plan.build_parser().get_default("reserve")
+    machine, reserve = auto_layout.machine_of_ranks(CARD), layout_plan.RESERVE
     assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * layout_plan.GB)
     assert ("get_device_properties", CARD) in calls.found
 

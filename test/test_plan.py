@@ -1,5 +1,6 @@
 """`plan`: bytes are those that a fake process group counts, activations those that layers save, and commands can run."""
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from trainer.planning import layout_plan as plan_report
 from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
 from trainer.planning.plan_traffic import Machine, Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
+from trainer.runs import chosen_layout
 from trainer.strategies import get_strategy
 
 
@@ -142,8 +144,8 @@ def test_the_page_says_what_the_command_says(number):
 
 def test_commands_are_accepted_by_the_trainer():
     """The three best layouts, with flags that train_sft and the strategy accept."""
-    args = plan_report.build_parser().parse_args(COMMANDS[4].split())
-    machine, work = plan_report.machine_of(args), plan_report.Work(256, 1, 4096)
+    _, machine, _, work = plan_report.read_flags(COMMANDS[4].split())
+    assert work == plan_report.Work(256, 1, 4096)
     choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work) if not c.problem][:3]
     assert len(choices) == 3
     for choice in choices:
@@ -162,8 +164,9 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
 
     def choose(*more: str, gpus: int = 8, kind=SFTArguments) -> tuple[dict, str]:
         args = parse_arguments(kind, "command", [*flags, *more])
-        machine = plan_report.machine_of(plan_report.build_parser().parse_args(["", "--gpus", str(gpus)]))
-        return auto_layout._first_choice(args, machine, get_strategy)
+        model, machine, work = meta_model("qwen3-8b"), plan_report.machine_of(gpus), chosen_layout.work_of(args)
+        check = functools.partial(chosen_layout.check_layout, args, check=get_strategy)
+        return auto_layout.first_choice(model, machine, work, check)
 
     found, line = choose()
     assert found == plan_report.layout_flags(Layout("fsdp2", 3, dp_shard=8))
@@ -180,7 +183,8 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
         choose("--max_len", "131072", gpus=1)
     for more, found in ((["--zero_stage", "2"], "auto with --zero_stage 2"), (["--load_in_4bit"], "--load_in_4bit")):
         with pytest.raises(UserError, match=found):
-            auto_layout.choose_layout(parse_arguments(SFTArguments, "train_sft", [*flags, *more]), False, get_strategy)
+            args = parse_arguments(SFTArguments, "train_sft", [*flags, *more])
+            chosen_layout.set_layout(args, False, get_strategy)
 
 
 def test_the_command_and_its_errors(tmp_path):

@@ -1,4 +1,4 @@
-"""`--layout auto`: take the first layout that `plan` finds for this model on these ranks, and say so."""
+"""`--layout auto`: the first layout that `plan` finds for this model on these ranks."""
 
 import dataclasses
 import os
@@ -6,57 +6,44 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.distributed import mesh
 from trainer.distributed.collectives import broadcast_object
 from trainer.errors import UserError
-from trainer.flags.preference_flags import DPOArguments, PreferenceDataArguments
 from trainer.planning import layout_plan
 
 CPU_RESERVE = 1.0  # GB of host memory for the libraries of a rank
 
 
-def choose_layout(args, is_demo: bool, check: Callable) -> str:
-    """Set the flags of the layout in `args` (broadcast over all ranks: rank 0 chooses). Returns a line for the user.
+def choose_layout(pretrain: str, work: layout_plan.Work, device: torch.device, check: Callable) -> tuple[dict, str]:
+    """Return (the flags of the layout, a line for the user). Rank 0 chooses and broadcasts to all ranks.
 
-    `check(args)` raises UserError for flags that do not go together.
+    `check(flags)` raises UserError if the other flags of the run rule out these flags of a layout.
 
     Raises:
-        UserError: a flag asks for a part of a layout, or no layout fits.
+        UserError: no layout fits, or `pretrain` is no model.
     """
-    defaults = vars(type(args)())
-    for name in layout_plan.layout_flags(layout_plan.Layout("", 0)):
-        if vars(args)[name] != defaults[name]:
-            raise UserError("--layout", f"auto with --{name} {vars(args)[name]}", "one of them")
-    if is_demo:
-        raise UserError("--layout", "auto with the demo", "--pretrain and --dataset")
-    if args.load_in_4bit:
-        raise UserError("--layout", "auto with --load_in_4bit", "one of them")
-    device = mesh.resolve_device(args.device)
-    mesh.start_process_group(device, args.dist_backend, host_tensors=device.type == "cuda")  # the layout may offload
     found = None
     if int(os.environ.get("RANK", 0)) == 0:
         try:
-            found = _first_choice(args, machine_of_ranks(device), check)
+            model = layout_plan.meta_model(pretrain, "--pretrain")
+            found = first_choice(model, machine_of_ranks(device), work, check)
         except UserError as error:
             found = error
     found = broadcast_object(found)
     if isinstance(found, UserError):
         raise found
-    flags, line = found
-    vars(args).update(flags, layout="flags")  # so config.yaml repeats this very run
-    return line
+    return found
 
 
-def _first_choice(args, machine: layout_plan.Machine, check: Callable) -> tuple[dict, str]:
-    """The flags of the quickest layout that fits and that the other flags allow, and a line for the user."""
-    choices, model = [], layout_plan.meta_model(args.pretrain, "--pretrain")
-    for choice in layout_plan.make_plan(model, machine, work_of(args)):
+def first_choice(model, machine: layout_plan.Machine, work: layout_plan.Work, check: Callable) -> tuple[dict, str]:
+    """The flags of the quickest layout that fits and passes `check`, and a line for the user."""
+    choices = []
+    for choice in layout_plan.make_plan(model, machine, work):
         flags = layout_plan.layout_flags(choice.layout)
-        if choice.problem or (flags["gradient_checkpointing"] and args.selective_checkpointing):
+        if choice.problem:
             choices.append(choice)
             continue
-        try:  # other flags may rule this layout out
-            check(dataclasses.replace(args, **flags))
+        try:
+            check(flags)
         except UserError as error:
             choices.append(dataclasses.replace(choice, problem=str(error)))
             continue
@@ -73,26 +60,9 @@ def machine_of_ranks(device: torch.device) -> layout_plan.Machine:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / layout_plan.GB
-    flags = ["", "--gpus", str(ranks), "--nodes", str(ranks // local), "--host_memory", str(host)]
+    sizes = {"nodes": ranks // local, "host_memory": host}
     if device.type == "cuda":
         per_gpu = torch.cuda.get_device_properties(device).total_memory / layout_plan.GB
         sharing = -(-local // torch.cuda.device_count())  # ranks on one GPU
-        flags += ["--gpu_memory", str(per_gpu / sharing)]
-    else:
-        flags += ["--gpu_memory", str(host / local), "--reserve", str(CPU_RESERVE)]
-    return layout_plan.machine_of(layout_plan.build_parser().parse_args(flags))
-
-
-def work_of(args) -> layout_plan.Work:
-    """What a step of this run trains. A pair of answers has two sequences."""
-    sequences = 2 if isinstance(args, PreferenceDataArguments) else 1
-    tokens = args.max_tokens_per_micro_batch
-    micro = -(-tokens // (args.max_len * sequences)) if tokens else args.micro_train_batch_size
-    return layout_plan.Work(
-        samples=args.train_batch_size,
-        micro=micro,
-        max_len=args.max_len * sequences,
-        by_tokens=bool(tokens),
-        dtype=args.param_dtype,
-        has_frozen_copy=isinstance(args, DPOArguments) and not args.lora_rank,
-    )
+        return layout_plan.machine_of(ranks, gpu_memory=per_gpu / sharing, **sizes)
+    return layout_plan.machine_of(ranks, gpu_memory=host / local, reserve=CPU_RESERVE, **sizes)

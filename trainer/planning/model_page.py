@@ -8,28 +8,41 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from transformers import AutoConfig
 
+from trainer.distributed.mesh import resolve_mesh_sizes
 from trainer.errors import UserError
 from trainer.metrics import full_size
 from trainer.model_folders.model_folder import plain_class
+from trainer.model_parallel.expert_parallel import validate_experts
+from trainer.model_parallel.tensor_parallel import resolve_tp_plan, validate_tp_sizes
+from trainer.models.attention.choice import validate_heads, validate_packed_model
+from trainer.models.attention.flash_limits import validate_head_dims
+from trainer.models.attention.split_attention import validate_split_model
+from trainer.models.attention.varlen import NAME
+from trainer.models.folder_faults import one_line
+from trainer.models.layers.head_shares import shared_over
+from trainer.models.layers.recurrent_layers import mixers_of, restart_at_documents
+from trainer.models.lora import LoraOptions, add_adapter
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 RANKS = 2  # the number of ranks for which flags of a layout are tried
 
 
-def model_page(args, strategy, model) -> str:
+def model_page(
+    model, param_dtype: torch.dtype, *, tp: int, sp: int, use_hf_tp_plan: bool, sequence_parallel: bool,
+    trust_remote_code: bool,
+) -> str:  # fmt: skip
     """The page of a model that is loaded, and not yet sharded by `prepare`. No communication."""
-    folder, tp, skeleton = model.name_or_path, args.tensor_parallel_size, skeleton_of(model)
+    folder, skeleton = model.name_or_path, skeleton_of(model)
     facts = model_facts(model, folder)
-    facts += [("compute dtype", str(strategy.param_dtype).removeprefix("torch.")), ("master weights", "float32")]
+    facts += [("compute dtype", str(param_dtype).removeprefix("torch.")), ("master weights", "float32")]
     if tp > 1:
-        from trainer.model_parallel.tensor_parallel import resolve_tp_plan
-
-        options = {"use_hf_tp_plan": args.use_hf_tp_plan, "sequence_parallel": args.sequence_parallel}
-        facts.append((f"plan of tp {tp}", plan_summary(resolve_tp_plan(skeleton, **options))))
-    facts += shared_mixers(skeleton, tp, args.ring_attn_size)
-    refused = refusals(skeleton, folder, args.trust_remote_code)
+        plan = resolve_tp_plan(skeleton, use_hf_tp_plan=use_hf_tp_plan, sequence_parallel=sequence_parallel)
+        facts.append((f"plan of tp {tp}", plan_summary(plan)))
+    facts += shared_mixers(skeleton, tp, sp)
+    refused = refusals(skeleton, folder, trust_remote_code)
     return format_facts([*facts, *(("refused", line) for line in refused)] + [("refused", "nothing")] * (not refused))
 
 
@@ -104,9 +117,6 @@ def _blocks(layer) -> str:
 
 def shared_mixers(model, tp: int, sp: int) -> list[tuple[str, str]]:
     """How many ranks share the heads of linear attention, Mamba or convolutions. No line without such layers."""
-    from trainer.models.layers.head_shares import shared_over
-    from trainer.models.layers.recurrent_layers import mixers_of
-
     found = Counter((type(mixer).__name__, shared_over(mixer, tp, sp)) for mixer in mixers_of(model))
     return [
         (f"heads of {kind}", f"{count} layers, over {ways[0]} ranks of tp and {ways[1]} of sp")
@@ -125,19 +135,6 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
 
     `skeleton` is this model on the meta device, and is not used afterwards: some checks change it.
     """
-    from transformers import AutoConfig
-
-    from trainer.distributed.mesh import resolve_mesh_sizes
-    from trainer.model_parallel.expert_parallel import validate_experts
-    from trainer.model_parallel.tensor_parallel import resolve_tp_plan, validate_tp_sizes
-    from trainer.models.attention.choice import validate_heads, validate_packed_model
-    from trainer.models.attention.flash_limits import validate_head_dims
-    from trainer.models.attention.split_attention import validate_split_model
-    from trainer.models.attention.varlen import NAME
-    from trainer.models.folder_faults import one_line
-    from trainer.models.layers.recurrent_layers import restart_at_documents
-    from trainer.models.lora import LoraOptions, add_adapter
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     checks: list[Callable] = [
         lambda: validate_packed_model(folder, trust_remote_code, NAME),

@@ -116,14 +116,11 @@ def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
 
     # transformers looks at positions for packed rows, and waits for the GPU. `get` finds no tensor in {}: no packed rows.
     masking_utils.find_packed_sequence_indices = {}.get  # cu_seqlens tell our attention of packed rows
-    chosen = None
     if args.layout == "auto":
-        from trainer.planning.auto_layout import choose_layout
+        from trainer.runs.chosen_layout import set_layout
 
-        chosen = choose_layout(args, is_demo, lambda flags: (get_strategy(flags), choose_attention(flags)))
+        set_layout(args, is_demo, lambda flags: (get_strategy(flags), choose_attention(flags)))
     strategy = get_strategy(args)
-    if chosen:
-        strategy.print(chosen)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
     if args.activation_offload and strategy.device.type == "cpu":
@@ -298,7 +295,9 @@ def prepare_training(args, strategy, model, total_steps: int, tower_lr: Optional
     if args.print_model and strategy.is_rank_0():
         from trainer.planning.model_page import model_page
 
-        print(model_page(args, strategy, model), flush=True)
+        layout = {"tp": args.tensor_parallel_size, "sp": args.ring_attn_size, "use_hf_tp_plan": args.use_hf_tp_plan}
+        layout |= {"sequence_parallel": args.sequence_parallel, "trust_remote_code": args.trust_remote_code}
+        print(model_page(model, strategy.param_dtype, **layout), flush=True)
     if args.compile:
         from trainer.models.layers.compiled import compile_layers
 
