@@ -1,6 +1,6 @@
 """Measure what --routing_replay changes: the difference between log-probs of the rollout engine and of training.
 
-    python scripts/bench/routing_replay.py --data ../shared/data [--update docs/rlhf.md]
+    python scripts/bench/routing_replay.py --data ../shared/data [--update docs/benchmarks.md]
 
 A random Qwen3-MoE answers questions of gsm8k. Four rollouts, each with one update, in bf16 and in fp32. Engine and training
 run the same model, but on other shapes: token by token, and whole texts. So bf16 rounds differently, and routers choose
