@@ -111,13 +111,12 @@ def test_every_strategy_has_the_same_small_api():
 
 
 def test_an_unknown_backend_is_an_error():
-    from types import SimpleNamespace
-
     from trainer.errors import UserError
     from trainer.strategies import get_strategy
+    from trainer.strategies.options import StrategyOptions
 
     with pytest.raises(UserError, match=r"--backend: ddp \(allowed: deepspeed, fsdp2\)"):
-        get_strategy(SimpleNamespace(backend="ddp"))
+        get_strategy("ddp", StrategyOptions())
 
 
 def test_every_option_of_a_strategy_is_a_flag_with_the_same_default():

@@ -246,7 +246,7 @@ def test_a_run_on_a_gpu_is_set_up_for_it(calls, monkeypatch, tmp_path):
     make_demo(str(tmp_path))
     strategy = SimpleNamespace(device=CARD, sizes=SimpleNamespace(dp=1, world_size=1))
     strategy.setup_distributed = lambda: calls.found.append(("setup_distributed",))
-    monkeypatch.setattr(strategies, "get_strategy", lambda args: strategy)
+    monkeypatch.setattr(strategies, "get_strategy", lambda backend, options: strategy)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
     calls.note(dist, "get_world_size", 1)
     calls.note(dist, "get_rank", 0)

@@ -21,7 +21,7 @@ from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, s
 from trainer.planning.plan_traffic import Machine, Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
 from trainer.runs import chosen_layout
-from trainer.strategies import get_strategy
+from trainer.strategies import StrategyOptions, get_strategy
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,10 @@ def test_commands_are_accepted_by_the_trainer():
         assert parsed.expert_parallel_size == choice.layout.ep and parsed.zero_stage == 3
 
 
+def strategy_of(args):
+    return get_strategy(args.backend, StrategyOptions.from_flags(vars(args)))
+
+
 def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monkeypatch):
     """`--layout auto` on 8 and 1 GPUs of 80 GB: the first row of the page, or the next one that other flags allow."""
     CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
@@ -165,7 +169,7 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
     def choose(*more: str, gpus: int = 8, kind=SFTArguments) -> tuple[dict, str]:
         args = parse_arguments(kind, "command", [*flags, *more])
         model, machine, work = meta_model("qwen3-8b"), plan_report.machine_of(gpus), chosen_layout.work_of(args)
-        check = functools.partial(chosen_layout.check_layout, args, check=get_strategy)
+        check = functools.partial(chosen_layout.check_layout, args, check=strategy_of)
         return auto_layout.first_choice(model, machine, work, check)
 
     found, line = choose()
@@ -184,7 +188,7 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
     for more, found in ((["--zero_stage", "2"], "auto with --zero_stage 2"), (["--load_in_4bit"], "--load_in_4bit")):
         with pytest.raises(UserError, match=found):
             args = parse_arguments(SFTArguments, "train_sft", [*flags, *more])
-            chosen_layout.set_layout(args, False, get_strategy)
+            chosen_layout.set_layout(args, False, strategy_of)
 
 
 def test_the_command_and_its_errors(tmp_path):

@@ -1,6 +1,5 @@
 """`torchrun ddp_runs.py FILE`: trainer.compare.runs.many_runs with ddp_strategy.py instead of every backend."""
 
-import dataclasses
 import sys
 
 from ddp_strategy import DDPStrategy
@@ -11,9 +10,8 @@ from trainer.entry import run_command
 from trainer.strategies.options import StrategyOptions
 
 
-def get_ddp_strategy(args) -> DDPStrategy:
-    names = [field.name for field in dataclasses.fields(StrategyOptions)]
-    return DDPStrategy(StrategyOptions(**{name: vars(args)[name] for name in names}))
+def get_ddp_strategy(backend: str, options: StrategyOptions) -> DDPStrategy:
+    return DDPStrategy(options)
 
 
 if __name__ == "__main__":

@@ -109,18 +109,23 @@ def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
     """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
     from transformers import masking_utils
 
+    from trainer import strategies
+    from trainer.datasets.demos.demo import make_demo
     from trainer.distributed.collectives import rank_0_first
     from trainer.distributed.mesh import validate_batch_sizes
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-    from trainer.strategies import get_strategy
+    from trainer.runs.gpu_settings import set_up_gpu
+
+    def strategy_of(flags):
+        return strategies.get_strategy(flags.backend, strategies.StrategyOptions.from_flags(vars(flags)))
 
     # transformers looks at positions for packed rows, and waits for the GPU. `get` finds no tensor in {}: no packed rows.
     masking_utils.find_packed_sequence_indices = {}.get  # cu_seqlens tell our attention of packed rows
     if args.layout == "auto":
         from trainer.runs.chosen_layout import set_layout
 
-        set_layout(args, is_demo, lambda flags: (get_strategy(flags), choose_attention(flags)))
-    strategy = get_strategy(args)
+        set_layout(args, is_demo, lambda flags: (strategy_of(flags), choose_attention(flags)))
+    strategy = strategy_of(args)
     if not args.max_tokens_per_micro_batch:
         validate_batch_sizes(args.train_batch_size, args.micro_train_batch_size, strategy.sizes.dp)
     if args.activation_offload and strategy.device.type == "cpu":
@@ -132,12 +137,8 @@ def set_up(args, is_demo: bool, vllm: bool = False) -> Setup:
     if strategy.device.type == "cpu":
         use_cores(args, strategy)
     else:
-        from trainer.runs.gpu_settings import set_up_gpu
-
         set_up_gpu(args.adam_offload, vllm)
     if is_demo:
-        from trainer.datasets.demos.demo import make_demo
-
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
         rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.pretrain)), None
@@ -169,13 +170,11 @@ def choose_attention(args) -> str:
 def use_cores(args, strategy) -> None:
     """On CPU: choose the library for matrix products. With several ranks, print a hint if cores stay idle."""
     from trainer.models.cpu_matmul import choose_cpu_matmul
+    from trainer.runs.cpu_cores import core_hint
 
     choose_cpu_matmul(args.cpu_matmul)
-    if strategy.sizes.world_size > 1:
-        from trainer.runs.cpu_cores import core_hint
-
-        if hint := core_hint():
-            strategy.print(hint)
+    if strategy.sizes.world_size > 1 and (hint := core_hint()):
+        strategy.print(hint)
 
 
 def load_flag_rows(args, names: str, split: str, flag: str):

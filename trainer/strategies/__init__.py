@@ -1,23 +1,20 @@
-"""The two strategies, which have one duck-typed API. Only `get_strategy(args)` chooses between them."""
-
-import dataclasses
+"""The two strategies, which have one duck-typed API. Only `get_strategy` chooses between them."""
 
 from trainer.errors import UserError
+from trainer.strategies.options import StrategyOptions
 
 
-def get_strategy(args):
-    """The strategy that `args.backend` names, built from the flags that are fields of StrategyOptions.
+def get_strategy(backend: str, options: StrategyOptions):
+    """The strategy that `--backend` names.
 
     Raises:
-        UserError: the backend is unknown, or it cannot do what the flags ask for.
+        UserError: the backend is unknown, or it cannot do what the options request.
     """
-    from trainer.strategies.options import StrategyOptions
-
-    if args.backend == "deepspeed":
+    # both backends are heavy, DeepSpeed above all: only the chosen one is imported
+    if backend == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
-    elif args.backend == "fsdp2":
+    elif backend == "fsdp2":
         from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
     else:
-        raise UserError("--backend", args.backend, "deepspeed, fsdp2")
-    flags = vars(args)
-    return Strategy(StrategyOptions(**{field.name: flags[field.name] for field in dataclasses.fields(StrategyOptions)}))
+        raise UserError("--backend", backend, "deepspeed, fsdp2")
+    return Strategy(options)

@@ -1,7 +1,8 @@
 """The settings of a strategy, and the checks that both strategies share."""
 
-from dataclasses import dataclass
-from typing import Optional
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Optional
 
 import torch
 
@@ -12,7 +13,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """What a strategy is built from. Every field is the value of the command-line flag with the same name."""
+    """What a strategy is built from. Every field is the value of the flag with the same name."""
 
     seed: int = 42
     param_dtype: str = "bf16"
@@ -36,6 +37,11 @@ class StrategyOptions:
     reduce_once: bool = False
     reduce_dtype: str = "fp32"
     optim: str = "adamw"
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
+        """The options from a mapping of flags, which has at least the fields above. Its other entries are ignored."""
+        return cls(**{field.name: flags[field.name] for field in fields(cls)})
 
 
 def validate_tp_flags(options: StrategyOptions) -> None:
