@@ -15,5 +15,11 @@ class UserError(Exception):
         return f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else "")
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of an error that says something, or the name of its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(":") if lines else type(error).__name__
+
+
 class Interrupted(Exception):
     """A signal asked the run to stop. The message says whether the run could save a checkpoint first."""

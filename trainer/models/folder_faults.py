@@ -1,20 +1,20 @@
-"""Say in one line what is wrong with a model folder. This is used only after a reader has failed."""
+"""Say in one line what is wrong with a model folder, its tokenizer or its model. Used only after a reader has failed."""
 
 import json
 import os
 import struct
 import zipfile
+from importlib.metadata import version
 
-from trainer.errors import UserError
+import torch
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+
+from trainer.errors import UserError, one_line
+from trainer.model_folders.model_folder import check_weights
 
 LFS_POINTER = b"version https://git-lfs"
 DOWNLOAD = "complete files: download the folder again"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error that says something, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":") if lines else type(error).__name__
 
 
 def unreadable(folder: str, flag: str, error: Exception) -> UserError:
@@ -87,8 +87,6 @@ def _fault_of_json(path: str) -> str | None:
 
 
 def _fault_of_index(folder: str, name: str) -> str | None:
-    from safetensors import safe_open
-
     with open(os.path.join(folder, name), encoding="utf-8-sig") as file:
         weight_map = json.load(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -107,10 +105,6 @@ def _fault_of_index(folder: str, name: str) -> str | None:
 
 
 def _fault_of_config(folder: str, flag: str) -> UserError | None:
-    from importlib.metadata import version
-
-    from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
-
     path, here = os.path.join(folder, "config.json"), f"transformers {version('transformers')}"
     with open(path, encoding="utf-8-sig") as file:
         config = json.load(file)
@@ -131,13 +125,35 @@ def _fault_of_config(folder: str, flag: str) -> UserError | None:
             if os.path.exists(name):
                 reader.from_pretrained(folder)
         except Exception as error:  # of many types: each class checks its values in its own way
-            return UserError(flag, f"{name} is refused by {here}: {reason(error)}")
+            return UserError(flag, f"{name} is refused by {here}: {_reason(error)}")
     return None
 
 
-def reason(error: BaseException) -> str:
-    """Validation errors of the hub's dataclasses have a heading of their own, and then the cause."""
+def _reason(error: BaseException) -> str:
+    """All lines as one. Validation errors of the hub's dataclasses have a heading first, and then the cause."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def load_fault(folder: str, auto_class, trust_remote_code: bool, flag: str, error: Exception) -> UserError:
+    """Why `auto_class` made no model of `folder`, whose files can be read.
+
+    `flag` names the folder. `error` is what transformers raised.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    is_ours = type(config).__module__.startswith("transformers.models.")  # else its code came with the model
+    if is_ours and type(config) not in auto_class._model_mapping:
+        task = auto_class.__name__.removeprefix("AutoModelFor")
+        return UserError(flag, f"{folder}: transformers has no {task} for {config.model_type}", "another model")
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as fault:  # of many types: each model computes its sizes in its own way
+        return UserError(flag, f"{folder}/config.json describes no model that can be built: {_reason(fault)}")
+    try:
+        check_weights(model, folder, flag)
+    except UserError as fault:
+        return fault
+    return UserError(flag, f"{folder} cannot be loaded: {type(error).__name__}: {_reason(error)}")
 
 
 def tokenizer_fault(folder: str, error: Exception) -> UserError:

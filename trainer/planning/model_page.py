@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from trainer.distributed.mesh import resolve_mesh_sizes
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.metrics import full_size
 from trainer.model_folders.model_folder import plain_class
 from trainer.model_parallel.expert_parallel import validate_experts
@@ -20,7 +20,6 @@ from trainer.models.attention.choice import validate_heads, validate_packed_mode
 from trainer.models.attention.flash_limits import validate_head_dims
 from trainer.models.attention.split_attention import validate_split_model
 from trainer.models.attention.varlen import NAME
-from trainer.models.folder_faults import one_line
 from trainer.models.layers.head_shares import shared_over
 from trainer.models.layers.recurrent_layers import mixers_of, restart_at_documents
 from trainer.models.lora import LoraOptions, add_adapter

@@ -66,15 +66,13 @@ class ImageRun:
 
     def fit(self, model) -> None:
         """Check that the model's tower works with the flags, and let the micro-batches know the model."""
-        from trainer.models.layers.vision import check_tower, hide_documents
+        from trainer.models.layers.vision import check_tower, hide_documents, take_own_images
 
         args, is_split = self.args, self.args.ring_attn_size > 1
         check_tower(model, args.packing_samples, args.ring_attn_size, args.tensor_parallel_size)
         if args.packing_samples or is_split:
             hide_documents(model)
         if is_split:
-            from trainer.models.layers.split_images import take_own_images
-
             take_own_images(model)
         self.collate.use(model)
 

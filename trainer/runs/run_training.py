@@ -265,7 +265,7 @@ def load_model(args, setup: Setup, folder: str, auto_class, flag: str = "--pretr
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        from trainer.models.load_faults import load_fault
+        from trainer.models.folder_faults import load_fault
 
         raise load_fault(folder, auto_class, args.trust_remote_code, flag, error) from error
     model.name_or_path = folder  # as from_pretrained does; a saved model has the names of this folder

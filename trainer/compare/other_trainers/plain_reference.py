@@ -99,7 +99,7 @@ def open_model(job: Job) -> torch.nn.Module:
     """The plain model of a job. Raises UserError for a folder, a device or token numbers that it cannot have."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.models.load_faults import load_fault
+    from trainer.models.folder_faults import load_fault
 
     try:
         model = load_plain_model(job.model, "cpu")

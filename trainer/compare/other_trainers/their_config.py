@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from trainer.errors import UserError
-from trainer.models.folder_faults import one_line
+from trainer.errors import UserError, one_line
 
 # fields of transformers.TrainingArguments that decide what a step computes
 FIELDS = (
