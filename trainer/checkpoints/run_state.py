@@ -23,7 +23,7 @@ import torch.distributed as dist
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX, Piece, PieceIndex
 from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, write_shards
-from trainer.distributed.collectives import gather_objects, make_patient_group
+from trainer.distributed.collectives import gather_objects, make_patient_group, together
 from trainer.errors import UserError
 
 STATE = "state.json"
@@ -114,18 +114,7 @@ def shards_of_roles(
 
 # --- saving
 
-
-def together(action: Callable, allowed: str = "") -> list:
-    """The results of `action()` on all ranks (one all-gather over all ranks), or the same UserError on every rank."""
-    try:
-        result, problem = action(), None
-    except OSError as error:
-        result, problem = None, f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    outcomes = gather_objects((result, problem))
-    for rank, (_, found) in enumerate(outcomes):
-        if found:
-            raise UserError("checkpoint", f"rank {rank}: {found}", allowed)
-    return [value for value, _ in outcomes]
+WRITING = ("checkpoint", "cannot be written")  # where, and the problem: see `together`
 
 
 class PendingSave:
@@ -159,7 +148,7 @@ class PendingSave:
             entries = _complete(self._result, temporary)
             if self._portable:
                 entries = _make_portable(temporary, entries)
-            together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None)
+            together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None, *WRITING)
         except UserError:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -182,9 +171,9 @@ def _complete(write: Callable[[], tuple[dict, list[Piece]]], folder: str) -> dic
         return entries
 
     full_disk = "free disk space; older checkpoints are intact"
-    entries = {name: entry for own in together(write_and_note, full_disk) for name, entry in own.items()}
+    entries = {name: entry for own in together(write_and_note, *WRITING, full_disk) for name, entry in own.items()}
     index = _gather_index(pieces)
-    [entry, *_] = together(lambda: index.write(folder) if index else None, full_disk)
+    [entry, *_] = together(lambda: index.write(folder) if index else None, *WRITING, full_disk)
     return {**entries, INDEX: entry}
 
 
@@ -231,7 +220,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
 
-    together(lambda: make_folder() if rank == 0 else None, allowed="a folder that can be written")
+    together(lambda: make_folder() if rank == 0 else None, *WRITING, "a folder that can be written")
     export(os.path.join(temporary, HF_FOLDER))
     randoms = random_states(device)
     others = {role: own for role, own in role_states.items() if role != MAIN}
@@ -270,7 +259,7 @@ def _staged(shards: Iterable[TensorShard], device: torch.device) -> list[TensorS
 
 def _refuse_damage(folder: str, find: Callable[[], Optional[str]]) -> None:
     """If any rank finds damage, all ranks raise DamagedCheckpoint (one all-gather over all ranks)."""
-    for problem in together(find):
+    for problem in together(find, "checkpoint", "cannot be read"):
         if problem:
             raise DamagedCheckpoint("--load_checkpoint", f"{folder} is damaged: {problem}")
 

@@ -16,6 +16,8 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from trainer.errors import UserError
+
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -48,13 +50,36 @@ def is_rank_0(strategy) -> bool:
 
 
 def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
-    """Return the `value` of each rank of `group`, in rank order (all-gather of objects; all ranks by default)."""
-    gathered: list = [None] * dist.get_world_size(group)
+    """Return the `value` of each rank of `group`, in rank order (all-gather of objects; all ranks by default).
+
+    A process without a process group is one rank.
+    """
+    gathered: list = [None] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     if len(gathered) == 1:
         return [value]
     # rank 0 may come late: it hashes and writes files meanwhile
     dist.all_gather_object(gathered, value, group=group or make_patient_group(dist.group.WORLD))
     return gathered
+
+
+def together(action: Callable, where: str, problem: str, allowed: str = "", errors: tuple = (OSError,)) -> list:
+    """Run `action()` on all ranks and return their results, in rank order (one all-gather over all ranks).
+
+    If it raises one of `errors` on any rank, every rank raises the same UserError(where, ...): the found value is
+    `problem`, such as "cannot be written", with the error and the rank.
+    """
+    result = found = None
+    try:
+        result = action()
+    except errors as error:
+        cause = getattr(error, "strerror", None) or error  # of an OSError, without its number and file
+        file = getattr(error, "filename", None)
+        found = f"{problem}: {cause}" + (f" ({file})" if file else "")
+    outcomes = gather_objects((result, found))
+    for rank, (_, found) in enumerate(outcomes):
+        if found:
+            raise UserError(where, found + f" (on rank {rank})" * (rank > 0), allowed)
+    return [result for result, _ in outcomes]
 
 
 def max_over_all_ranks(values: list[float], device: torch.device) -> list[float]:

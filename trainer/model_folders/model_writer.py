@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from trainer.distributed.collectives import together
 from trainer.errors import UserError
 from trainer.model_folders import adapter_tensors
 from trainer.model_folders.model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_class, published_weights
 from trainer.model_folders.safetensors_stream import SafetensorsStream
-from trainer.model_folders.several_writers import new_mark, own_part, together
+from trainer.model_folders.several_writers import new_mark, own_part
 
 
 def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
@@ -200,12 +202,13 @@ def save_pretrained(
             save_source_config(model, dtype, temporary)
         commit_folder(temporary, folder)
 
+    faults = {"where": folder, "problem": "cannot be written", "errors": (OSError, SafetensorError)}
     try:
-        [mark, *_] = together(lambda: begin() if writes else None, folder)
+        [mark, *_] = together(lambda: begin() if writes else None, **faults)
         if tensors is not None:
             part, num_parts = own_part(temporary, mark)
-            together(lambda: write(part, num_parts), folder)
-        together(lambda: end(mark) if writes else None, folder)
+            together(lambda: write(part, num_parts), **faults)
+        together(lambda: end(mark) if writes else None, **faults)
     except UserError:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)

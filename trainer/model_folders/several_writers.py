@@ -1,30 +1,13 @@
-"""Several ranks write the files of one new folder: who writes which ones, and one error for all of them."""
+"""Several ranks write the files of one new folder: which rank writes which files."""
 
 import os
-from collections.abc import Callable
 from typing import Optional
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from trainer.distributed.collectives import gather_objects
-from trainer.errors import UserError
 
 WRITERS_PER_NODE = 4  # each holds a tensor in host memory, and a disk is busy with few
-
-
-def together(action: Callable, folder: str) -> list:
-    """The results of `action()` on all ranks (one all-gather over all ranks), or the same UserError on each of them."""
-    result = problem = None
-    try:
-        result = action()
-    except (OSError, SafetensorError) as error:
-        problem = f"cannot be written: {error}"
-    outcomes = _of_all_ranks((result, problem))
-    for rank, (_, found) in enumerate(outcomes):
-        if found:
-            raise UserError(folder, found + f" (on rank {rank})" * (rank > 0))
-    return [value for value, _ in outcomes]
 
 
 def new_mark(folder: str) -> str:
@@ -41,11 +24,7 @@ def own_part(folder: str, mark: str) -> tuple[Optional[int], int]:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     writes = local_rank < WRITERS_PER_NODE and os.path.exists(os.path.join(folder, mark))
-    found = enumerate(_of_all_ranks((local_rank, writes)))
+    found = enumerate(gather_objects((local_rank, writes)))
     writers = [rank for _, rank in sorted((local, rank) for rank, (local, writes) in found if writes)]
     own = dist.get_rank() if dist.is_initialized() else 0
     return (writers.index(own) if own in writers else None), len(writers)
-
-
-def _of_all_ranks(value) -> list:
-    return gather_objects(value) if dist.is_initialized() else [value]
