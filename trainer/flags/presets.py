@@ -1,6 +1,6 @@
 """--preset of `train_ppo`: the algorithm of a paper as default values of flags. Sizes, lengths and rates stay the user's.
 
-docs/rlhf.md has the table with the papers and their equations.
+docs/algorithms.md has the table with the papers and their equations.
 """
 
 from collections.abc import Callable

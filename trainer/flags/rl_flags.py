@@ -151,7 +151,7 @@ class AdvantageArguments:
     preset: Optional[str] = arg(
         None,
         "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
-        "docs/rlhf.md; flags that you give win",
+        "docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
         "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
