@@ -66,7 +66,7 @@ def test_a_rank_takes_its_gpu_before_it_joins_the_process_group(calls, monkeypat
     calls.note(dist, "get_world_size", 1)
     for host_tensors, backend in ((False, "nccl"), (True, "cpu:gloo,cuda:nccl")):
         calls.found.clear()
-        mesh.start_process_group(CARD, "auto", host_tensors=host_tensors)
+        mesh.start_process_group(CARD, host_tensors=host_tensors)
         assert calls.found == [("set_device", CARD), ("init_process_group", backend), ("get_world_size",)]
 
 

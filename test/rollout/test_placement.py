@@ -71,7 +71,7 @@ def advantages_of(samples: list, strategy) -> torch.Tensor:
 
 
 def one_rank(folder: Path, tp: int) -> None:
-    start_process_group(torch.device("cpu"), "gloo")
+    start_process_group(torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = resolve_mesh_sizes(world, tp=tp)
     meshes = build_meshes(sizes, torch.device("cpu"))
@@ -119,7 +119,7 @@ def launches(tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}-{tp}")
         code, output = forked(ranks, __file__, str(folder), str(tp), timeout=100)
         assert code == 0, output[-3000:]
-        start_process_group(torch.device("cpu"), "gloo")
+        start_process_group(torch.device("cpu"))
         whole = whole_rollout(ranks)
         score_by_texts(TextScores(reward, Words(), ()), whole)
         dist.destroy_process_group()

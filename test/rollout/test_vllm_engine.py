@@ -39,7 +39,7 @@ def process_group():
     os.environ.update(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     )
-    start_process_group(CPU, "gloo")
+    start_process_group(CPU)
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
     yield
     del os.environ["RANK"]  # the runs that start below are not ranks of this group

@@ -58,7 +58,7 @@ def engines(folder):
     os.environ.update(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     )
-    start_process_group(CPU, "gloo")
+    start_process_group(CPU)
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

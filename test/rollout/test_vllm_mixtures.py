@@ -74,7 +74,7 @@ def runs(demo):
     from trainer.distributed.mesh import start_process_group
 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    start_process_group(torch.device("cpu"), "gloo")
+    start_process_group(torch.device("cpu"))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     yield found
     del os.environ["RANK"], os.environ["LOCAL_RANK"]

@@ -43,7 +43,7 @@ class DDPStrategy:
         self.device = mesh.resolve_device(options.device)
 
     def setup_distributed(self) -> None:
-        mesh.start_process_group(self.device, self.options.dist_backend)
+        mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
 

@@ -35,7 +35,7 @@ def make_model(folder: Path, vocab: int, width: int, layers: int) -> None:
 
 def main(argv: list[str]) -> None:
     folder, peaks = Path(argv[0]), {}
-    mesh.start_process_group(torch.device("cpu"), "auto")
+    mesh.start_process_group(torch.device("cpu"))
     if dist.get_rank() == 0:
         make_model(folder, *map(int, argv[1:]))
     dist.barrier()

@@ -82,20 +82,17 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def start_process_group(device: torch.device, dist_backend: str, host_tensors: bool = False) -> None:
-    """Join torchrun's process group. Without torchrun, make a group of one rank.
+def start_process_group(device: torch.device, host_tensors: bool = False) -> None:
+    """Join torchrun's process group, over NCCL on CUDA and gloo on CPU. Without torchrun, make a group of one rank.
 
     With `host_tensors`, collectives take tensors in host memory as well as tensors on the device.
     """
     if dist.is_initialized():
         return
-    backend = ("nccl" if device.type == "cuda" else "gloo") if dist_backend == "auto" else dist_backend
-    if backend == "nccl" and device.type != "cuda":
-        raise UserError("--dist_backend", "nccl without a CUDA device", "gloo, auto")
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if backend == "nccl" and host_tensors:
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

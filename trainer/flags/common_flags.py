@@ -186,8 +186,9 @@ class LayoutArguments:
     reduce_dtype: Literal["fp32", "bf16"] = arg(
         "fp32", "dtype in which ranks add up their gradients; bf16 sends half the bytes, and rounds"
     )
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
-    dist_backend: Literal["auto", "gloo", "nccl"] = arg("auto", "auto: nccl on CUDA, gloo on CPU")
+    device: Literal["auto", "cpu", "cuda"] = arg(
+        "auto", "auto: CUDA if there is a GPU, else the CPU; ranks speak over NCCL on CUDA, over gloo on CPU"
+    )
     cpu_matmul: Literal["auto", "mkl", "onednn"] = arg(
         "auto", "fp32 matrix products on CPU; auto: oneDNN on AMD with AVX-512 (MKL does not use it there), else MKL"
     )

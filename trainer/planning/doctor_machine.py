@@ -119,8 +119,7 @@ def nccl() -> Finding:
     if not _num_seen():
         return Finding("NCCL", "ok", "not needed without a GPU; ranks speak over gloo")
     if not torch.distributed.is_nccl_available():
-        cure = "a build of torch with NCCL, or --dist_backend gloo, which is slow"
-        return Finding("NCCL", FAIL, "this torch has no NCCL", cure)
+        return Finding("NCCL", FAIL, "this torch has no NCCL", "a build of torch with NCCL")
     return Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 

@@ -29,7 +29,7 @@ def set_layout(args, is_demo: bool, check: Callable) -> None:
     if args.load_in_4bit:
         raise UserError("--layout", "auto with --load_in_4bit", "one of them")
     device = mesh.resolve_device(args.device)
-    mesh.start_process_group(device, args.dist_backend, host_tensors=device.type == "cuda")  # the layout may offload
+    mesh.start_process_group(device, host_tensors=device.type == "cuda")  # the layout may offload
     flags, line = choose_layout(args.pretrain, work_of(args), device, lambda flags: check_layout(args, flags, check))
     vars(args).update(flags, layout="flags")  # so config.yaml repeats this very run
     if dist.get_rank() == 0:

@@ -91,7 +91,7 @@ class DeepspeedStrategy:
 
     def setup_distributed(self) -> None:
         """Join the process group and build the mesh."""
-        mesh.start_process_group(self.device, self.options.dist_backend)
+        mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)

@@ -79,7 +79,7 @@ class FSDP2Strategy:
     def setup_distributed(self) -> None:
         """Join the process group and build the mesh."""
         options = self.options
-        mesh.start_process_group(self.device, options.dist_backend, host_tensors=options.adam_offload)
+        mesh.start_process_group(self.device, host_tensors=options.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 

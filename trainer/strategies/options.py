@@ -28,7 +28,6 @@ class StrategyOptions:
     ring_attn_size: int = 1
     dp_replicate_size: int = 1
     device: str = "auto"
-    dist_backend: str = "auto"
     deterministic: bool = True
     lora_rank: Optional[int] = None
     lora_experts: bool = False
