@@ -17,15 +17,15 @@ from pathlib import Path
 FOLDER, RANK = Path(__file__).parent, int(os.environ.get("RANK", 0))
 # the phase that a function of the trainer is
 PHASES = {
-    "generate": ("rollout/experience.py", "generate_samples"),
-    "score": ("rollout/experience.py", "score_by_texts"),
-    "logprobs": ("training/ppo.py", "add_log_probs"),
+    "generate": ("rollout/generation.py", "generate_samples"),
+    "score": ("rollout/scoring.py", "score_by_texts"),
+    "logprobs": ("methods/ppo.py", "add_log_probs"),
     "train": ("training/loop.py", "forward_backward"),
-    "sync": ("rollout/sync.py", "sync_weights"),
+    "sync": ("engines/sync.py", "sync_weights"),
     "save": ("checkpoints/shards.py", "write_shards"),
     "ahead": ("rollout/asynchronous.py", "_generate"),
     "send": ("rollout/asynchronous.py", "_send"),
-    "score ahead": ("rollout/experience.py", "score_mine"),
+    "score ahead": ("rollout/scoring.py", "score_mine"),
 }
 LOCK_STEP = ["generate", "score", "logprobs", "train", "sync", "save"]
 AHEAD = ["ahead", "train", "send", "score ahead", "save", "logprobs"]  # with --max_staleness

@@ -31,7 +31,7 @@ from trainer.models.losses import token_losses
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES, PreferenceOptions
 from trainer.models.reward import return_token_scores
-from trainer.rollout.experience import collate_samples
+from trainer.rollout.micro_batches import collate_samples
 
 DEVICE = torch.device("privateuseone", 0)
 CONFIG = Qwen3Config(

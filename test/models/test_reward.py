@@ -16,7 +16,7 @@ from trainer.models.attention.choice import resolve_attention
 from trainer.models.losses.sequence_sums import sum_by_sequence
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
 from trainer.reports.score_plot import plot_scores
-from trainer.rollout.experience import collate_samples
+from trainer.rollout.micro_batches import collate_samples
 
 
 def save_with_head(folder, name: str, head: torch.Tensor) -> str:

@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from trainer.methods.ppo_state import RLState
 from trainer.rollout.drawn_before import AheadFiles, drawn_before, history_after, link_of, origin_of
-from trainer.rollout.experience import Sample, as_row
 from trainer.rollout.prompt_order import PromptOrder
-from trainer.rollout.rollouts_file import read_rollouts
+from trainer.rollout.rollouts_file import as_row, read_rollouts
+from trainer.rollout.samples import Sample
 
 PROMPTS, BATCH, GROUP, FIRST = 12, 2, 2, 3
 
@@ -43,7 +43,7 @@ def rollouts_from(state, count: int) -> tuple[dict[int, list[Sample]], dict[int,
         rows = [prompt["row"] for prompt in state.prompts.take(BATCH) for _ in range(GROUP)]
         ids = [[rollout, row, number] for number, row in enumerate(rows)]
         found[rollout] = [
-            Sample(n, row, [row], ids[n], [-0.5] * 3, True, None, row / PROMPTS, version=rollout - 1)
+            Sample(n, row, [row], ids[n], [-0.5] * 3, True, None, row / PROMPTS, versions=[[0, rollout - 1]])
             for n, row in enumerate(rows)
         ]
         links[rollout] = state.link()
@@ -121,7 +121,7 @@ def test_the_history_is_of_tokens_scores_and_order():
     samples = rollouts_from(run_state(), 1)[0][3]
     history = history_after("link", samples)
     assert history == history_after("link", [dataclasses.replace(sample) for sample in samples])
-    ids = [dataclasses.replace(samples[0], response_ids=[1], sizes=None), *samples[1:]]
+    ids = [samples[0].with_response([1]), *samples[1:]]
     score = [dataclasses.replace(samples[0], score=0.9), *samples[1:]]
     others = [history_after("b", samples), *(history_after("link", each) for each in (ids, score, samples[::-1], []))]
     assert len({history, *others}) == 6

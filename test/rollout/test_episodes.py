@@ -19,8 +19,9 @@ from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.envs.environments import load_environment
 from trainer.rollout.envs.episodes import generate_episodes
-from trainer.rollout.experience import Sample, SampleSet, as_row, collate_samples
-from trainer.rollout.rollouts_file import read_rollouts
+from trainer.rollout.micro_batches import SampleSet, collate_samples
+from trainer.rollout.rollouts_file import as_row, read_rollouts
+from trainer.rollout.samples import Sample
 
 
 class Calculator:
@@ -307,7 +308,7 @@ def test_no_text_breaks_the_reading_of_calls(text):
 def test_frozen_rollouts_with_turns_that_do_not_fit_are_refused(tmp_path):
     sample = Sample(0, 0, [1], [2, 3, 4, 5], [-1.0, -1.0], True, None, score=1.0, turns=[[0, 1], [3, 4]])
     assert sample.generated() == [0, 3]
-    row = {name: value for name, value in vars(sample).items() if name not in ("columns", "kept_ids")} | {"rollout": 0}
+    row = as_row(sample, 0, None)
     file = tmp_path / "rollouts.jsonl"
     for turns, good in (([[0, 1], [3, 4]], True), ([[0, 1]], False), ([[0, 1], [3, 9]], False)):
         file.write_text(json.dumps(row | {"turns": turns}) + "\n")

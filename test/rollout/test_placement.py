@@ -20,8 +20,11 @@ from trainer.distributed.mesh import build_meshes, resolve_mesh_sizes, start_pro
 from trainer.methods import advantages as adv
 from trainer.rollout import placement
 from trainer.rollout.engines.sampling import Completion, Sampling
-from trainer.rollout.experience import SampleSet, TextScores, generate_samples, score_by_texts
-from trainer.rollout.rollouts_file import RolloutsLog, read_rollouts
+from trainer.rollout.generation import generate_samples
+from trainer.rollout.micro_batches import SampleSet
+from trainer.rollout.rollouts_file import RolloutsLog, as_row, read_rollouts
+from trainer.rollout.samples import Sample
+from trainer.rollout.scoring import TextScores, score_by_texts
 
 EACH, GROUP = 6, 3
 
@@ -90,13 +93,13 @@ def one_rank(folder: Path, tp: int) -> None:
     dist.all_to_all_single, dist.send = counted_exchange, counted_send
     samples = whole_rollout(world)
     score_by_texts(TextScores(reward, Words(), ()), samples)
-    generated = sum(sample.size().tokens for sample in samples if sample.here)
+    generated = sum(sample.size().tokens for sample in samples if sample.held.here)
     RolloutsLog(str(folder), Words()).write(0, samples, "link")
     options = {"batch_size": len(samples) // 2, "micro_batch_size": 1, "max_tokens": 900}
     plan = GlobalBatchLoader(SampleSet(samples, "token", 400), list, **options, dp_size=sizes.dp)
     places = placement.trained_by(meshes, plan)
     samples = placement.move(samples, places)
-    assert [n for n, sample in enumerate(samples) if sample.here] == places[rank]
+    assert [n for n, sample in enumerate(samples) if sample.held.here] == places[rank]
     held = sum(len(s.prompt_ids) + len(s.response_ids) + len(s.log_probs) for s in samples)
 
     def all_reduce(tensor):
@@ -134,7 +137,7 @@ def test_each_sample_is_on_the_ranks_that_train_it_and_whole(launches):
         for found in of_ranks:
             for n, (sample, expected) in enumerate(zip(found["samples"], whole)):
                 assert (sample.score, sample.size()) == (expected.score, expected.size())
-                if sample.here:
+                if sample.held.here:
                     assert sample == expected or sample.label is None, (ranks, tp, n)
                     assert (sample.prompt_ids, sample.response_ids) == (expected.prompt_ids, expected.response_ids)
                     assert (sample.log_probs, sample.kept_ids) == (expected.log_probs, expected.kept_ids)
@@ -177,8 +180,8 @@ def test_what_a_rank_sends_and_holds_does_not_grow_with_the_ranks(launches):
 def test_the_ranks_of_an_engine_share_its_samples(monkeypatch):
     """Two ranks of one engine get the same completions. Each keeps a half; no other rank gets them."""
     kept = []
-    monkeypatch.setattr("trainer.rollout.experience.share", lambda mine: kept.append([s.number for s in mine]))
-    monkeypatch.setattr("trainer.rollout.experience.gather_objects", lambda problems: [problems] * 4)
+    monkeypatch.setattr("trainer.rollout.generation.share", lambda mine: kept.append([s.number for s in mine]))
+    monkeypatch.setattr("trainer.rollout.generation.gather_objects", lambda problem: [problem] * 4)
     prompts = [{"prompt_ids": [1], "row": 0, "label": None}]
     for rank in range(4):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
@@ -188,17 +191,15 @@ def test_the_ranks_of_an_engine_share_its_samples(monkeypatch):
 
 
 def test_a_rollout_from_a_file_needs_no_message(tmp_path, monkeypatch):
-    from trainer.rollout.experience import Sample, as_row
-
     samples = [Sample(n, n, [1, 2], [3 + n], [-0.5], True, "x", 1.0) for n in range(3)]
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(json.dumps(as_row(sample, 0, Words())) + "\n" for sample in samples))
     [read] = read_rollouts(str(path))
-    assert read == samples and all(sample.here and sample.holder is None for sample in read)
+    assert read == samples and all(sample.held.here and sample.held.by is None for sample in read)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     moved = placement.move(read, [[0, 2]])
-    assert [sample.here for sample in moved] == [True, False, True] and moved[2] == samples[2]
-    assert all(sample.here for sample in read), "the rollout of the file stays as it is"
+    assert [sample.held.here for sample in moved] == [True, False, True] and moved[2] == samples[2]
+    assert all(sample.held.here for sample in read), "the rollout of the file stays as it is"
 
 
 if __name__ == "__main__":  # a rank

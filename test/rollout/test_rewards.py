@@ -19,7 +19,6 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.ppo import sample_facts
 from trainer.models.model_loading import load_tokenizer
-from trainer.rollout.experience import Sample, TextScores, score_by_texts
 from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards.remote_rewards import remote_scorer
 from trainer.rollout.rewards.reward_functions import (
@@ -29,6 +28,8 @@ from trainer.rollout.rewards.reward_functions import (
     wanted_columns,
     weighted_scorer,
 )
+from trainer.rollout.samples import Sample
+from trainer.rollout.scoring import TextScores, score_by_texts
 
 ANSWERS = {
     "so 3 + 4 = 7\n#### 7": "7",

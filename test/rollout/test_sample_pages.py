@@ -6,15 +6,15 @@ from html import unescape
 import torch
 from conversations import byte_tokenizer
 
-from trainer.rollout.experience import Sample
 from trainer.rollout.sample_pages import SamplePages
+from trainer.rollout.samples import Sample
 
 
 def test_every_generated_token_with_both_log_probs(tmp_path):
     tokenizer = byte_tokenizer("qwen3")
     a, b, less, amp = (tokenizer(text)["input_ids"][0] for text in "ab<&")
     chat = Sample(0, 0, [a], [b, less, amp, b], [-1.0, -2.0, -3.0], True, "<x>", score=0.5, turns=[[0, 2], [3, 4]])
-    plain = Sample(1, 0, [a, a], [b], [-0.5], False, None, score=1.0, metrics={"words": 2.0}, version=3)
+    plain = Sample(1, 0, [a, a], [b], [-0.5], False, None, score=1.0, metrics={"words": 2.0}, versions=[[0, 3]])
     left_out = Sample(2, 0, [a], [a, a], [-9.0, -9.0], True, None, score=1.0)
     trained = torch.tensor([-1.0, -2.25, -9.0, -0.5, -7.0, -7.0], dtype=torch.float64)
     told = SamplePages(str(tmp_path), tokenizer, 2).write(4, [chat, plain, left_out], trained)

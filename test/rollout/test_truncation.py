@@ -10,7 +10,9 @@ from rollout.test_hf_engine import PROMPTS, SEEDS, make_engine, tokenizer  # noq
 from trainer.models.losses.token_losses import token_entropies, token_log_probs
 from trainer.models.losses.truncation import truncate, within_sets
 from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.experience import Sample, SampleSet, as_row, collate_samples, spread_sets
+from trainer.rollout.micro_batches import SampleSet, collate_samples, spread_sets
+from trainer.rollout.rollouts_file import as_row
+from trainer.rollout.samples import Sample
 
 CUTS = [
     (0.9, 0, 0.0),

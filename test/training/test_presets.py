@@ -18,8 +18,9 @@ from trainer.methods.ppo import add_advantages, add_log_probs
 from trainer.methods.ppo_state import RLState
 from trainer.methods.roles import make_policy_loss
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
-from trainer.rollout.experience import Sample, SampleSet, collate_samples
+from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import Part
+from trainer.rollout.samples import Sample
 from trainer.runs.rl.rl_options import ppo_options, validate
 
 WORDS, GROUP, MAX_LEN = 11, 4, 6

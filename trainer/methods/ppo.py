@@ -30,10 +30,12 @@ from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.sync import sync_weights
-from trainer.rollout.experience import Sample, collect, compute, generate_samples, spread, spread_sets
+from trainer.rollout.generation import generate_samples
+from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.rollout.sample_pages import SamplePages
+from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import FILE, Timeline, span, timed
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 from trainer.training.loop import (

@@ -9,8 +9,8 @@ from trainer.models.losses.policy_loss import PolicyOptions
 from trainer.rollout.asynchronous import RolloutsAhead
 from trainer.rollout.drawn_before import history_after, link_of
 from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.experience import Sample
 from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.samples import Sample
 from trainer.training.ema import WeightAverage
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.methods.rollout_facts import sample_facts
-from trainer.rollout.experience import Sample
+from trainer.rollout.samples import Sample
 from trainer.training.loop import inspect_gradients, train_step
 
 
@@ -41,7 +41,7 @@ class PairSet:
                 "margin": both[0].score - both[1].score,
             }
             for side, sample in zip(("chosen", "rejected"), both):
-                if sample.here:
+                if sample.held.here:
                     mask = [0] * (len(sample.prompt_ids) + len(sample.response_ids))
                     for place in sample.generated():
                         mask[len(sample.prompt_ids) + place] = 1

@@ -10,8 +10,8 @@ import torch
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, RLState
 from trainer.models.losses.policy_loss import bounded
-from trainer.rollout.experience import Sample
 from trainer.rollout.placement import Part
+from trainer.rollout.samples import Sample
 
 
 def scores_of(samples: list[Sample]) -> torch.Tensor:

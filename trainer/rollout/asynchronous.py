@@ -26,12 +26,14 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from trainer.datasets.batches.global_batches import contiguous_slice
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Interrupted, UserError
 from trainer.rollout.drawn_before import AheadFiles, DrawnBefore
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
-from trainer.rollout.experience import Sample, contiguous_slice, continue_prompts, numbered
+from trainer.rollout.generation import continue_prompts, numbered
 from trainer.rollout.placement import share
+from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span, timed
 
 
@@ -199,7 +201,7 @@ class RolloutsAhead:
                 with timed(part.facts, "generate"):
                     samples = self._draw(engine, batch, self._sampling, self._seed, rollout)
                 for sample in samples:
-                    sample.version, sample.versions = versions_of(sample.versions or [[0, self._held]])
+                    sample.versions = without_repeats(sample.versions or [[0, self._held]])
             part.samples += samples
         if self._stopped and self.pace.partial:
             return False
@@ -250,10 +252,9 @@ class Resuming:
         return found
 
 
-def versions_of(spans: list[list[int]]) -> tuple[int, list[list[int]]]:
-    """The oldest of [start, version] spans, and the spans without those that change nothing; none if there is one version."""
-    changes = [span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1]]
-    return min(version for _, version in spans), changes if len(changes) > 1 else []
+def without_repeats(spans: list[list[int]]) -> list[list[int]]:
+    """[start, version] spans, without those that have the version of the span before them."""
+    return [span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1]]
 
 
 def newest_checksum(of_ranks: list[dict[int, str]]) -> str:
@@ -270,17 +271,17 @@ def staleness_facts(samples: list[Sample], rollout: int) -> dict[str, float]:
 
     Nothing for rollouts of lock step.
     """
-    if not samples or samples[0].version is None:
+    if not samples or not samples[0].versions:
         return {}
     found = [rollout - mean_version(sample) for sample in samples]
     oldest = max(rollout - sample.version for sample in samples)
-    resumed = sum(bool(sample.versions) for sample in samples) / len(samples)
+    resumed = sum(len(sample.versions) > 1 for sample in samples) / len(samples)
     return {"staleness": sum(found) / len(found), "staleness_max": oldest, "resumed_fraction": resumed}
 
 
 def mean_version(sample: Sample) -> float:
-    """The mean version of the tokens behind the prompt."""
-    if not sample.versions:
+    """The mean version of the tokens after the prompt."""
+    if len(sample.versions) == 1:
         return sample.version
     size = sample.size().response
     ends = [start for start, _ in sample.versions[1:]] + [size]

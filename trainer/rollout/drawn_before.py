@@ -19,9 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainer.distributed.collectives import broadcast_object
-from trainer.rollout.experience import Sample, as_row
-from trainer.rollout.placement import without_tokens
-from trainer.rollout.rollouts_file import ROLLOUTS_FILE, sample_of
+from trainer.rollout.placement import hold, without_tokens
+from trainer.rollout.rollouts_file import ROLLOUTS_FILE, as_row, sample_of
+from trainer.rollout.samples import Sample
 
 AHEAD_FOLDER = "ahead"
 FIRST_KEY = re.compile(r'\{"rollout": (\d+),')  # rows of earlier rollouts are not parsed
@@ -84,8 +84,8 @@ class AheadFiles:
                 path.unlink(missing_ok=True)
 
 
-def newest_version(sample: Sample) -> int:
-    return max((version for _, version in sample.versions), default=sample.version)
+def newest_version(sample: Sample) -> int | None:
+    return max((version for _, version in sample.versions), default=None)
 
 
 class DrawnBefore(dict):
@@ -107,8 +107,7 @@ def drawn_before(output_dir: str, state, group_size: int) -> DrawnBefore:
         whole = _in_order(_read(output_dir, state.rollout), state, group_size)
     told = broadcast_object({rollout: list(map(without_tokens, samples)) for rollout, samples in whole.items()})
     found = DrawnBefore(whole if dist.get_rank() == 0 else told)
-    for sample in itertools.chain.from_iterable(found.values()):
-        sample.holder = 0
+    hold(itertools.chain.from_iterable(found.values()), 0)
     return found
 
 

@@ -8,54 +8,43 @@ does not grow with the number of ranks, except for these few numbers per sample.
 import itertools
 import pickle
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from trainer.datasets.rows import digest_of
 from trainer.distributed.collectives import gather_objects, make_patient_group
 from trainer.models.losses.sequence_sums import counts_here
+from trainer.rollout.samples import Sample
 
 # the values per token of a `Sample`, and what only its reward needs: they stay where they are
 IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns")
 MESSAGE_SAMPLES = 64  # samples that rank 0 gets at a time, to write them
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What every rank knows about the tokens of a sample."""
-
-    tokens: int  # of prompt and response
-    response: int  # tokens behind the prompt
-    generated: int  # of these, by the engine
-    turns: int
-    digest: str  # of all tokens
-
-
-def measure(sample) -> Sizes:
-    ids = sample.prompt_ids + sample.response_ids
-    response = len(sample.response_ids)
-    return Sizes(len(ids), response, len(sample.generated()), len(sample.turns), digest_of(ids))
-
-
-def without_tokens(sample):
+def without_tokens(sample: Sample) -> Sample:
     """The sample as ranks know it that do not have its tokens."""
     empty = {name: [] for name in (*IDS, *LOCAL)}
-    return replace(sample, **empty, experts=None, label=None, columns={}, here=False, sizes=sample.size())
+    held = replace(sample.held, here=False, sizes=sample.size())
+    return replace(sample, **empty, experts=None, label=None, columns={}, held=held)
 
 
-def share(mine: list) -> list:
+def hold(samples: Iterable[Sample], rank: int) -> None:
+    """Note that `rank` has the tokens of these samples."""
+    for sample in samples:
+        sample.held = replace(sample.held, by=rank)
+
+
+def share(mine: list[Sample]) -> list[Sample]:
     """All samples, by number. Each rank gives those whose tokens it has (all-gather over the world, without tokens).
 
     Samples of one prompt have adjacent numbers, so groups come together whichever rank generated their samples.
     """
-    rank, own = dist.get_rank(), {sample.number: sample for sample in mine}
-    told = gather_objects([replace(without_tokens(sample), holder=rank) for sample in mine])
-    for sample in mine:
-        sample.holder = rank
-    found = [own.get(sample.number, sample) for part in told for sample in part]
+    hold(mine, dist.get_rank())
+    own = {sample.number: sample for sample in mine}
+    of_ranks = gather_objects([without_tokens(sample) for sample in mine])
+    found = [own.get(sample.number, sample) for part in of_ranks for sample in part]
     return sorted(found, key=lambda sample: sample.number)
 
 
@@ -74,7 +63,7 @@ def exchange_objects(for_ranks: list) -> list:
     return [pickle.loads(part.numpy().tobytes()) if len(part) else None for part in received.split(coming.tolist())]
 
 
-def _packed(sample):
+def _packed(sample: Sample) -> Sample:
     """The sample for sending: 4 bytes for an id, and 4 for a log-prob that is an fp32 number."""
     log_probs = array("f", sample.log_probs)
     if log_probs.tolist() != sample.log_probs:
@@ -84,20 +73,20 @@ def _packed(sample):
     return replace(sample, **ids, log_probs=log_probs, kept_ids=kept_ids, columns={})
 
 
-def _unpacked(sample):
+def _unpacked(sample: Sample) -> Sample:
     lists = {name: getattr(sample, name).tolist() for name in (*IDS, "log_probs")}
     return replace(sample, **lists, kept_ids=[ids.tolist() for ids in sample.kept_ids])
 
 
-def move(samples: list, places: list[list[int]]) -> list:
+def move(samples: list[Sample], places: list[list[int]]) -> list[Sample]:
     """The same samples, with tokens where they are needed: rank r gets those at `places[r]` (all-to-all over the world).
 
-    A sample without a holder is on every rank, and is not sent.
+    A sample that every rank has is not sent.
     """
     rank = dist.get_rank()
     wanted = set(places[rank])
     for_ranks = [
-        [(n, _packed(samples[n])) for n in of_rank if samples[n].holder == rank] or None if other != rank else None
+        [(n, _packed(samples[n])) for n in of_rank if samples[n].held.by == rank] or None if other != rank else None
         for other, of_rank in enumerate(places)
     ]
     came = {n: _unpacked(sample) for part in exchange_objects(for_ranks) for n, sample in part or ()}
@@ -117,10 +106,10 @@ def trained_by(meshes, loader) -> list[list[int]]:
     return [of_rank[rank] for rank in range(len(of_rank))]
 
 
-def write_by_rank_0(samples: list, write: Callable[[list], None]) -> None:
+def write_by_rank_0(samples: list[Sample], write: Callable[[list[Sample]], None]) -> None:
     """Call `write` on rank 0 with all samples in order, some at a time. Ranks that have them send them (point to point)."""
     rank, group = dist.get_rank(), None
-    for holder, run in itertools.groupby(samples, key=lambda sample: sample.holder):
+    for holder, run in itertools.groupby(samples, key=lambda sample: sample.held.by):
         run = list(run)
         for start in range(0, len(run), MESSAGE_SAMPLES):
             part = run[start : start + MESSAGE_SAMPLES]
@@ -147,9 +136,9 @@ class Part:
     of the whole rollout: rows of tokens have it on every rank, so that sums over a row are the same on every layout.
     """
 
-    def __init__(self, strategy, samples: list, sp_group):
+    def __init__(self, strategy, samples: list[Sample], sp_group):
         self._strategy, self.sp_group, self.num_samples = strategy, sp_group, len(samples)
-        self.places = [place for place, sample in enumerate(samples) if sample.here]
+        self.places = [place for place, sample in enumerate(samples) if sample.held.here]
         self.samples = [samples[place] for place in self.places]
         self.lengths = [sample.size().generated for sample in self.samples]
         lengths = [sample.size().generated for sample in samples]

@@ -1,19 +1,81 @@
 """rollouts.jsonl: one line per sample, to read, and to train on again with --rollouts_from."""
 
-import dataclasses
+import base64
 import json
 import os
 from collections.abc import Callable
 
+import torch
+
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
-from trainer.rollout.experience import Sample, as_row, as_table, decoded
 from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards.reward_functions import LARGEST_SCORE
+from trainer.rollout.samples import Sample
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 FLAG = "--rollouts_from"
 SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
+# keys of every row, named as the fields of a Sample. Keys of features are only in rows that have such values.
+KEYS = ("number", "row", "prompt_ids", "response_ids", "log_probs", "finished", "label", "score", "metrics")
+
+
+def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
+    """A line of the file, with what is needed to train on the sample again, and with texts if `tokenizer` is given."""
+    row = {"rollout": rollout}
+    if tokenizer:
+        row |= {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response_ids)}
+    row |= {key: getattr(sample, key) for key in KEYS}
+    if sample.kept_ids:
+        row["kept_ids"] = sample.kept_ids
+    if sample.turns:
+        row["turns"] = sample.turns
+    if sample.versions:
+        row["version"] = sample.version
+    if len(sample.versions) > 1:
+        row["versions"] = sample.versions
+    if sample.experts is not None:
+        row["experts"] = [list(sample.experts.shape), encoded(sample.experts)]
+    return row
+
+
+def sample_of(row: dict) -> Sample:
+    """The sample of a line. Raises ValueError, KeyError, TypeError, IndexError or RuntimeError if the line has no sample."""
+    versions = row.get("versions") or ([] if row.get("version") is None else [[0, row["version"]]])
+    experts = decoded(*row["experts"]) if row.get("experts") else None
+    sets, turns = row.get("kept_ids", []), row.get("turns", [])
+    sample = Sample(**{key: row[key] for key in KEYS}, kept_ids=sets, turns=turns, versions=versions, experts=experts)
+    tokens = [sample.response_ids[place] for place in sample.generated()]
+    if not tokens or len(tokens) != len(sample.log_probs):
+        raise ValueError("a response without tokens, or without a log-prob for each token")
+    if not all(token in ids for token, ids in zip(tokens, sets or [[token] for token in tokens], strict=True)):
+        raise ValueError("a token that is not in the set that it was sampled from")
+    if experts is not None and len(experts) >= sample.size().tokens:
+        raise ValueError("experts of more tokens than there are")
+    return sample
+
+
+def encoded(experts: torch.Tensor) -> str:
+    """int16 numbers as text. The file is for Python readers: `np.frombuffer(base64.b64decode(text), np.int16)`."""
+    return base64.b64encode(experts.numpy().tobytes()).decode()
+
+
+def decoded(shape: list[int], text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).view(shape)
+
+
+def as_table(samples: list[Sample], tokenizer) -> list[dict]:
+    """The readable parts of samples, as rows of a table."""
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response_ids),
+            "label": sample.label,
+            "score": sample.score,
+            "finished": sample.finished,
+        }
+        for sample in samples
+    ]
 
 
 class RolloutsLog:
@@ -54,27 +116,6 @@ def _ends_with_newline(path: str) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"
-
-
-def sample_of(row: dict) -> Sample:
-    """The sample of a row of the log. Raises ValueError, KeyError, TypeError, IndexError or RuntimeError if it is none."""
-    row = {"kept_ids": [], "turns": [], "version": None, "versions": [], **row}
-    sample = Sample(**{field.name: row[field.name] for field in dataclasses.fields(Sample) if _is_stored(field)})
-    if row.get("experts"):
-        sample.experts = decoded(*row["experts"])
-    tokens = [sample.response_ids[place] for place in sample.generated()]
-    if not tokens or len(tokens) != len(sample.log_probs):
-        raise ValueError("a response without tokens, or without a log-prob for each token")
-    sets = sample.kept_ids or [[token] for token in tokens]
-    if not all(token in ids for token, ids in zip(tokens, sets, strict=True)):
-        raise ValueError("a token that is not in the set of its draw")
-    if sample.experts is not None and len(sample.experts) >= sample.size().tokens:
-        raise ValueError("experts of more tokens than there are")
-    return sample
-
-
-def _is_stored(field: dataclasses.Field) -> bool:
-    return field.compare and field.name != "columns"
 
 
 def read_rollouts(path: str) -> list[list[Sample]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.rollout.experience import Sample
+from trainer.rollout.samples import Sample
 
 FOLDER = "samples"
 FULL = 0.5  # a difference of log-probs that has the full colour

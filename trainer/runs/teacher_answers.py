@@ -21,7 +21,7 @@ def draw_answers(args, setup: run_training.Setup, teacher, teacher_folder: str, 
     from trainer.rollout.engines.hf import HFEngine
     from trainer.rollout.engines.sampling import Sampling
     from trainer.rollout.engines.sync import sync_weights
-    from trainer.rollout.experience import generate_samples
+    from trainer.rollout.generation import generate_samples
     from trainer.rollout.placement import write_by_rank_0
     from trainer.runs.rl.rl_roles import stop_ids
 

@@ -22,9 +22,9 @@ from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.envs.environments import Caller, Response, Step, read_opening, read_step, reset
-from trainer.rollout.experience import Sample
 from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards.reward_functions import check_scores
+from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span
 
 

@@ -77,7 +77,7 @@ def make_batches_of(args: PPOArguments, setup: run_training.Setup, image_run=Non
     """
     from trainer.datasets.batches import shared_prompts
     from trainer.datasets.images import image_batches
-    from trainer.rollout.experience import SampleSet, collate_samples
+    from trainer.rollout.micro_batches import SampleSet, collate_samples
     from trainer.rollout.placement import move, trained_by
 
     max_len = args.prompt_max_len + args.generate_max_len
@@ -207,7 +207,7 @@ def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
     if not args.max_staleness:
         return None
     from trainer.rollout.asynchronous import Pace, RolloutsAhead
-    from trainer.rollout.experience import TextScores
+    from trainer.rollout.scoring import TextScores
 
     def steps_of(num_samples: int) -> int:
         return args.max_epochs * -(-num_samples // args.train_batch_size)
@@ -317,9 +317,9 @@ def build_reward(
     args: PPOArguments, setup: run_training.Setup, make_batches: Callable, functions: dict[str, Callable]
 ) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
-    from trainer.rollout.experience import TextScores
     from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
     from trainer.rollout.rewards.reward_functions import function_scorer, short_name, weighted_scorer
+    from trainer.rollout.scoring import TextScores
 
     if args.reward_pretrain:
         return _reward_models(args, setup, make_batches)
@@ -378,15 +378,8 @@ def _reward_models(args: PPOArguments, setup: run_training.Setup, make_batches: 
     ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
 
     def score(samples: list) -> None:
-        read = share(
-            [
-                dataclasses.replace(
-                    s, response_ids=as_conversation(s.prompt_ids, s.response_ids, ends, eos), sizes=None
-                )
-                for s in samples
-                if s.here
-            ]
-        )
+        here = [s for s in samples if s.held.here]
+        read = share([s.with_response(as_conversation(s.prompt_ids, s.response_ids, ends, eos)) for s in here])
         parts = []
         for where, pad, model in models:
             batches, _ = make_batches(read, 0, pad)

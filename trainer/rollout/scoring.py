@@ -1,0 +1,49 @@
+"""Score the samples of a rollout with a function of texts, each sample on a rank that has its tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.distributed.collectives import gather_objects
+from trainer.rollout.generation import with_errors_of_all_ranks
+from trainer.rollout.rewards.reward_functions import Scorer
+from trainer.rollout.samples import Sample
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
+
+    A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    """
+
+    scorer: Scorer
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def __call__(self, samples: list[Sample]) -> None:
+        score_by_texts(self, samples)
+
+    def score_mine(self, mine: list[Sample]) -> None:
+        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
+        prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
+        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+        finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
+        columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
+        for i, (sample, score) in enumerate(zip(mine, scores)):
+            sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+
+
+def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
+    """Set score and metrics of every sample, on every rank, with a function of texts.
+
+    Each rank calls it for the samples whose tokens it has (all-gather of scores over the world).
+
+    Raises:
+        UserError: the function failed on one rank. All ranks raise the same error.
+    """
+    mine = [(place, sample) for place, sample in enumerate(samples) if sample.held.here]
+    with_errors_of_all_ranks(lambda: scores.score_mine([sample for _, sample in mine]))
+    for of_rank in gather_objects([(place, sample.score, sample.metrics) for place, sample in mine]):
+        for place, score, metrics in of_rank:
+            samples[place].score, samples[place].metrics = score, metrics
