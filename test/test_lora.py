@@ -156,8 +156,9 @@ def test_the_adapter_switched_off_is_the_reference(runs, backend):
 # --- merging
 
 
-def merge(base, adapter, out) -> str:
-    code, output = run_process([sys.executable, "-m", "trainer.cli.merge_lora", str(base), str(adapter), str(out)])
+def merge(adapter, out, *flags: str) -> str:
+    command = [sys.executable, "-m", "trainer.cli.export", str(adapter), str(out), *flags]
+    code, output = run_process(command)
     assert code == 0, output[-3000:]
     return output
 
@@ -170,7 +171,7 @@ def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
     shutil.copytree(runs / "fsdp2-dp2" / "model", tmp_path / "adapter")
     config = tmp_path / "adapter" / "config.json"  # as --load_in_4bit leaves it
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"load_in_4bit": True}}))
-    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    merge(tmp_path / "adapter", tmp_path / "merged", "--base", str(base))
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["temperature"] == 0.6
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Lily went to the park.", return_tensors="pt")["input_ids"]
@@ -190,21 +191,15 @@ def test_an_adapter_of_another_depth_does_not_fit(runs, shared_data, tmp_path):
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
     model.save_pretrained(tmp_path / "base")
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.cli.merge_lora",
-        str(tmp_path / "base"),
-        str(runs / "fsdp2-dp2" / "model"),
-    ]
-    code, output = run_process([*command, str(tmp_path / "merged")])
-    assert code == 2 and "error: ADAPTER:" in output and "does not fit" in output, output[-3000:]
+    arguments = [str(runs / "fsdp2-dp2" / "model"), str(tmp_path / "merged"), "--base", str(tmp_path / "base")]
+    code, output = run_process([sys.executable, "-m", "trainer.cli.export", *arguments])
+    assert code == 2 and "error: SOURCE:" in output and "does not fit" in output, output[-3000:]
     assert not (tmp_path / "merged").exists()
 
 
 def test_a_reward_model_is_merged_with_its_head(runs, shared_data, tmp_path):
     folder = runs / "train_rm-z3-dp2"
-    merge(f"{shared_data}/models/stories260K-hf", folder / "model", tmp_path / "merged")
+    merge(folder / "model", tmp_path / "merged")  # the adapter names its base
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     head = load_file(folder / "parity" / "weights_final.safetensors")["score.weight"]
     initial = load_file(folder / "initial" / "score.safetensors")["score.weight"]
@@ -247,7 +242,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_only(resumed, na
                 kind = key.split("/")[0]
                 counts[kind] = counts.get(kind, 0) + file.get_tensor(key).numel()
     assert (counts["weight"], counts["exp_avg"], counts["exp_avg_sq"]) == (NUM_TRAINED,) * 3
-    command = [sys.executable, "-m", "trainer.cli.export_model", str(folder), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "trainer.cli.export", str(folder), str(tmp_path / "out")]
     code, output = run_process(command)
     assert code == 0, output[-3000:]
     exported = load_file(tmp_path / "out" / "adapter_model.safetensors")

@@ -67,7 +67,7 @@ def test_a_mixture_of_experts_has_the_names_of_its_hub_format(folder, name):
 
 
 def test_an_exported_mixture_of_experts_has_them_too(folder):
-    from trainer.cli.export_model import run
+    from trainer.cli.export import run
 
     run([str(folder / "experts-fsdp2/checkpoints/step_1"), str(folder / "exported")])
     original, saved = (load_file(folder / f"{name}/model.safetensors") for name in ("experts", "exported"))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.cli import export
 from trainer.datasets.demos.demo import make_demo
 from trainer.optimizers.build import UNSUPPORTED, build_scheduler
 
@@ -100,10 +101,10 @@ def test_rotation_and_the_best(saved):
 
 
 def test_the_exported_model_is_bit_for_bit_the_saved_one(saved, tmp_path):
-    """model/ after the last step, hf/ in the checkpoint of that step, and export_model of it; and again once converted."""
+    """model/ after the last step, hf/ in the checkpoint of that step, and `export` of it; and again once converted."""
     source, target, exported = saved / "checkpoints/step_12", tmp_path / "portable", tmp_path / "model"
-    for command in (["convert_ckpt", source, target], ["export_model", target, exported]):
-        code, output = run_process([sys.executable, "-m", f"trainer.cli.{command[0]}", *map(str, command[1:])])
+    for arguments in ([source, target, "--portable"], [target, exported]):
+        code, output = run_process([sys.executable, "-m", "trainer.cli.export", *map(str, arguments)])
         assert code == 0, output
     expected = load_file(saved / "model/model.safetensors")
     for other in (source / "hf", exported):
@@ -112,6 +113,17 @@ def test_the_exported_model_is_bit_for_bit_the_saved_one(saved, tmp_path):
         assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
         assert sorted(os.listdir(other)) == sorted(set(os.listdir(saved / "model")) - {"README.md"})
     assert store.find_damage(str(target)) is None
+
+
+def test_an_exported_model_in_another_dtype_and_in_small_files(saved, tmp_path):
+    arguments = [str(saved / "checkpoints/step_12"), str(tmp_path / "model"), "--dtype", "bf16"]
+    export.run([*arguments, "--max_shard_gb", "1e-5"])
+    expected = load_file(saved / "model/model.safetensors")
+    files = [load_file(path) for path in (tmp_path / "model").glob("*.safetensors")]
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert len(files) > 2 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_the_model_card_tells_the_facts_of_the_run(saved):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trainer.cli import export_model, train_sft
+from trainer.cli import export, train_sft
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.zoo.tiny import randomize
 from trainer.compare.zoo.zoo_models import tiny_config
@@ -68,7 +68,7 @@ def run(family: str, here: Path, backend: list[str]) -> None:
     train_sft.run([*flags, "--output_dir", str(folder / "run"), *backend])
     compare(folder / "source", folder / "run/model")
     [checkpoint] = (folder / "run/checkpoints").glob("step*")
-    export_model.run([str(checkpoint), str(folder / "exported")])
+    export.run([str(checkpoint), str(folder / "exported")])
     compare(folder / "source", folder / "exported")
 
 

@@ -110,11 +110,11 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
 
 
 def merged_by_hand(base: str, adapter: Path) -> dict[str, float]:
-    """Of the experts that merge_lora makes: the largest differences from W + alpha / rank * B A of each one, and from W."""
+    """The experts that `export` merges: the largest differences from W + alpha / rank * B A of each one, and from W."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.cli.merge_lora import merged_model
     from trainer.model_folders.adapter_tensors import ADAPTER_WEIGHTS
+    from trainer.runs.exported_models import merged_model
 
     tensors, merged = load_file(adapter / ADAPTER_WEIGHTS), merged_model(base, str(adapter)).state_dict()
     found = {"error": 0.0, "update": 0.0}

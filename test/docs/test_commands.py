@@ -115,7 +115,7 @@ PAGE = """# A page
 
 ```bash
 # a comment
-python -m trainer.cli.merge_lora a b \\
+python -m trainer.cli.export a b \\
     c        # another
 NPROC=4 scripts/train_sft_fsdp2_tp.sh --max_steps 3
 cat > reward.py <<'EOF'
@@ -153,7 +153,7 @@ def test_blocks_and_commands(tmp_path):
     ]
     assert blocks[2].text == "a: 1\n"
     tool, script, heredoc = read_commands(blocks[0], ROOT)
-    assert (tool.kind, tool.line, tool.argv) == ("tool", 5, ["merge_lora", "a", "b", "c"])
+    assert (tool.kind, tool.line, tool.argv) == ("tool", 5, ["export", "a", "b", "c"])
     assert (script.kind, script.num_ranks, script.argv[0]) == ("train", 4, "train_sft")
     assert script.argv[-2:] == ["--max_steps", "3"] and "--tensor_parallel_size" in script.argv
     assert heredoc.kind == "shell" and heredoc.text.endswith("\nEOF")
@@ -172,7 +172,7 @@ def test_words_are_those_of_a_shell():
 
 def test_commands_that_need_each_other():
     train = "torchrun --nproc_per_node 2 -m trainer.cli.train_sft --pretrain my_model --output_dir runs"
-    export = "python -m trainer.cli.export_model runs/a/checkpoints/step_2 exported"
+    export = "python -m trainer.cli.export runs/a/checkpoints/step_2 exported"
     lines = [f"{train}/a", f"{train}/b", export]
     first, second, third = (resources(command_of(line), {"my_model"}) for line in lines)
     assert not overlap(first, second) and not overlap(second, third) and overlap(first, third)

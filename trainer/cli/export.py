@@ -1,0 +1,55 @@
+"""`export SOURCE OUT`: write a checkpoint, a model or an adapter in another form. It runs in one process.
+
+SOURCE                                OUT
+a checkpoint                          the model folder of its weights; the adapter folder for a LoRA run
+a checkpoint, with --portable         a checkpoint with whole tensors under Hugging Face names, which any layout resumes
+an adapter folder                     the model folder of its base model with the adapter merged in
+a model folder                        the same model in another dtype, or in files of another size
+"""
+
+import argparse
+
+from trainer.entry import quiet_libraries, run_command
+from trainer.errors import UserError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports an error in one line, without the usage."""
+
+    def error(self, message: str) -> None:
+        raise UserError("arguments", message, "see --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = OneLineParser("python -m trainer.cli.export", description=__doc__, **options)
+    parser.add_argument("source", metavar="SOURCE", help="RUN/checkpoints/step_N, a model folder or an adapter folder")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; it must not exist yet")
+    parser.add_argument("--portable", action="store_true", help="of a checkpoint: write a portable checkpoint")
+    parser.add_argument("--base", metavar="MODEL", help="of an adapter: its base model (the one that it names)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights (that of SOURCE)")
+    parser.add_argument("--max_shard_gb", type=float, metavar="N", help="size of a file of weights, in GB (2)")
+    return parser
+
+
+def run(argv: list[str]) -> None:
+    args = build_parser().parse_args(argv)
+    quiet_libraries()
+    from trainer.runs.exported_models import export  # it imports torch, which --help does not need
+
+    export(
+        args.source,
+        args.out,
+        portable=args.portable,
+        base=args.base,
+        dtype_name=args.dtype,
+        max_shard_gb=args.max_shard_gb,
+    )
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Checkpoints, models and adapters in another form: the work of the command `export`. Nothing here communicates."""
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Optional
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.piece_index import INDEX as PIECES
+from trainer.checkpoints.piece_index import PieceIndex
+from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
+from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
+from trainer.errors import UserError
+from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.model_folders.model_folder import INDEX, all_tensors, find_weights, open_files
+from trainer.model_folders.model_writer import (
+    commit_folder,
+    fresh_folder,
+    in_hub_format,
+    save_adapter,
+    save_pretrained,
+    save_safetensors_shards,
+    save_source_config,
+)
+from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.strategies.options import DTYPES
+
+WEIGHT = "weight/"  # before the names of a model's tensors in a checkpoint
+MAX_SHARD_GB = 2
+FLAGS = {  # those that mean something, by the kind of SOURCE
+    "a checkpoint": {"--portable", "--dtype", "--max_shard_gb"},
+    "a portable checkpoint": {"--portable"},
+    "an adapter": {"--base", "--dtype", "--max_shard_gb"},
+    "a model": {"--dtype", "--max_shard_gb"},
+}
+KINDS = "a checkpoint (RUN/checkpoints/step_N), a model folder or an adapter folder"
+
+
+def export(
+    source: str,
+    target: str,
+    *,
+    portable: bool = False,
+    base: Optional[str] = None,
+    dtype_name: Optional[str] = None,
+    max_shard_gb: Optional[float] = None,
+) -> None:
+    """Find out what `source` is, and write it to the new folder `target`. Raises UserError; then there is no `target`."""
+    source, target = os.path.abspath(source), os.path.abspath(target)
+    kind = kind_of(source)
+    if os.path.exists(target):
+        raise UserError("OUT", f"{target} exists already", "a new folder")
+    given = {"--portable": portable, "--base": base, "--dtype": dtype_name, "--max_shard_gb": max_shard_gb is not None}
+    written = "a portable checkpoint" if portable and kind == "a checkpoint" else kind
+    for flag, value in given.items():
+        if value and flag not in FLAGS[written]:
+            raise UserError(flag, f"has no meaning for {written}", ", ".join(sorted(FLAGS[written])))
+    if max_shard_gb is not None and not 0 < max_shard_gb < float("inf"):
+        raise UserError("--max_shard_gb", f"{max_shard_gb:g}", "a number above 0")
+    dtype = DTYPES[dtype_name] if dtype_name else None
+    max_shard_bytes = int((max_shard_gb or MAX_SHARD_GB) * (1 << 30))
+    try:
+        if portable:
+            write_portable(source, target)
+        elif kind == "a checkpoint":
+            write_model_of_checkpoint(source, target, dtype, max_shard_bytes)
+        elif kind == "an adapter":
+            write_merged_model(source, base, target, dtype, max_shard_bytes)
+        else:
+            rewrite_model(source, target, dtype, max_shard_bytes)
+    except OSError as error:
+        raise UserError("OUT", f"{error.filename or target}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(target + ".tmp", ignore_errors=True)
+    print(f"{written} written to {target}" if portable else f"model written to {target}")
+
+
+def kind_of(source: str) -> str:
+    """What a folder holds: "a checkpoint", "an adapter" or "a model". Raises UserError for a damaged one and any other."""
+    if not os.path.isdir(source):
+        raise UserError("SOURCE", f"{source}: no such folder", KINDS)
+    held = set(os.listdir(source))
+    if held & {store.MANIFEST, STATE, PIECES}:
+        if damage := store.find_damage(source):
+            raise UserError("SOURCE", f"{source}: {damage}", "a complete checkpoint")
+        return "a checkpoint"
+    if ADAPTER_CONFIG in held:
+        if ADAPTER_WEIGHTS not in held:
+            raise UserError("SOURCE", f"{source} holds no {ADAPTER_WEIGHTS}", "a complete adapter")
+        return "an adapter"
+    if "config.json" in held:
+        if find_weights(source, "SOURCE") == "bin":
+            raise UserError("SOURCE", f"{source} holds .bin files", "safetensors files")
+        return "a model"
+    if held & {"checkpoints", "metrics.jsonl"}:
+        raise UserError("SOURCE", f"{source} is a run", f"{source}/checkpoints/step_N or {source}/model")
+    if checkpoints := store.list_checkpoints(source):
+        raise UserError("SOURCE", f"{source} holds several checkpoints", f"one of them, such as {checkpoints[-1]}")
+    raise UserError("SOURCE", f"{source} is no checkpoint, model or adapter", KINDS)
+
+
+# --- checkpoints
+
+
+def write_portable(source: str, target: str) -> None:
+    """Write a checkpoint with whole tensors, which torch's HuggingFaceStorageReader can also read.
+
+    It holds the tensors of one file in memory at a time.
+    """
+    temporary = target + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("pieces-*", "full-*", store.MANIFEST, PIECES))
+    entries, pieces = write_shards(full_shards(ShardReader(source)), temporary, "full-00000")
+    entries[PIECES] = PieceIndex.of_pieces(pieces).write(temporary)
+    store.commit(temporary, target, entries)
+
+
+def write_model_of_checkpoint(source: str, target: str, dtype: Optional[torch.dtype], max_shard_bytes: int) -> None:
+    """Write the model folder of a checkpoint, or the adapter folder of a LoRA run. `dtype`: None for that of the run."""
+    reader, temporary = ShardReader(source), target + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    weight_files = shutil.ignore_patterns("*.safetensors", INDEX)
+    shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
+    if dtype:
+        set_config_dtype(temporary, dtype)
+    dtype = dtype or config_dtype(temporary)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for key in sorted(key for key in reader.shapes if key.startswith(WEIGHT)):
+            yield key.removeprefix(WEIGHT), cast(reader.read_full(key), dtype)
+
+    if os.path.exists(os.path.join(temporary, ADAPTER_CONFIG)):
+        save_adapter(weights(), temporary)
+    else:
+        model = without_weights(temporary)
+        if model:
+            model.name_or_path = pretrained_folder(source)
+        tensors = in_hub_format(model, weights(), dtype) if model else weights()
+        save_safetensors_shards(tensors, temporary, max_shard_bytes)
+        if model:
+            save_source_config(model, dtype, temporary)
+    commit_folder(temporary, target)
+
+
+def without_weights(folder: str) -> Optional[torch.nn.Module]:
+    """Build the model of a config.json on the meta device. None if its class is not in transformers (custom code)."""
+    [name] = read_config_file(folder)["architectures"]
+    if not hasattr(transformers, name):
+        return None
+    with torch.device("meta"):
+        return getattr(transformers, name)(AutoConfig.from_pretrained(folder))
+
+
+def pretrained_folder(checkpoint: str) -> str:
+    """The folder that the run began with. A saved model has the names of its tensors. "" if it is not here."""
+    name = read_state(checkpoint).get("arguments", {}).get("pretrain") or ""
+    if os.path.isdir(name) or not name:
+        return name
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError):  # its errors for a snapshot that is not in the cache, and for a path
+        return ""
+
+
+# --- models
+
+
+def rewrite_model(source: str, target: str, dtype: Optional[torch.dtype], max_shard_bytes: int) -> None:
+    """Write a model folder again, in `dtype` (None: as it is) and in files of another size, one tensor at a time.
+
+    Weights in FP8 and mxfp4 become full precision.
+    """
+    files = open_files(source, "SOURCE")
+    temporary = fresh_folder(target)
+    for name in os.listdir(source):
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and name != INDEX and not name.endswith((".safetensors", ".bin")):
+            shutil.copy(path, temporary)
+    dtype = dtype or (config_dtype(temporary) if files.is_quantized else None)
+    if dtype:
+        set_config_dtype(temporary, dtype)
+    tensors = ((name, files.read(name)) for name in sorted(files.names()))
+    save_safetensors_shards(((name, cast(tensor, dtype)) for name, tensor in tensors), temporary, max_shard_bytes)
+    commit_folder(temporary, target)
+
+
+def cast(tensor: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+
+def read_config_file(folder: str) -> dict:
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def config_dtype(folder: str) -> torch.dtype:
+    """The dtype that a config.json names, or else bf16."""
+    config = read_config_file(folder)
+    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def set_config_dtype(folder: str, dtype: torch.dtype) -> None:
+    """Note in config.json that the weights are in `dtype` and not quantized."""
+    config = read_config_file(folder)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+        if part is config or part.keys() & {"dtype", "torch_dtype"}:
+            part.pop("torch_dtype", None)
+            part["dtype"] = str(dtype).removeprefix("torch.")
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+
+
+# --- adapters
+
+
+def write_merged_model(
+    source: str, base: Optional[str], target: str, dtype: Optional[torch.dtype], max_shard_bytes: int
+) -> None:
+    """Write the model folder of a base model with an adapter's update added. `base`: None for the one that it names.
+
+    It adds in fp32 and writes in `dtype`, by default that of the base. Host memory holds the model in fp32.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("SOURCE", f"{source} is an adapter, and peft is not installed", "pip install -e '.[lora]'")
+    with open(os.path.join(source, ADAPTER_CONFIG), encoding="utf-8") as file:
+        named = json.load(file).get("base_model_name_or_path")
+    if not (base or named):
+        raise UserError("--base", f"missing, and {source} names no base model", "a model folder or hub name")
+    base = resolve_model_folder(base or named, "--base")
+    has_tokenizer = os.path.exists(os.path.join(source, "tokenizer_config.json"))
+    tokenizer = load_tokenizer(source if has_tokenizer else base)
+    model = merged_model(base, source)
+    model = model.to(dtype or model.dtype)
+    tensors = all_tensors(model).items()
+    save_pretrained(tensors, model, tokenizer, target, model.dtype, True, max_shard_bytes)
+
+
+def merged_model(base: str, source: str) -> torch.nn.Module:
+    """Load the model of `base`, add the adapter of `source`, and return it in the dtype of `base`."""
+    from peft import PeftConfig, PeftModel  # an optional extra
+
+    is_classifier = PeftConfig.from_pretrained(source).task_type == "SEQ_CLS"
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    # the config.json next to the adapter describes the head that a reward model adds to its base
+    has_config = os.path.exists(os.path.join(source, "config.json"))
+    config = AutoConfig.from_pretrained(source if has_config else base)
+    if hasattr(config, "quantization_config"):  # from --load_in_4bit; the adapter is merged into the unquantized base
+        del config.quantization_config
+    try:
+        model, info = auto_class.from_pretrained(base, config=config, dtype=torch.float32, output_loading_info=True)
+        odd = {name for kind in ("missing_keys", "unexpected_keys") for name in info[kind]}
+        odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
+        if odd:
+            raise ValueError(f"{len(odd)} weights are in only one of the two, such as {min(odd)}")
+        model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError) as error:
+        raise UserError("SOURCE", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None
+    return model.to(AutoConfig.from_pretrained(base).dtype or torch.float32)
