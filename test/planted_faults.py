@@ -281,8 +281,8 @@ def mean_of_means() -> None:
 
     counts = []
 
-    def loss(original, model, micro_batch):
-        total, count = original(model, micro_batch)
+    def loss(original, model, micro_batch, **options):
+        total, count = original(model, micro_batch, **options)
         counts.append(int(count))
         return total, count
 

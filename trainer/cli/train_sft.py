@@ -100,7 +100,8 @@ def run(argv: list[str]) -> None:
         from trainer.runs.outputs import make_writable
 
         make_writable("--parity_trace", args.parity_trace)
-        loss_fn = trace_first_step(args, setup.strategy, loss_fn)
+        trace = trace_first_step(args, setup.strategy, loss_fn)
+        loss_fn, run_facts.hooks = trace.loss, trace.hooks
     run_training.train_and_save(args, setup, model, loss_fn, run_facts)
 
 

@@ -26,8 +26,8 @@ from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_shard
 from trainer.distributed import collectives
 from trainer.errors import UserError
-from trainer.methods import sft
 from trainer.model_folders.model_folder import unwrapped
+from trainer.training.loop import LoopHooks
 
 TRACE = "trace.safetensors"
 PARTS = 8  # of the features of a token
@@ -37,8 +37,8 @@ CHUNK = 1 << 24  # elements that are projected at a time, in fp64
 FLAG = "--parity_trace"
 
 
-def trace_first_step(args, strategy, loss_fn):
-    """`loss_fn` with a trace of the first optimizer step around it. Raises UserError for what cannot be traced."""
+def trace_first_step(args, strategy, loss_fn) -> "FirstStep":
+    """The trace of the first optimizer step of a run with `loss_fn`. Raises UserError for what cannot be traced."""
     if args.load_checkpoint or args.verify_resume:
         raise UserError(FLAG, "with --load_checkpoint or --verify_resume", "a run from its first step")
     if args.aux_loss_coef:
@@ -60,52 +60,46 @@ class Tokens(NamedTuple):
 
 
 class FirstStep:
-    """A loss function that records the first step. The first call of `strategy.optimizer_step` writes the trace."""
+    """Records the first step of a loop that trains with `loss` and has these `hooks`, and writes the trace."""
 
     def __init__(self, strategy, folder: str, loss_fn, facts: dict):
+        """`loss_fn` is `sft_loss`, or takes its `note_log_probs` too."""
         self.strategy, self.folder, self.loss_fn, self.facts = strategy, folder, loss_fn, facts
+        self.hooks = LoopHooks(before_step=self._before_step, after_backward=self._after_backward)
+        self.is_recording = False
         self.tokens: Optional[Tokens] = None  # of the micro-batch whose forward pass runs now
         self.all_tokens: list[Tokens] = []
         self.parts: dict[str, dict[int, torch.Tensor]] = {}  # entry -> {micro-batch: signatures (n, PARTS)}
         self.order: list[str] = []  # calls of modules, in the order in which they end
         self.sharded: set[str] = set()  # those whose features are shared out over tp
         self.calls: dict[str, int] = {}
-        self.hooks, self.shapes, self.num_layers = [], {}, 0
-        self.optimizer_step = strategy.optimizer_step
-        strategy.optimizer_step = self._optimizer_step  # of this strategy only, and until the first call
+        self.module_hooks, self.shapes, self.num_layers = [], {}, 0
 
-    def __call__(self, model, micro_batch: dict):
-        if self.optimizer_step is None or not torch.is_grad_enabled():
+    def loss(self, model, micro_batch: dict):
+        """`loss_fn` of a micro-batch, recorded in the first step."""
+        if not self.is_recording:
             return self.loss_fn(model, micro_batch)
-        if not self.hooks:
+        if not self.module_hooks:
             self._watch(unwrapped(model))
-        tokens = self.tokens = self._tokens_of(micro_batch)
-        number, label_log_probs = len(self.all_tokens), sft.label_log_probs
-        self.all_tokens.append(tokens)
+        self.tokens = self._tokens_of(micro_batch)
+        number = len(self.all_tokens)
+        self.all_tokens.append(self.tokens)
         self.calls.clear()
-
-        def with_note(*inputs):
-            log_probs = label_log_probs(*inputs)
-            self.tokens = None
-            self._keep("loss", number, -log_probs.detach().double().flatten()[tokens.at, None])
-            return log_probs
-
-        sft.label_log_probs = with_note  # the one place where losses of single tokens exist
-        try:
-            loss_sum, count = self.loss_fn(model, micro_batch)
-        finally:
-            sft.label_log_probs, self.tokens = label_log_probs, None
+        loss_sum, count = self.loss_fn(model, micro_batch, note_log_probs=self._note_log_probs)
         loss_sum.register_hook(functools.partial(self._note_scale, number))
         return loss_sum, count
 
-    def _optimizer_step(self, *inputs):
-        original, self.optimizer_step = self.optimizer_step, None
-        del self.strategy.optimizer_step
-        for hook in self.hooks:
+    def _before_step(self, step: int) -> None:
+        self.is_recording = step == 1
+
+    def _after_backward(self, step: int) -> None:
+        if not self.is_recording:
+            return
+        self.is_recording = False
+        for hook in self.module_hooks:
             hook.remove()
         self._write()
         self.parts.clear()
-        return original(*inputs)
 
     # --- recording
 
@@ -120,9 +114,9 @@ class FirstStep:
                 continue  # a hook would be compiled too
             if module._compiled_call_impl is not None:
                 compiled += (f"{name}.",)
-                self.hooks.append(_CompiledHook(module, functools.partial(self._after, name)))
+                self.module_hooks.append(_CompiledHook(module, functools.partial(self._after, name)))
             elif name:
-                self.hooks.append(module.register_forward_hook(functools.partial(self._after, name)))
+                self.module_hooks.append(module.register_forward_hook(functools.partial(self._after, name)))
 
     def _after(self, name: str, module, inputs, output) -> None:
         tensor = _first_tensor(output)
@@ -139,6 +133,11 @@ class FirstStep:
         self._keep(entry, number, signature)
         if tensor.requires_grad:
             tensor.register_hook(functools.partial(self._note_gradient, name, entry, number, tokens))
+
+    def _note_log_probs(self, log_probs: torch.Tensor) -> None:
+        """Keep the losses of the tokens. The forward pass ends here: a layer that runs later is computed again."""
+        tokens, self.tokens = self.tokens, None
+        self._keep("loss", len(self.all_tokens) - 1, -log_probs.detach().double().flatten()[tokens.at, None])
 
     def _note_gradient(self, name: str, entry: str, number: int, tokens: Tokens, gradient) -> None:
         signature = self._signature(name, entry, gradient.detach(), tokens)

@@ -329,6 +329,7 @@ class Run:
     loader: Any
     eval_loader: Any  # None without evaluation data
     tower_lr: Optional[float] = None  # peak learning rate of the vision tower, if it has its own
+    hooks: Any = None  # LoopHooks of the training loop, or None
 
 
 def open_run(args, setup: Setup, command: str) -> str:
@@ -374,6 +375,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
     with metrics or contextlib.nullcontext():
         options, states = loop_options(args, total_steps), {"checkpoints": checkpoints, "progress": progress}
         states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader}
+        states |= {"hooks": run.hooks} if run.hooks else {}
         train(strategy, model, optimizer, scheduler, run.loader, loss_fn, options, **states)
         if at_end:
             at_end(model)

@@ -53,6 +53,18 @@ class LoopOptions:
         return step >= self.total_steps or bool(self.eval_steps and step % self.eval_steps < num_steps)
 
 
+def _nothing(step: int) -> None:
+    """The hook of a caller who needs none."""
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """What a caller adds to every step of `train`. Each hook runs on all ranks and gets the step, counted from 1."""
+
+    before_step: Callable[[int], None] = _nothing  # the batch is read; no micro-batch has run
+    after_backward: Callable[[int], None] = _nothing  # gradients are complete; the weights are still those of before
+
+
 # --- one global batch
 
 
@@ -246,20 +258,25 @@ def train(
     progress: Progress,
     flops_per_token: float = 0.0,
     eval_loader=None,
+    hooks: LoopHooks = LoopHooks(),
 ) -> None:
     """Run the optimizer steps up to `options.total_steps`. `metrics` is rank 0's log, and None on every other rank.
 
-    Raises Interrupted if a signal asked for it, after saving a checkpoint.
+    Raises Interrupted after a signal. It saves a checkpoint first.
     """
+
+    def inspect() -> None:
+        if progress.step == 0:
+            inspect_gradients(strategy, model, options.parity_dump)
+        hooks.after_backward(progress.step + 1)
+
     model.train()
     log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
     with StopRequest() as stop:
         while progress.step < options.total_steps:
             started = time.perf_counter()
             batch = next(batches)
-            inspect = None
-            if progress.step == 0:
-                inspect = functools.partial(inspect_gradients, strategy, model, options.parity_dump)
+            hooks.before_step(progress.step + 1)
             row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
             row["mfu"] = None  # on CPU, or a GPU whose peak is unknown
             if strategy.device.type == "cuda":
