@@ -98,7 +98,7 @@ def main() -> None:
         started = time.perf_counter()
         waits(loader, 0)
         alone = (time.perf_counter() - started) / len(loader)
-        rate, tokens = args.batch_size / alone, ledger.num_image_tokens // ledger.num_images
+        rate, tokens = args.batch_size / alone, ledger["num_image_tokens"] // ledger["num_images"]
         print(f"loader alone: {rate:.1f} images per second ({args.size[0]} x {args.size[1]}, {tokens} tokens each)")
         for ratio in args.ratio:
             found = waits(loader, ratio * alone)

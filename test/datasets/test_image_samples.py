@@ -60,7 +60,7 @@ def test_tokens_and_tensors_are_those_of_the_processor(here, kind):
     rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
     samples, ledger = load(here, None, kind=kind, data=str(here / "rows.jsonl"))
     assert isinstance(samples, ImageSamples) and len(samples) == len(rows) == 8
-    assert (ledger.num_images, ledger.num_samples_with_images, ledger.num_unfit) == (8, 5, 0)
+    assert (ledger["num_images"], ledger["num_samples_with_images"], ledger["num_unfit"]) == (8, 5, 0)
     pad, num_image_tokens, shown = 1, 0, set(samples.processor.image_token_ids)
     collate = ImageCollate(samples.processor)
     for row, sample in zip(rows, samples, strict=True):
@@ -73,7 +73,7 @@ def test_tokens_and_tensors_are_those_of_the_processor(here, kind):
             tensors = collate([sample], pad)["images"]
             for name in set(inputs) - {"input_ids", "mm_token_type_ids", "token_type_ids"}:
                 assert torch.equal(tensors[name], inputs[name]), name
-    assert ledger.num_image_tokens == num_image_tokens
+    assert ledger["num_image_tokens"] == num_image_tokens
 
 
 def test_a_sample_is_shown_with_short_images(here):
@@ -156,7 +156,7 @@ def test_an_image_is_never_cut(here):
     """A row whose images exceed --max_len is left out and counted. Text after the images is cut as in a set of texts."""
     rows = [talk("<image>" * 6, images=["pictures/3.png"] * 6), talk("<image>Hi?", "A" * 100, ["pictures/1.png"])]
     samples, ledger = load(here, rows, "--max_len", "60")
-    assert (len(samples), ledger.num_unfit, ledger.num_excluded, ledger.num_truncated) == (1, 1, 1, 2)
+    assert (len(samples), ledger["num_unfit"], ledger["num_excluded"], ledger["num_truncated"]) == (1, 1, 1, 2)
     assert samples[0]["row"] == 1 and len(samples[0]["images"]) == 1 and len(samples[0]["input_ids"]) == 60
     with pytest.raises(UserError, match="--max_len: the images of no row fit into 20 tokens"):
         load(here, rows[:1], "--max_len", "20")
@@ -166,7 +166,7 @@ def test_images_after_the_last_trained_answer_are_left_out(here):
     row = talk("<image>?", images=["pictures/0.png", "pictures/1.png"])
     row["messages"].append({"role": "user", "content": "<image> and this?"})
     samples, ledger = load(here, [row])
-    assert len(samples[0]["images"]) == ledger.num_images == 1
+    assert len(samples[0]["images"]) == ledger["num_images"] == 1
 
 
 def test_rows_of_texts_with_an_empty_column_of_images_are_texts(here):
@@ -253,7 +253,10 @@ def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):
     (good, bad), counts = load_pairs(here, [pair], "--loss", "kto")
     assert one["digest"] == other["digest"] and one["images"][0].tobytes() == good["images"][0].tobytes()
     assert (good["input_ids"], bad["input_ids"]) == (one["chosen_ids"], one["rejected_ids"])
-    assert (ledger.num_images, ledger.num_image_tokens) == (1, 2 * counts.num_image_tokens // counts.num_images)
+    assert (ledger["num_images"], ledger["num_image_tokens"]) == (
+        1,
+        2 * counts["num_image_tokens"] // counts["num_images"],
+    )
     processor = load_pairs(here, [pair])[0].processor
     for side, sample in (("chosen", good), ("rejected", bad)):
         row = {"messages": talks[SIDES.index(side)], "images": pair["images"]}
@@ -275,7 +278,7 @@ def test_a_bad_pair_is_one_line_with_its_number(here):
             load_pairs(here, [good, {**good, **change}])
     long = {**good, "prompt": "<image>" * 6, "images": ["pictures/3.png"] * 6}
     pairs, ledger = load_pairs(here, [good, long], "--max_len", "60")
-    assert len(pairs) == ledger.num_unfit == ledger.num_cut_away == 1
+    assert len(pairs) == ledger["num_unfit"] == ledger["num_cut_away"] == 1
 
 
 def test_images_for_a_model_of_text_are_refused(here):

@@ -52,9 +52,9 @@ def test_whole_texts_have_no_mean_over_the_answer(tokenizer):
     rows = [{"chosen": "2 1 1 2", "rejected": "2 1 2 1"}]
     with pytest.raises(UserError, match="--prompt_key: missing with --loss simpo"):
         tokenize(tokenizer, rows, mean_flag="--loss simpo")
-    assert tokenize(tokenizer, rows)[1].num_samples == 1
+    assert tokenize(tokenizer, rows)[1]["num_samples"] == 1
     with_prompts = [{"prompt": "Sort: 2 1", "chosen": " 1 2", "rejected": " 2 1"}]
-    assert tokenize(tokenizer, with_prompts, mean_flag="--loss simpo")[1].num_samples == 1
+    assert tokenize(tokenizer, with_prompts, mean_flag="--loss simpo")[1]["num_samples"] == 1
 
 
 def test_plain_texts(tokenizer):
@@ -64,7 +64,7 @@ def test_plain_texts(tokenizer):
         ("Sort: 2 1 2 1<|im_end|>", " 2 1<|im_end|>"),
     ]
     assert pairs[0]["num_tokens"] == len(pairs[0]["chosen_ids"]) + len(pairs[0]["rejected_ids"])
-    assert (pairs[0]["num_loss_tokens"], ledger.num_samples, ledger.num_truncated) == (1, 1, 0)
+    assert (pairs[0]["num_loss_tokens"], ledger["num_samples"], ledger["num_truncated"]) == (1, 1, 0)
 
 
 def test_tools_of_a_row_are_shown_on_both_sides(tokenizer):
@@ -109,7 +109,13 @@ def test_pairs_that_teach_nothing_are_counted_by_cause_and_left_out(tokenizer):
     ]
     pairs, ledger = tokenize(tokenizer, rows)
     assert list(pairs["row"]) == [0, 5]
-    counts = (ledger.num_rows, ledger.num_identical, ledger.num_empty, ledger.num_cut_away, ledger.num_truncated)
+    counts = (
+        ledger["num_rows"],
+        ledger["num_identical"],
+        ledger["num_empty"],
+        ledger["num_cut_away"],
+        ledger["num_truncated"],
+    )
     assert counts == (6, 1, 1, 2, 3)
     cut = pairs[1]["chosen_ids"]
     assert len(cut) == 64 and cut[-1] != tokenizer.eos_token_id  # a cut answer is not taught as finished
@@ -119,7 +125,7 @@ def test_an_empty_answer_in_a_conversation_is_not_replaced_by_an_earlier_turn(to
     prompt = [user("2 1"), assistant("1 2"), user("3 1")]
     rows = [{"prompt": prompt, "chosen": "1 3", "rejected": ""}, {"prompt": prompt, "chosen": "1 3", "rejected": "3 1"}]
     _, ledger = tokenize(tokenizer, rows)
-    assert (ledger.num_empty, ledger.num_samples) == (1, 1)
+    assert (ledger["num_empty"], ledger["num_samples"]) == (1, 1)
 
 
 def test_margins(tokenizer):
@@ -187,7 +193,7 @@ def test_real_conversations(tokenizer, shared_data):
     lines = (shared_data / "oasst100" / "pairs.jsonl").read_text().splitlines()[:40]
     rows = [json.loads(line) for line in lines]
     pairs, ledger = tokenize(tokenizer, rows, max_len=4096)
-    assert ledger.num_rows == 40 and ledger.num_samples == len(pairs) > 30
+    assert ledger["num_rows"] == 40 and ledger["num_samples"] == len(pairs) > 30
     for pair in pairs:
         for (_, trained), side in zip(texts(tokenizer, pair), ("chosen", "rejected"), strict=True):
             assert trained == rows[pair["row"]][side] + "<|im_end|>"

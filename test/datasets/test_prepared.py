@@ -43,13 +43,13 @@ def test_samples_and_ledger_are_those_of_the_rows(demo, tmp_path, capsys):
     prepare(demo, tmp_path / "tokens", "--dataset_num_proc", "2")
     (tmp_path / "copy").symlink_to(tmp_path / "tokens")
     expected, ledger = load(demo, demo / "sft.jsonl")
-    assert 0 < ledger.num_excluded < ledger.num_truncated < ledger.num_rows, "the data should show every case"
+    assert 0 < ledger["num_excluded"] < ledger["num_truncated"] < ledger["num_rows"], "the data should show every case"
     for folder in (tmp_path / "tokens", tmp_path / "copy"):
         found, same = load(demo, folder)
         assert same == ledger and found.column_names == expected.column_names
         assert found.to_dict() == expected.to_dict()
     facts = json.loads((tmp_path / "tokens/prepared.json").read_text())
-    assert facts["ledger"] == ledger.as_dict() and ledger.summary() in capsys.readouterr().out
+    assert facts["ledger"] == ledger.counts and ledger.summary() in capsys.readouterr().out
     # the first rows, and two sets together, as of the rows themselves
     few = ["--max_samples", "100"]
     assert (
@@ -79,7 +79,7 @@ def test_a_new_start_goes_on_after_the_finished_parts(demo, tmp_path, monkeypatc
     prepare(demo, tmp_path / "tokens")
     total = sum(1 for _ in (demo / "sft.jsonl").open())
     assert total > 2000 and len(rows) == total + 500, (total, len(rows))
-    assert load(demo, tmp_path / "tokens")[1].num_rows == total
+    assert load(demo, tmp_path / "tokens")[1]["num_rows"] == total
 
 
 def test_what_does_not_fit_is_one_line(demo, tmp_path):

@@ -41,7 +41,7 @@ def test_messages_are_rendered_up_to_the_answer(demo, tokenizer):
     row = json.loads((demo / "prompts.jsonl").read_text().splitlines()[0])
     text = tokenizer.decode(prompts[0]["prompt_ids"])
     assert text == f"<|im_start|>user\n{row['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    assert prompts[0]["label"] == row["label"] and ledger.num_samples == ledger.num_rows == 2000
+    assert prompts[0]["label"] == row["label"] and ledger["num_samples"] == ledger["num_rows"] == 2000
 
 
 def test_tools_of_a_row_are_shown(tmp_path, tokenizer):
@@ -66,7 +66,7 @@ def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):
     path = write(tmp_path, [{"q": "1 2 3"}, {"q": "1 " * 100}, {"q": " "}])
     prompts, ledger = prompts_of(path, tokenizer, input_key="q", max_len=50)
     assert list(prompts["row"]) == [0]
-    assert (ledger.num_rows, ledger.num_too_long, ledger.num_empty, ledger.num_samples) == (3, 1, 1, 1)
+    assert (ledger["num_rows"], ledger["num_too_long"], ledger["num_empty"], ledger["num_samples"]) == (3, 1, 1, 1)
     with pytest.raises(UserError, match="no prompt is left"):
         prompts_of(path, tokenizer, input_key="q", max_len=2)
 
@@ -97,5 +97,5 @@ def test_gsm8k(shared_data, tokenizer):
     path = shared_data / "gsm8k/test.jsonl"
     prompts, ledger = prompts_of(path, tokenizer, input_key="question", label_key="answer", max_len=2048)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert ledger.num_samples == len(rows) and prompts[7]["label"] == rows[7]["answer"]
+    assert ledger["num_samples"] == len(rows) and prompts[7]["label"] == rows[7]["answer"]
     assert tokenizer.decode(prompts[7]["prompt_ids"]) == rows[7]["question"]

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.datasets.files.loading import load_rows
-from trainer.datasets.samples.sft_samples import DataLedger, render_sample, tokenize_sft
+from trainer.datasets.samples.sft_samples import render_sample, tokenize_sft
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def test_keys_give_prompt_answer_and_eos_on_real_rows():
             assert sample["loss_mask"] == [0] * len(prompt) + [1] * len(answer)
             assert (sample["num_tokens"], sample["num_loss_tokens"]) == (len(prompt + answer), len(answer))
             num_tokens, num_loss_tokens = num_tokens + len(prompt + answer), num_loss_tokens + len(answer)
-        assert ledger == DataLedger(40, 0, 0, 40, num_tokens, num_loss_tokens, 40)
+        assert list(ledger.counts.values()) == [40, 0, 0, 40, num_tokens, num_loss_tokens, 40]
     assert samples[0]["input_ids"].count(tokenizer.bos_token_id) == 1
 
 
@@ -144,27 +144,27 @@ def test_a_cut_answer_gets_no_eos_and_is_counted():
     lengths = [len(ids) for ids in whole["input_ids"]]
     prompts = [n - loss for n, loss in zip(lengths, whole["num_loss_tokens"], strict=True)]
     assert 0 < sum(n > 150 for n in lengths) < 30
-    assert ledger.num_truncated == sum(n > 150 for n in lengths)
-    assert ledger.num_excluded == sum(n >= 150 for n in prompts)
-    assert ledger.num_stop_trained == sum(n <= 150 for n in lengths)
+    assert ledger["num_truncated"] == sum(n > 150 for n in lengths)
+    assert ledger["num_excluded"] == sum(n >= 150 for n in prompts)
+    assert ledger["num_stop_trained"] == sum(n <= 150 for n in lengths)
     for sample in cut:
         full = whole[sample["row"]]
         assert sample["input_ids"] == full["input_ids"][:150] and sample["loss_mask"] == full["loss_mask"][:150]
         ends = sample["input_ids"][-1] == tokenizer.eos_token_id
         assert ends == (full["num_tokens"] <= 150)
-    assert by_keys(rows[:1], tokenizer, max_len=lengths[0])[1].num_truncated == 0
+    assert by_keys(rows[:1], tokenizer, max_len=lengths[0])[1]["num_truncated"] == 0
 
 
 def test_rows_without_a_loss_token_are_left_out_and_counted():
     rows = [{"q": "x " * 50, "a": "cut"}, {"q": "b", "a": ""}, {"q": "", "a": "ab"}, {"q": "d", "a": " \n"}]
     samples, ledger = by_keys([*rows, {"q": "e", "a": "yes"}], tiny(), max_len=20)
     assert samples["row"][:] == [2, 4]
-    assert (ledger.num_rows, ledger.num_samples, ledger.num_excluded, ledger.num_truncated) == (5, 2, 3, 1)
+    assert (ledger["num_rows"], ledger["num_samples"], ledger["num_excluded"], ledger["num_truncated"]) == (5, 2, 3, 1)
     # Without a prompt nothing predicts the first token.
     assert samples[0]["loss_mask"] == [0] + [1] * (samples[0]["num_tokens"] - 1)
-    assert ledger.num_loss_tokens == sum(map(sum, samples["loss_mask"]))
+    assert ledger["num_loss_tokens"] == sum(map(sum, samples["loss_mask"]))
     assert all(part in ledger.summary() for part in ("5 rows", "2 samples", "3 excluded", "1 truncated"))
-    assert ledger.as_dict()["num_excluded"] == 3
+    assert ledger.counts["num_excluded"] == 3
     error = error_of(rows[:2], tiny(), input_key="q", output_key="a", max_len=20)
     assert error.where == "--dataset" and "2 excluded" in error.found and "--max_len 20" in error.allowed
 
@@ -182,7 +182,7 @@ def test_pretrain_mode_is_text_and_eos_with_loss_on_all_but_the_first():
     tokenizer = stories()
     rows = [{"text": text} for text in texts if text.strip()] + [{"text": ""}]
     samples, ledger = tokenize(rows, tokenizer, pretrain_mode=True)
-    assert (ledger.num_excluded, ledger.num_samples) == (1, len(rows) - 1)
+    assert (ledger["num_excluded"], ledger["num_samples"]) == (1, len(rows) - 1)
     for sample, row in zip(samples, rows[:-1], strict=True):
         assert sample["input_ids"] == tokenizer(row["text"])["input_ids"] + [tokenizer.eos_token_id]
         assert sample["loss_mask"] == [0] + [1] * (sample["num_tokens"] - 1)
@@ -240,7 +240,7 @@ def test_messages_are_a_conversation_without_being_asked():
     every, ledger = tokenize([{"messages": TALK}], tokenizer, multiturn=True)
     assert answer_of(every[0], tokenizer) == "Hello.<|im_end|>It is 2.<|im_end|>"
     assert every[0]["input_ids"] == last[0]["input_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
-    assert ledger.num_stop_trained == 1
+    assert ledger["num_stop_trained"] == 1
 
 
 def test_every_spelling_of_a_conversation_gives_the_same_samples():
@@ -336,9 +336,9 @@ def test_real_conversations_have_loss_on_the_answers_alone():
     sizes = [[len(tokenizer(text)["input_ids"]) + 1 for text in texts] for texts in answers]  # + 1: the stop token
     _, last = tokenize(rows, tokenizer, max_len=100_000)
     _, every = tokenize(rows, tokenizer, max_len=100_000, multiturn=True)
-    assert last.num_loss_tokens == sum(turns[-1] for turns in sizes)
-    assert every.num_loss_tokens == sum(map(sum, sizes)) > last.num_loss_tokens
-    assert every.num_tokens == last.num_tokens and every.num_stop_trained == last.num_stop_trained == 60
+    assert last["num_loss_tokens"] == sum(turns[-1] for turns in sizes)
+    assert every["num_loss_tokens"] == sum(map(sum, sizes)) > last["num_loss_tokens"]
+    assert every["num_tokens"] == last["num_tokens"] and every["num_stop_trained"] == last["num_stop_trained"] == 60
 
 
 def test_digest_is_that_of_the_ids_and_of_nothing_else():
@@ -377,7 +377,7 @@ if padded == "yes":
 rows = load_rows(path + "," + path, flag="--dataset", split="train", max_samples=20, probs="1,2", seed=3)
 samples, ledger = tokenize_sft(rows, tokenizer, flag="--dataset", input_key="question", output_key="answer",
     input_template=None, apply_chat_template=False, multiturn=False, pretrain_mode=False, max_len=200)
-print(ledger.num_tokens, samples[0]["digest"])
+print(ledger["num_tokens"], samples[0]["digest"])
 """
 
 
@@ -434,15 +434,15 @@ def test_counts_add_up_for_any_rows_and_length(rows, max_len):
     tokenizer = tiny()
     rows = [*rows, {"q": "", "a": "some answer"}]
     samples, ledger = by_keys(rows, tokenizer, max_len=max_len)
-    assert ledger.num_rows == len(rows) == ledger.num_samples + ledger.num_excluded
-    assert len(samples) == ledger.num_samples
+    assert ledger["num_rows"] == len(rows) == ledger["num_samples"] + ledger["num_excluded"]
+    assert len(samples) == ledger["num_samples"]
     whole = {}
     for index, row in enumerate(rows):
         prompt, answer = (tokenizer(row[key], add_special_tokens=False)["input_ids"] for key in "qa")
         whole[index] = (prompt + answer + [tokenizer.eos_token_id], len(prompt), row["a"].strip())
     kept = [i for i, (ids, start, answer) in whole.items() if answer and min(len(ids), max_len) > max(start, 1)]
     assert samples["row"][:] == kept
-    assert ledger.num_truncated == sum(len(ids) > max_len for ids, _, _ in whole.values())
+    assert ledger["num_truncated"] == sum(len(ids) > max_len for ids, _, _ in whole.values())
     for sample in samples:
         ids, start, _ = whole[sample["row"]]
         assert sample["input_ids"] == ids[:max_len]

@@ -33,7 +33,13 @@ def test_rows_and_ledger(tokenizer):
     ]
     samples, ledger = tokenize_unpaired(Dataset.from_list(rows), tokenizer, **OPTIONS, **KEYS)
     assert list(samples["label"]) == [True, False]
-    counts = (ledger.num_rows, ledger.num_empty, ledger.num_cut_away, ledger.num_truncated, ledger.num_desirable)
+    counts = (
+        ledger["num_rows"],
+        ledger["num_empty"],
+        ledger["num_cut_away"],
+        ledger["num_truncated"],
+        ledger["num_desirable"],
+    )
     assert counts == (4, 1, 1, 1, 1)
     assert tokenizer.decode(samples[1]["input_ids"][samples[1]["start"] :]) == " 2 1<|im_end|>"
     assert render_answer(samples[1], tokenizer) == "undesirable: Sort: 2 1[[ 2 1<|im_end|>]]"

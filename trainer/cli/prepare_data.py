@@ -82,7 +82,7 @@ def prepare(rows, tokenizer, target: str, options: dict, args) -> None:
     write_facts(temporary, tokenizer, options, {})
     written = datasets.load_from_disk(temporary)["train"]
     _, ledger = tokenize_sft(written, tokenizer, flag="--dataset", **options)
-    write_facts(temporary, tokenizer, options, ledger.as_dict())
+    write_facts(temporary, tokenizer, options, ledger.counts)
     os.replace(temporary, target)
     for part in parts:
         for file in part.cache_files:

@@ -359,7 +359,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
         add_adapter_of_flags(args, strategy, model)
     # a frozen weight needs no gradient: 4 FLOPs per token instead of 6
     num_params = sum(full_size(p) * (1 if p.requires_grad else 2 / 3) for p in model.parameters())
-    flops = flops_per_token(model.config, num_params, ledger.num_tokens / ledger.num_samples)
+    flops = flops_per_token(model.config, num_params, ledger["num_tokens"] / ledger["num_samples"])
     total_steps = args.max_steps or args.max_epochs * len(run.loader)
     model, optimizer, scheduler = prepare_training(args, strategy, model, total_steps, run.tower_lr)
     trained = Trained(strategy, model, optimizer, scheduler, run.loader, setup.tokenizer)
@@ -370,7 +370,7 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
 
         strategy.print(verify_resume(checkpoints, progress, loss_fn, args.verify_resume))
         return
-    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
+    facts = {"data": ledger.counts, "total_steps": total_steps}
     metrics = start_metrics(strategy, args, run.output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
         options, states = loop_options(args, total_steps), {"checkpoints": checkpoints, "progress": progress}

@@ -1,7 +1,8 @@
 """The data of `train_sft --streaming`: what it refuses, the stream, and its loader."""
 
 from trainer.datasets.files.stream_rows import open_rows
-from trainer.datasets.samples.streaming import SampleStream, StreamedBatches, StreamLedger
+from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
 from trainer.errors import UserError
 from trainer.runs import run_training
 
@@ -17,7 +18,7 @@ def check_flags(args) -> None:
         raise UserError("--streaming", "with flags of images", "rows of text, or a run without --streaming")
 
 
-def open_stream(args, tokenizer) -> tuple[SampleStream, StreamLedger]:
+def open_stream(args, tokenizer) -> tuple[SampleStream, Ledger]:
     """Return (stream, ledger) of --dataset. The ledger counts while the run reads."""
     check_flags(args)
     flag = "--dataset"

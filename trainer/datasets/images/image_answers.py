@@ -1,53 +1,27 @@
 """Rows with images become pairs of answers, single answers, or prompts. Every answer sees all images of its prompt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.datasets.files.image_files import COLUMN, sources_of
 from trainer.datasets.images.image_samples import (
-    ImageCounts,
     ImageSamples,
-    counts_of,
     image_facts,
     open_processor,
     read_row,
     rows_with_images,
     state_of,
     with_counts,
+    with_image_counts,
     without_decoding,
 )
 from trainer.datasets.rows import map_cached
-from trainer.datasets.samples.preference import CUT_AWAY, PreferenceLedger
+from trainer.datasets.samples.answers import CUT_AWAY
 from trainer.datasets.samples.prompts import COLUMN as KEPT
-from trainer.datasets.samples.prompts import PromptLedger
-from trainer.datasets.samples.unpaired import UnpairedLedger
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-@dataclass
-class ImagePreferenceLedger(ImageCounts, PreferenceLedger):
-    """The ledger of pairs with images. Each image counts once for a pair, and its tokens on both sides."""
-
-
-@dataclass
-class ImageUnpairedLedger(ImageCounts, UnpairedLedger):
-    """The ledger of single answers with images."""
-
-
-@dataclass
-class ImagePromptLedger(ImageCounts, PromptLedger):
-    """The ledger of prompts with images."""
-
-
-LEDGERS = {
-    PreferenceLedger: ImagePreferenceLedger,
-    UnpairedLedger: ImageUnpairedLedger,
-    PromptLedger: ImagePromptLedger,
-}
 
 
 class ImagePrompts(ImageSamples):
@@ -90,8 +64,7 @@ def tokenize_image_answers(
     rows = without_decoding(rows)
     mapping = _Mapping(open_processor(tokenizer, folder, remote_code, own_template), answers)
     samples, ledger = tokenize(rows, tokenizer, map_rows=mapping, **options)
-    counts = counts_of(samples, mapping.num_unfit)
-    return ImageSamples(samples, rows, mapping.processor), LEDGERS[type(ledger)](**ledger.as_dict(), **counts)
+    return ImageSamples(samples, rows, mapping.processor), with_image_counts(ledger, samples, mapping.num_unfit)
 
 
 class _Mapping:

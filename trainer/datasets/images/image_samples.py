@@ -4,7 +4,6 @@ import bisect
 import copy
 import dataclasses
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.datasets.files.image_files import (
@@ -26,6 +25,7 @@ from trainer.datasets.images.image_processor import (
 )
 from trainer.datasets.rows import map_cached, tokenizer_state
 from trainer.datasets.samples import sft_samples
+from trainer.datasets.samples.ledger import Ledger
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,25 +36,10 @@ MARK = "￼"  # stands for an image in the text of a message until the template 
 MARK_IN_ROWS = "<image>"
 
 
-@dataclass
-class ImageCounts:
-    """Counts of images, for the ledger of a set. Images and image tokens are those of the samples that are left."""
-
-    num_images: int = 0
-    num_image_tokens: int = 0
-    num_samples_with_images: int = 0
-    num_unfit: int = 0  # rows whose images do not fit into max_len; they are excluded
-
-    def summary(self) -> str:
-        return (
-            f"{super().summary()}; {self.num_images} images in {self.num_samples_with_images} samples, "
-            f"{self.num_image_tokens} image tokens; {self.num_unfit} rows excluded whose images exceed --max_len"
-        )
-
-
-@dataclass
-class ImageLedger(ImageCounts, sft_samples.DataLedger):
-    """The ledger of samples for supervised fine-tuning."""
+SENTENCE = (
+    "; {num_images} images in {num_samples_with_images} samples, {num_image_tokens} image tokens; "
+    "{num_unfit} rows excluded whose images exceed --max_len"
+)
 
 
 class ImageSamples:
@@ -228,26 +213,29 @@ def state_of(rows: "Dataset", processor: Any) -> list:
     return [IMAGE_VERSION, processor_state(processor), seen]
 
 
-def counts_of(samples: "Dataset", num_unfit: int) -> dict[str, int]:
-    """The fields of `ImageCounts`, of samples that are left."""
+def with_image_counts(ledger: Ledger, samples: "Dataset", num_unfit: int) -> Ledger:
+    """The ledger with the images of the `samples` that are kept. `num_unfit`: rows whose images exceed max_len.
+
+    An image counts once for a pair, and its tokens on both sides.
+    """
     columns = samples.with_format("numpy").select_columns(["num_images", "num_image_tokens"])[:]
-    return {
+    counts = {
         "num_images": int(columns["num_images"].sum()),
         "num_image_tokens": int(columns["num_image_tokens"].sum()),
         "num_samples_with_images": int((columns["num_images"] > 0).sum()),
         "num_unfit": num_unfit,
     }
+    return Ledger(ledger.counts | counts, ledger.sentence + SENTENCE)
 
 
-def _left(rows: "Dataset", samples: "Dataset", processor, flag: str, max_len: int) -> tuple[ImageSamples, ImageLedger]:
+def _left(rows: "Dataset", samples: "Dataset", processor, flag: str, max_len: int) -> tuple[ImageSamples, Ledger]:
     """The samples with a loss token, and the ledger."""
     unfit = samples.with_format("numpy")["unfit"][:]
     if unfit.all():
         found = f"the images of no row fit into {max_len} tokens"
         raise UserError("--max_len", found, "a larger number, or smaller images")
     left, ledger = sft_samples.with_loss(samples, flag, max_len)
-    counts = counts_of(left, int(unfit.sum()))
-    return ImageSamples(left, rows, processor), ImageLedger(**ledger.as_dict(), **counts)
+    return ImageSamples(left, rows, processor), with_image_counts(ledger, left, int(unfit.sum()))
 
 
 def _own_columns(rows: "Dataset") -> list[str]:

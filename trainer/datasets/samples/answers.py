@@ -10,10 +10,14 @@ from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.conversations.messages import messages_of, tools_of
 from trainer.datasets.conversations.templates import chat_template, check_input_template, render_chat
 from trainer.datasets.rows import text_of, with_eos, with_special_tokens
+from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+# what becomes of a row, in its column `fate`; only rows with "kept" are trained
+KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,30 @@ def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
     if isinstance(row[key], str):
         return [{"role": role, "content": row[key]}]
     return messages_of(row[key], f"{key_flag} {key}")
+
+
+def keep_answers(
+    samples: "Dataset", noun: str, sentence: str, fates: list[str], totals: dict[str, str], *, flag: str, max_len: int
+) -> tuple["Dataset", Ledger]:
+    """The samples whose fate is KEPT, and the ledger. Raises UserError if no `noun` is left.
+
+    `fates` are counted: "cut away" as num_cut_away. `totals` are sums over the kept samples: name of a count -> column.
+    """
+    facts = samples.with_format("numpy").select_columns(["fate", "truncated", *totals.values()])[:]
+    kept, all_fates = facts["fate"] == KEPT, list(facts["fate"])
+    ledger = Ledger(
+        {
+            "num_rows": len(samples),
+            **{f"num_{fate.replace(' ', '_')}": all_fates.count(fate) for fate in fates},
+            "num_truncated": int(facts["truncated"].sum()),  # rows that --max_len cut, kept or not
+            "num_samples": int(kept.sum()),
+            **{name: int(facts[column][kept].sum()) for name, column in totals.items()},
+        },
+        sentence,
+    )
+    if not kept.any():
+        raise UserError(flag, f"no {noun} is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+    return keep(samples.remove_columns(["fate", "truncated"]), kept), ledger
 
 
 def scored_position(input_ids: list[int], pad_token_id: int) -> int:

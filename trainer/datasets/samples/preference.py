@@ -2,20 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
 from trainer.datasets.samples.answers import (
+    CUT_AWAY,
+    EMPTY,
+    IDENTICAL,
+    KEPT,
     AnswerOptions,
     answer_options,
     as_messages,
     collate_sequences,
+    keep_answers,
     tokenize_answer,
 )
+from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
@@ -25,31 +29,11 @@ if TYPE_CHECKING:
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
 SIDES = ("chosen", "rejected")
-# the result for a pair; only pairs with "kept" are trained
-KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
-
-
-@dataclass
-class PreferenceLedger:
-    """Counts of what happened to the rows of one dataset. Token counts cover both sides of the pairs that are left."""
-
-    num_rows: int = 0
-    num_identical: int = 0  # ties: both answers have the same tokens, so neither is better
-    num_empty: int = 0  # one answer is empty
-    num_cut_away: int = 0  # --max_len leaves nothing of one answer, or no difference between the two
-    num_truncated: int = 0  # pairs with a side that --max_len cut, kept or not
-    num_samples: int = 0
-    num_tokens: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    def summary(self) -> str:
-        return (
-            f"{self.num_rows} rows: {self.num_samples} pairs, excluded {self.num_identical} with identical answers, "
-            f"{self.num_empty} with an empty one and {self.num_cut_away} cut away by --max_len; "
-            f"{self.num_truncated} truncated; {self.num_tokens} tokens"
-        )
+SENTENCE = (
+    "{num_rows} rows: {num_samples} pairs, excluded {num_identical} with identical answers, "
+    "{num_empty} with an empty one and {num_cut_away} cut away by --max_len; "
+    "{num_truncated} truncated; {num_tokens} tokens"
+)
 
 
 def tokenize_preference(
@@ -67,7 +51,7 @@ def tokenize_preference(
     num_proc: int | None = None,
     mean_flag: str | None = None,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", PreferenceLedger]:
+) -> tuple["Dataset", Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
@@ -106,26 +90,9 @@ def tokenize_preference(
         margin_key=margin_key,
         flag=flag,
     )
-    return _keep(pairs, flag, max_len)
-
-
-def _keep(pairs: "Dataset", flag: str, max_len: int) -> tuple["Dataset", PreferenceLedger]:
-    facts = pairs.with_format("numpy").select_columns(["fate", "truncated", "num_tokens"])[:]
-    fates = list(facts["fate"])
-    kept = np.flatnonzero([fate == KEPT for fate in fates])
-    ledger = PreferenceLedger(
-        num_rows=len(pairs),
-        num_identical=fates.count(IDENTICAL),
-        num_empty=fates.count(EMPTY),
-        num_cut_away=fates.count(CUT_AWAY),
-        num_truncated=int(facts["truncated"].sum()),
-        num_samples=len(kept),
-        num_tokens=int(facts["num_tokens"][kept].sum()),
-    )
-    if not len(kept):
-        raise UserError(flag, f"no pair is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
-    pairs = pairs.remove_columns(["fate", "truncated"])
-    return (pairs if len(kept) == len(pairs) else pairs.select(kept)), ledger
+    # identical: neither answer is better. cut away: --max_len leaves nothing of one answer, or no difference
+    fates, totals = [IDENTICAL, EMPTY, CUT_AWAY], {"num_tokens": "num_tokens"}
+    return keep_answers(pairs, "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
 
 
 def _features() -> "Features":

@@ -18,6 +18,7 @@ from trainer.datasets.rows import (
     tokenizer_state,
     with_special_tokens,
 )
+from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,24 +29,10 @@ TOKENIZER_VERSION = 3
 COLUMN = "column "  # before the name of a column that is kept for rewards
 
 
-@dataclass
-class PromptLedger:
-    """Counts of what happened to the rows of one dataset. Token counts cover only the prompts that are left."""
-
-    num_rows: int = 0
-    num_too_long: int = 0  # left out, because a cut prompt would ask something else
-    num_empty: int = 0
-    num_samples: int = 0
-    num_tokens: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    def summary(self) -> str:
-        return (
-            f"{self.num_rows} rows: {self.num_samples} prompts, excluded {self.num_too_long} longer than "
-            f"--prompt_max_len and {self.num_empty} empty; {self.num_tokens} tokens"
-        )
+SENTENCE = (
+    "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len and {num_empty} empty; "
+    "{num_tokens} tokens"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,7 @@ def tokenize_prompts(
     num_proc: int | None = None,
     needs_labels: bool = False,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", PromptLedger]:
+) -> tuple["Dataset", Ledger]:
     """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
@@ -102,17 +89,18 @@ def tokenize_prompts(
         flag=flag,
     )
     lengths = np.asarray(prompts["num_tokens"])
-    kept = np.flatnonzero((lengths > 0) & (lengths <= max_len))
-    ledger = PromptLedger(
-        num_rows=len(rows),
-        num_too_long=int((lengths > max_len).sum()),
-        num_empty=int((lengths == 0).sum()),
-        num_samples=len(kept),
-        num_tokens=int(lengths[kept].sum()),
-    )
-    if not len(kept):
+    kept = (lengths > 0) & (lengths <= max_len)
+    counts = {
+        "num_rows": len(rows),
+        "num_too_long": int((lengths > max_len).sum()),  # left out, because a cut prompt would ask something else
+        "num_empty": int((lengths == 0).sum()),
+        "num_samples": int(kept.sum()),
+        "num_tokens": int(lengths[kept].sum()),
+    }
+    ledger = Ledger(counts, SENTENCE)
+    if not kept.any():
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
-    prompts = prompts if len(kept) == len(rows) else prompts.select(kept)
+    prompts = keep(prompts, kept)
     if needs_labels:
         for row, label in zip(prompts["row"], prompts["label"]):
             if not (label or "").strip():

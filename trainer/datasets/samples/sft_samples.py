@@ -18,6 +18,7 @@ from trainer.datasets.rows import (
     with_eos,
     with_special_tokens,
 )
+from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,27 +29,10 @@ TOKENIZER_VERSION = 3
 LEDGER_COLUMNS = ["truncated", "empty", "stop_trained"]  # the others belong to a sample
 
 
-@dataclass
-class DataLedger:
-    """Counts of what happened to the rows of one dataset. Token counts cover only the samples that are left."""
-
-    num_rows: int = 0
-    num_truncated: int = 0  # rows longer than max_len, with or without a loss token left
-    num_excluded: int = 0  # rows without a loss token: the answer is empty or was cut off
-    num_samples: int = 0  # num_rows - num_excluded
-    num_tokens: int = 0
-    num_loss_tokens: int = 0
-    num_stop_trained: int = 0  # samples whose last loss token is a stop token
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    def summary(self) -> str:
-        return (
-            f"{self.num_rows} rows: {self.num_samples} samples, {self.num_excluded} excluded (no loss token), "
-            f"{self.num_truncated} truncated; {self.num_tokens} tokens, {self.num_loss_tokens} with loss; "
-            f"stop token trained in {self.num_stop_trained} of {self.num_samples}"
-        )
+SENTENCE = (
+    "{num_rows} rows: {num_samples} samples, {num_excluded} excluded (no loss token), {num_truncated} truncated; "
+    "{num_tokens} tokens, {num_loss_tokens} with loss; stop token trained in {num_stop_trained} of {num_samples}"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class _Options:
 
 def tokenize_sft(
     rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **flags: Any
-) -> tuple["Dataset", DataLedger]:
+) -> tuple["Dataset", Ledger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     `flags` are those of `options_of`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
@@ -124,23 +108,30 @@ def options_of(
     return options
 
 
-def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", DataLedger]:
+def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", Ledger]:
     """The samples with a loss token, and the ledger. Raises UserError if none is left."""
     kept = column_of(samples, "num_loss_tokens") > 0
 
     def total(name: str, where: np.ndarray | bool = True) -> int:  # one column at a time: there may be a billion rows
         return int(column_of(samples, name).sum(dtype=np.int64, where=where))
 
-    ledger = DataLedger(num_rows=len(samples), num_samples=int(kept.sum()), num_excluded=int((~kept).sum()))
-    ledger.num_truncated, ledger.num_loss_tokens = total("truncated"), total("num_loss_tokens")
-    ledger.num_tokens, ledger.num_stop_trained = total("num_tokens", kept), total("stop_trained", kept)
+    counts = {
+        "num_rows": len(samples),
+        "num_truncated": total("truncated"),  # rows longer than max_len, with or without a loss token left
+        "num_excluded": int((~kept).sum()),  # rows without a loss token: the answer is empty or was cut off
+        "num_samples": int(kept.sum()),
+        "num_tokens": total("num_tokens", kept),
+        "num_loss_tokens": total("num_loss_tokens"),
+        "num_stop_trained": total("stop_trained", kept),  # samples whose last loss token is a stop token
+    }
+    ledger = Ledger(counts, SENTENCE)
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
         found = f"no sample is left: {empty} answers are empty, {cut} are cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
-    return (samples if kept.all() else samples.select(np.flatnonzero(kept))), ledger
+    return keep(samples, kept), ledger
 
 
 def _chat_column(columns: list[str]) -> str | None:

@@ -9,36 +9,36 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoader, epoch_order
 from trainer.datasets.files.stream_rows import parsed
 from trainer.datasets.rows import one_line
-from trainer.datasets.samples.sft_samples import DataLedger, options_of, tokenize_row
+from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
 from trainer.errors import UserError
 
 PEEKED = 100  # rows that are tokenized before the run, for the first sample and the average length
 
 
-@dataclass
-class StreamLedger(DataLedger):
-    """Counts of the rows that were read so far, in all epochs."""
+def empty_counts() -> dict[str, int]:
+    """Counts of the rows that were read so far, in all epochs, with the names of `sft_samples.with_loss`."""
+    names = "rows truncated excluded samples tokens loss_tokens stop_trained"
+    return {f"num_{name}": 0 for name in names.split()}
 
-    def add(self, row: dict[str, Any]) -> None:
-        self.num_rows += 1
-        self.num_truncated += row["truncated"]
-        if not row["num_loss_tokens"]:
-            self.num_excluded += 1
-            return
-        self.num_samples += 1
-        self.num_tokens += row["num_tokens"]
-        self.num_loss_tokens += row["num_loss_tokens"]
-        self.num_stop_trained += row["stop_trained"]
 
-    def summary(self) -> str:
-        return f"streamed, so far {super().summary()}"
+def count(counts: dict[str, int], row: dict[str, Any]) -> None:
+    """Add a tokenized row to the counts."""
+    counts["num_rows"] += 1
+    counts["num_truncated"] += row["truncated"]
+    if not row["num_loss_tokens"]:
+        counts["num_excluded"] += 1
+        return
+    counts["num_samples"] += 1
+    for name in ("num_tokens", "num_loss_tokens"):
+        counts[name] += row[name]
+    counts["num_stop_trained"] += row["stop_trained"]
 
 
 class _KnownColumns(dict):
@@ -60,9 +60,9 @@ class SampleStream:
             if column in self.column_names:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)
-        self.ledger, self._first = StreamLedger(), None
+        self.ledger, self._first = Ledger(empty_counts(), f"streamed, so far {SENTENCE}"), None
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
-            self.ledger.add(row)
+            count(self.ledger.counts, row)
             self._first = self._first or (row if row["num_loss_tokens"] else None)
         if not self._first:
             raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")
@@ -131,7 +131,7 @@ class StreamedBatches:
 
     def __init__(self, stream: SampleStream, build: Callable[[Any], GlobalBatchLoader], batch_size: int):
         self.stream, self.build, self.batch_size = stream, build, batch_size
-        self._position = {**start_of_epoch(0), "ledger": StreamLedger().as_dict()}
+        self._position = {**start_of_epoch(0), "ledger": empty_counts()}
 
     def fingerprint(self) -> dict:
         stream = self.stream
@@ -155,7 +155,7 @@ class StreamedBatches:
                 batch, place, position = found
                 coming = worker.submit(self._next_batch, rows, at)
                 self._position = position
-                vars(self.stream.ledger).update(position["ledger"])
+                self.stream.ledger.counts.update(position["ledger"])
                 batch.micro_batches = [place(micro_batch) for micro_batch in batch.micro_batches]
                 yield batch
         if not at["ledger"]["num_samples"]:
@@ -164,12 +164,12 @@ class StreamedBatches:
 
     def _next_batch(self, rows: Iterator[dict], at: dict) -> tuple[GlobalBatch, Callable, dict] | None:
         """Return (batch, how to move its micro-batches, the position after it); None at the end of the epoch."""
-        samples, ledger = _Samples(), StreamLedger(**at["ledger"])
+        samples, counts = _Samples(), dict(at["ledger"])
         while len(samples) < self.batch_size and (row := next(rows, None)):
-            ledger.add(row)
+            count(counts, row)
             if row["num_loss_tokens"]:
                 samples.append(row)
-        at["ledger"] = ledger.as_dict()
+        at["ledger"] = counts
         if not samples:
             return None
         loader = self.build(samples)

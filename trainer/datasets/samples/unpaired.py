@@ -2,14 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trainer.datasets.rows import check_keys, digest_of, map_cached, quiet, tokenizer_state
-from trainer.datasets.samples.answers import AnswerOptions, answer_options, collate_sequences, tokenize_answer
+from trainer.datasets.samples.answers import (
+    CUT_AWAY,
+    EMPTY,
+    KEPT,
+    AnswerOptions,
+    answer_options,
+    collate_sequences,
+    keep_answers,
+    tokenize_answer,
+)
+from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
@@ -18,30 +26,11 @@ if TYPE_CHECKING:
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
-KEPT, EMPTY, CUT_AWAY = "kept", "empty", "cut away"
-
-
-@dataclass
-class UnpairedLedger:
-    """Counts of what happened to the rows of one dataset."""
-
-    num_rows: int = 0
-    num_empty: int = 0
-    num_cut_away: int = 0  # --max_len leaves nothing of the answer
-    num_truncated: int = 0
-    num_samples: int = 0
-    num_desirable: int = 0
-    num_tokens: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    def summary(self) -> str:
-        return (
-            f"{self.num_rows} rows: {self.num_samples} answers, {self.num_desirable} of them desirable, excluded "
-            f"{self.num_empty} empty ones and {self.num_cut_away} cut away by --max_len; "
-            f"{self.num_truncated} truncated; {self.num_tokens} tokens"
-        )
+SENTENCE = (
+    "{num_rows} rows: {num_samples} answers, {num_desirable} of them desirable, excluded "
+    "{num_empty} empty ones and {num_cut_away} cut away by --max_len; "
+    "{num_truncated} truncated; {num_tokens} tokens"
+)
 
 
 def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> "Dataset":
@@ -71,7 +60,7 @@ def tokenize_unpaired(
     max_len: int,
     num_proc: int | None = None,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", UnpairedLedger]:
+) -> tuple["Dataset", Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     Prompt and answer become tokens as in `trainer.datasets.samples.preference`. Columns: input_ids (int32), loss_mask (int8),
@@ -98,22 +87,8 @@ def tokenize_unpaired(
         label_key=label_key,
         flag=flag,
     )
-    facts = samples.with_format("numpy").select_columns(["fate", "truncated", "num_tokens", "label"])[:]
-    fates = list(facts["fate"])
-    kept = np.flatnonzero([fate == KEPT for fate in fates])
-    ledger = UnpairedLedger(
-        num_rows=len(samples),
-        num_empty=fates.count(EMPTY),
-        num_cut_away=fates.count(CUT_AWAY),
-        num_truncated=int(facts["truncated"].sum()),
-        num_samples=len(kept),
-        num_desirable=int(facts["label"][kept].sum()),
-        num_tokens=int(facts["num_tokens"][kept].sum()),
-    )
-    if not len(kept):
-        raise UserError(flag, f"no answer is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
-    samples = samples.remove_columns(["fate", "truncated"])
-    return (samples if len(kept) == len(samples) else samples.select(kept)), ledger
+    totals = {"num_desirable": "label", "num_tokens": "num_tokens"}
+    return keep_answers(samples, "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
 
 
 def _features() -> "Features":

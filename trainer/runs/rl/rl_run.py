@@ -157,7 +157,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     if args.sample_pages and strategy.is_rank_0():
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
     ppo_run.timeline = Timeline(output_dir) if args.timeline else None
-    facts = {"data": ledger.as_dict(), "total_steps": total_steps}
+    facts = {"data": ledger.counts, "total_steps": total_steps}
     metrics = start_metrics(strategy, own, output_dir, progress, **facts)
     with metrics or contextlib.nullcontext():
         train_ppo(ppo_run, loop, progress, metrics)
