@@ -1,6 +1,6 @@
 """Every kind of model, layout and method with images against the plain loop: `python test/vision_matrix.py FOLDER [KIND...]`.
 
-It prints a row of the table in docs/vision.md for each kind and method: the largest difference of the loss and of any
+It prints a row of the table in docs/parity.md for each kind and method: the largest difference of the loss and of any
 gradient over two steps. One launch for each kind and number of ranks; it takes about a minute for each kind.
 """
 
