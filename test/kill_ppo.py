@@ -142,8 +142,8 @@ def kill_phases(folder: Path, flags: list[str], phases: list[str], count: int, s
         else:
             assert_same_run(folder, name, "undisturbed")
         resumed, same = sum(row.get("event") == "resume" for row in read_rows(folder / name)), "the undisturbed run"
-        kept = (folder / f"{name}.log").read_text().count("were drawn before")
-        told = f"{resumed} resumes, {kept} with rollouts drawn before, {done} of {count} kills"
+        kept = (folder / f"{name}.log").read_text().count("were generated before the resume")
+        told = f"{resumed} resumes, {kept} with rollouts from before, {done} of {count} kills"
         print(f"{name}: bitwise {'its replay' if bound else same}, {told}", flush=True)
 
 

@@ -23,7 +23,7 @@ PHASES = {
     "train": ("training/loop.py", "forward_backward"),
     "sync": ("engines/sync.py", "sync_weights"),
     "save": ("checkpoints/shards.py", "write_shards"),
-    "ahead": ("rollout/asynchronous.py", "_generate"),
+    "ahead": ("rollout/asynchronous.py", "_make"),
     "send": ("rollout/asynchronous.py", "_send"),
     "score ahead": ("rollout/scoring.py", "score_mine"),
 }

@@ -157,10 +157,10 @@ def test_a_run_that_was_resumed_trains_no_sample_twice_and_replays_to_the_bit(ru
     assert len(trained) == 16
 
 
-def test_a_resumed_run_trains_what_was_drawn_before(runs):
+def test_a_resumed_run_trains_what_was_generated_before(runs):
     """Its rows are those of the first start, to the bit, and nothing is drawn again."""
     folder, output = runs
-    assert output.count("rollouts 6 to 7 were drawn before: they are trained as they are") == 1
+    assert output.count("rollouts 6 to 7 were generated before the resume: they are trained as they are") == 1
     rows = [row for row in read_rows(folder / "zero3") if row.get("step") in (7, 8) and "loss" in row]
     assert [row["step"] for row in rows] == [7, 8, 7, 8]
     for key in SAME:

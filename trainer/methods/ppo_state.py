@@ -7,9 +7,9 @@ from typing import Optional
 from trainer.methods import advantages as adv
 from trainer.models.losses.policy_loss import PolicyOptions
 from trainer.rollout.asynchronous import RolloutsAhead
-from trainer.rollout.drawn_before import history_after, link_of
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.resumed_rollouts import history_after, link_of
 from trainer.rollout.samples import Sample
 from trainer.training.ema import WeightAverage
 
@@ -75,12 +75,12 @@ class RLState:
     prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
     facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
-    origin: str = ""  # this and the histories of the newest versions of the weights: see `rollout.drawn_before`
+    origin: str = ""  # this and the histories of the newest versions of the weights: see `rollout.resumed_rollouts`
     histories: dict[int, str] = field(default_factory=lambda: {0: ""})
     num_histories: int = 1
 
     def link(self) -> str:
-        """The mark of samples that the weights of now draw."""
+        """The mark of samples that the present weights generate."""
         return link_of(self.histories[self.rollout], self.origin)
 
     def go_on(self, samples: list[Sample]) -> None:

@@ -1,16 +1,16 @@
 """Rollouts ahead of training: on each rank, a thread generates while the optimizer steps (--max_staleness K).
 
-The version of weights is the number of rollouts that they were trained on. Lock step draws rollout r from version r.
-Here its samples are from version r - K or a later one. The thread is one rollout ahead, and more only while training has
-to wait. So samples are no older than the engine's speed makes necessary.
+The version of weights is the number of rollouts that they were trained on. In lock step, version r generates rollout r.
+Here version r - K or a later one generates it. The thread is one rollout ahead, and more only while training has to wait.
+So samples are no older than the engine's speed makes necessary.
 
 The main thread hands out prompts and weights, and it does all communication. The thread only generates, and it scores with
 functions of texts, or calls environments.
 
-What it has drawn is also on disk until it is trained. A resumed run trains it (`drawn_before.py`).
+What it has generated is also on disk until it is trained. A resumed run trains on it (`resumed_rollouts.py`).
 
 With `Pace.partial`, new weights interrupt the thread's responses. They go on from their tokens under the new weights. Then
-a sample says which version drew which tokens. The log-probs of each token are those of its own version.
+a sample says which version generated which tokens. Each token has the log-prob of its own version.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ import torch.distributed as dist
 from trainer.datasets.batches.global_batches import contiguous_slice
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Interrupted, UserError
-from trainer.rollout.drawn_before import AheadFiles, DrawnBefore
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.generation import continue_prompts, numbered
 from trainer.rollout.placement import share
+from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span, timed
 
@@ -49,8 +49,8 @@ class Pace:
 
 
 @dataclass
-class Part:
-    """What one rank's thread has made of a rollout."""
+class RolloutPart:
+    """The samples of a rollout that one rank's thread has generated."""
 
     samples: list[Sample] = field(default_factory=list)
     checksums: dict[int, str] = field(default_factory=dict)  # of the engine's weights, by version
@@ -62,24 +62,32 @@ class RolloutsAhead:
     """The thread of this rank, and what the main thread needs of it. As a context manager, it stops the thread."""
 
     def __init__(
-        self, engine, score_mine, pace: Pace, sampling: Sampling, *, seed: int, group_size: int, draw=continue_prompts
+        self,
+        engine,
+        score_mine,
+        pace: Pace,
+        sampling: Sampling,
+        *,
+        seed: int,
+        group_size: int,
+        generate=continue_prompts,
     ):
         """`score_mine(samples)` sets scores without communication. None: the main thread scores whole rollouts.
 
-        `draw` is `continue_prompts`, or `episodes.continue_episodes` of some environments.
+        `generate` is `continue_prompts`, or `episodes.continue_episodes` with environments.
         """
-        self.engine, self.score_mine, self.pace, self._draw = engine, score_mine, pace, draw
+        self.engine, self.score_mine, self.pace, self._generate = engine, score_mine, pace, generate
         self._sampling, self._seed, self._group_size = sampling, seed, group_size
-        self._asked, self._done = queue.SimpleQueue(), queue.SimpleQueue()
+        self._requests, self._done = queue.SimpleQueue(), queue.SimpleQueue()
         self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
-        self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is asked for and not yet trained
-        self._next = 0  # the rollout to ask for next
+        self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is requested and not yet trained
+        self._next = 0  # the rollout to request next
         self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
-        self.files: Optional[AheadFiles] = None  # set before the first rollout, as `drawn_before`
-        self.drawn_before, self._links = DrawnBefore(), {}  # the latter by version
+        self.files: Optional[AheadFiles] = None  # set before the first rollout, like `resumed`
+        self.resumed, self._links = ResumedRollouts(), {}  # links by version
         self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
 
     def __enter__(self) -> "RolloutsAhead":
@@ -87,9 +95,9 @@ class RolloutsAhead:
         return self
 
     def __exit__(self, _type, error, _traceback) -> None:
-        """Wait until the thread has ended the batch that it generates. After a signal, until those of all ranks have."""
+        """Wait until the thread has ended its batch. After a signal, wait for the threads of all ranks."""
         self._stopped = True
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join()
         if isinstance(error, Interrupted):  # all ranks have it; torchrun ends rank 0 once another rank is gone
             gather_objects(None)
@@ -106,9 +114,9 @@ class RolloutsAhead:
     # --- the main thread
 
     def next(self, strategy, model, state, step: int) -> tuple[list[Sample], dict]:
-        """The samples of rollout `state.rollout`, with tokens on the rank that drew them, and their metrics (collective).
+        """The samples of rollout `state.rollout`, with tokens on the rank that generated them, and metrics (collective).
 
-        The weights of `model` become version `state.rollout`. The thread is asked for the rollouts that may follow.
+        The weights of `model` become version `state.rollout`. The rollouts that may follow are requested from the thread.
 
         Raises:
             UserError: a reward failed on one rank. All ranks raise the same error.
@@ -116,7 +124,7 @@ class RolloutsAhead:
         rollout, pace = state.rollout, self.pace
         if self._prompts is None:
             self._prompts, self._next = copy.copy(state.prompts), rollout
-            for samples in self.drawn_before.values():
+            for samples in self.resumed.values():
                 self._prompts.take(self._prompts.batch_size)
                 self._count(len(samples))
         self._links[rollout] = state.link()
@@ -125,27 +133,32 @@ class RolloutsAhead:
         while self._next <= rollout or (
             self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
         ):
-            self._ask()
+            self._request()
         if self.files:
             self.files.forget(before=rollout)
-        if (samples := self.drawn_before.pop(rollout, None)) is not None:
-            self._check(samples, state)
-            return samples, facts
+        samples = self.resumed.pop(rollout, None)
+        if samples is None:
+            samples = self._receive(facts)
+        self._check(samples, state)
+        return samples, facts
+
+    def _receive(self, facts: dict) -> list[Sample]:
+        """Wait for what the threads of all ranks have made of the next rollout (all-gathers of objects over the world)."""
         waits = self._done.empty()
         with timed(facts, "wait"):
-            mine: Part = self._done.get()
+            mine: RolloutPart = self._done.get()
         if mine.problem is not None and not isinstance(mine.problem, UserError):
             raise mine.problem
         with span("wait"):
-            told = gather_objects((mine.problem, mine.checksums, waits))
-        for problem, *_ in told:
+            of_ranks = gather_objects((mine.problem, mine.checksums, waits))
+        for problem, *_ in of_ranks:
             if problem is not None:
                 raise problem
-        waiting = any(waits for *_, waits in told)
-        self._lead = min(self._lead + 1, pace.max_staleness) if waiting else max(self._lead - 1, 1)
-        samples = share(mine.samples)
-        self._check(samples, state)
-        return samples, {**facts, **mine.facts, "weights_checksum": newest_checksum([sums for _, sums, _ in told])}
+        waiting = any(waits for *_, waits in of_ranks)
+        self._lead = min(self._lead + 1, self.pace.max_staleness) if waiting else max(self._lead - 1, 1)
+        checksum = newest_checksum([checksums for _, checksums, _ in of_ranks])
+        facts |= {**mine.facts, "weights_checksum": checksum}
+        return share(mine.samples)
 
     def _send(self, strategy, model, version: int) -> dict:
         """Copy the weights to host memory, where the thread finds them (all-gathers over the mesh)."""
@@ -156,14 +169,14 @@ class RolloutsAhead:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return {"sync_bytes": num_bytes, "time_sync": time.perf_counter() - started}
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         prompts = self._prompts.take(self._prompts.batch_size)
-        asked = numbered(prompts, self._group_size)
-        self._asked.put((self._next, contiguous_slice(asked, dist.get_rank(), dist.get_world_size())))
-        self._count(len(asked))
+        requests = numbered(prompts, self._group_size)
+        self._requests.put((self._next, contiguous_slice(requests, dist.get_rank(), dist.get_world_size())))
+        self._count(len(requests))
 
     def _count(self, num_samples: int) -> None:
-        """Note that the next rollout is asked for, or there already."""
+        """Note that the next rollout is requested, or already there."""
         self._ahead.append(self.pace.steps_of(num_samples))
         self._next += 1
 
@@ -179,27 +192,27 @@ class RolloutsAhead:
     def _run(self) -> None:
         cuda = self.engine.device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream(self.engine.device)) if cuda else contextlib.nullcontext():
-            while (asked := self._asked.get()) is not None and not self._stopped:
-                part = Part()
+            while (request := self._requests.get()) is not None and not self._stopped:
+                part = RolloutPart()
                 try:
-                    is_whole = self._generate(part, *asked)
+                    is_whole = self._make(part, *request)
                     if self.files and is_whole:
-                        self.files.write(asked[0], part.samples, self._links)
+                        self.files.write(request[0], part.samples, self._links)
                 except BaseException as error:  # the main thread raises it
                     part.problem = error
                 self._done.put(part)
 
-    def _generate(self, part: Part, rollout: int, asked: list[tuple[int, dict]]) -> bool:
-        """Returns whether all samples are there, each to its end."""
-        for start in range(0, len(asked), self.pace.batch_size):
+    def _make(self, part: RolloutPart, rollout: int, requests: list[tuple[int, dict]]) -> bool:
+        """Generate and score. Returns whether all samples are complete."""
+        for start in range(0, len(requests), self.pace.batch_size):
             if self._stopped:
                 return False
             with self._engine_lock:
                 self._load_newest(part)
-                batch = asked[start : start + self.pace.batch_size]
+                batch = requests[start : start + self.pace.batch_size]
                 engine = Resuming(self, part) if self.pace.partial else self.engine
                 with timed(part.facts, "generate"):
-                    samples = self._draw(engine, batch, self._sampling, self._seed, rollout)
+                    samples = self._generate(engine, batch, self._sampling, self._seed, rollout)
                 for sample in samples:
                     sample.versions = without_repeats(sample.versions or [[0, self._held]])
             part.samples += samples
@@ -210,7 +223,7 @@ class RolloutsAhead:
                 self.score_mine(part.samples)
         return True
 
-    def _load_newest(self, part: Part) -> int:
+    def _load_newest(self, part: RolloutPart) -> int:
         version, tensors = self._newest
         if version != self._held:
             self._checksum, _ = self.engine.update_weights(tensors.items())
@@ -224,13 +237,13 @@ class RolloutsAhead:
 
 @dataclass
 class Resuming:
-    """The engine, for `draw`. What new weights interrupt goes on from its tokens, under these weights."""
+    """The engine of a thread. If new weights interrupt a response, it goes on from its tokens under these weights."""
 
     ahead: RolloutsAhead
-    part: Part
+    part: RolloutPart
 
     def generate(self, prompts, sampling: Sampling, seeds, limits=()) -> list[Completion]:
-        """As an engine's, with `versions`. Not whole if the run ends meanwhile."""
+        """As an engine's, with `versions`. Responses are incomplete if the run ends meanwhile."""
         ahead, found = self.ahead, [Completion([], [], False) for _ in prompts]
         limits = list(limits) or [sampling.max_new_tokens] * len(prompts)
         while going := [i for i, one in enumerate(found) if not one.finished and len(one.token_ids) < limits[i]]:

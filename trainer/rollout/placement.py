@@ -1,8 +1,8 @@
 """Which rank has the tokens of a sample, and how they get to the rank that trains them.
 
 Every rank has a list of all samples of a rollout. A sample has its tokens only on the rank that generated it, and later
-on the ranks that train it. On all other ranks it has its score, its sizes and its digest. So what a rank holds and sends
-does not grow with the number of ranks, except for these few numbers per sample.
+on the ranks that train it. On all other ranks it has only its score, its sizes and its digest. So what a rank holds and
+sends does not grow with the number of ranks, except for these few numbers per sample.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from trainer.distributed.collectives import gather_objects, make_patient_group
 from trainer.models.losses.sequence_sums import counts_here
 from trainer.rollout.samples import Sample
 
-# the values per token of a `Sample`, and what only its reward needs: they stay where they are
+# fields of a Sample with values per token
 IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns")
 MESSAGE_SAMPLES = 64  # samples that rank 0 gets at a time, to write them
 
@@ -107,7 +107,7 @@ def trained_by(meshes, loader) -> list[list[int]]:
 
 
 def write_by_rank_0(samples: list[Sample], write: Callable[[list[Sample]], None]) -> None:
-    """Call `write` on rank 0 with all samples in order, some at a time. Ranks that have them send them (point to point)."""
+    """Call `write` on rank 0 with all samples in order, some at a time. Their holders send them (point to point)."""
     rank, group = dist.get_rank(), None
     for holder, run in itertools.groupby(samples, key=lambda sample: sample.held.by):
         run = list(run)
@@ -132,8 +132,9 @@ def write_by_rank_0(samples: list[Sample], write: Callable[[list[Sample]], None]
 class Part:
     """The samples of a rollout that this rank trains. Flat vectors have their generated tokens, sample after sample.
 
-    `places` are those of the samples in the rollout, `lengths` their generated tokens. `width` is the longest response
-    of the whole rollout: rows of tokens have it on every rank, so that sums over a row are the same on every layout.
+    `places` are the positions of the samples in the rollout, and `lengths` their numbers of generated tokens. `width` is
+    the longest response of the whole rollout. Rows of tokens have this width on every rank, so sums over a row are the
+    same on every layout.
     """
 
     def __init__(self, strategy, samples: list[Sample], sp_group):

@@ -1,6 +1,6 @@
 """Which prompts form which rollout: a pure function of the data, the seed and the sizes. Its position can be saved.
 
-With a curriculum, it is also one of the scores so far. They are part of the position.
+With a curriculum, it is also a function of the scores so far. They are part of the position.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ SPARE = 1 / 40  # of the weight of each prompt in `learnable`, so that none is l
 class PromptOrder:
     """Hands out prompts, episode after episode. An episode's permutation depends only on the seed and its number.
 
-    With a `curriculum`, later episodes also depend on pass rates. That of a prompt is the mean of its last scores, each
-    clipped to 0 to 1. `easy_first` sorts by it. `learnable` draws prompts with weights p (1 - p), with replacement (Foster et
-    al. 2025, Learning to reason at the frontier of learnability). An episode uses the rates from before it.
+    With a `curriculum`, later episodes also depend on pass rates. The pass rate p of a prompt is the mean of its last
+    scores, each clipped to 0 to 1. `easy_first` sorts by p. `learnable` samples prompts with weights p (1 - p), with
+    replacement (Foster et al. 2025, Learning to reason at the frontier of learnability). An episode uses the rates from
+    before it began.
     """
 
     def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool, curriculum: str = "none"):
@@ -26,7 +27,7 @@ class PromptOrder:
         self.episode, self.next_index = 0, 0
         self.curriculum = curriculum
         self.rates: dict[int, float] = {}  # by row
-        self._rates_before: dict[int, float] = {}  # those when the episode began
+        self._rates_before: dict[int, float] = {}  # when the episode began
 
     def take(self, count: int) -> list[dict]:
         """The next `count` prompts of the episode, or all that are left. Then the next episode begins."""
@@ -51,8 +52,8 @@ class PromptOrder:
         cumulative = (rates * (1 - rates) + SPARE).cumsum(0)
         digest = hashlib.blake2b(f"{self.seed}/{self.episode}/curriculum".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        drawn = torch.rand(len(rates), dtype=torch.float64, generator=generator) * cumulative[-1]
-        return torch.searchsorted(cumulative, drawn, right=True).clamp(max=len(rates) - 1).numpy()
+        targets = torch.rand(len(rates), dtype=torch.float64, generator=generator) * cumulative[-1]
+        return torch.searchsorted(cumulative, targets, right=True).clamp(max=len(rates) - 1).numpy()
 
     def note(self, samples: list) -> None:
         """Measure the pass rates of the prompts of these samples, if there is a curriculum."""

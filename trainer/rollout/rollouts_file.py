@@ -94,7 +94,7 @@ class RolloutsLog:
     def write(self, rollout: int, samples: list[Sample], link: str) -> list[Sample]:
         """Write the samples of all ranks (point to point to rank 0). Returns the first ones, on rank 0.
 
-        `link`: see `drawn_before`.
+        `link`: see `resumed_rollouts`.
         """
         first: list[Sample] = []
 

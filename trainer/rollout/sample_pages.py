@@ -1,4 +1,4 @@
-"""--sample_pages N: an HTML page for each rollout, to see in which tokens the engine and training do not agree."""
+"""--sample_pages N: an HTML page for each rollout. It shows at which tokens the engine and training disagree."""
 
 import html
 import os
@@ -27,7 +27,7 @@ class SamplePages:
     count: int
 
     def write(self, rollout: int, samples: list[Sample], log_probs: torch.Tensor) -> dict[str, str]:
-        """`log_probs` are those of training, of the generated tokens of all samples. Returns a metric: the page's path."""
+        """`log_probs`: by training, of the generated tokens of all samples. Returns a metric: the page's path."""
         parts, start = [], 0
         for sample in samples[: self.count]:
             stop = start + len(sample.log_probs)
@@ -47,12 +47,11 @@ class SamplePages:
             if place not in of_token:
                 spans.append(f'<span class="e">{self._text([token])}</span>')
                 continue
-            drawn, now = of_token[place]
-            share = min(abs(now - drawn) / FULL, 1.0)
-            told = f"token {token}: rollout {drawn:.4f}, training {now:.4f}"
-            spans.append(
-                f'<span style="background:rgba(230,0,0,{share:.3f})" title="{told}">{self._text([token])}</span>'
-            )
+            rollout, training = of_token[place]
+            share = min(abs(training - rollout) / FULL, 1.0)
+            title = f"token {token}: rollout {rollout:.4f}, training {training:.4f}"
+            style = f"background:rgba(230,0,0,{share:.3f})"
+            spans.append(f'<span style="{style}" title="{title}">{self._text([token])}</span>')
         facts = {"score": f"{sample.score:.4g}", "finished": sample.finished, "label": sample.label}
         facts |= {"turns": len(sample.turns) or None, "version": sample.version, **sample.metrics}
         row = "".join(f"<td>{name}: <b>{html.escape(str(v))}</b></td>" for name, v in facts.items() if v is not None)

@@ -1,7 +1,7 @@
-"""--timeline: what each rank does when, as a Chrome trace, so that idle time is seen. chrome://tracing and Perfetto read it.
+"""--timeline: what each rank does when, as a Chrome trace that shows idle time. chrome://tracing and Perfetto read it.
 
-A rank notes spans at any time. `Timeline.write` collects those of all ranks, and rank 0 appends them to `timeline.json`.
-The file is whole JSON after every write. Clocks are those of the ranks' machines.
+A rank notes spans at any time. `Timeline.write` gathers the spans of all ranks, and rank 0 appends them to `timeline.json`.
+The file is complete JSON after every write. Times are by the clock of each rank's machine.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def timed(facts: dict, name: str):
 
 
 class Timeline:
-    """The spans of all ranks. As a context manager, it starts and ends their notes."""
+    """The spans of all ranks. As a context manager, it starts and ends recording."""
 
     def __init__(self, output_dir: str):
         self._path, self._named = os.path.join(output_dir, FILE), False

@@ -218,7 +218,7 @@ def rollouts_ahead(args: PPOArguments, roles, total_steps: int, sampling):
     if roles.environment is not None:
         from trainer.rollout.envs.episodes import continue_episodes
 
-        options["draw"] = functools.partial(continue_episodes, roles.environment)
+        options["generate"] = functools.partial(continue_episodes, roles.environment)
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 

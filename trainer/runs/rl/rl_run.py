@@ -76,17 +76,19 @@ def _of_mixture(args: PPOArguments, folder: str, options):
     return dataclasses.replace(options, experts_per_token=top_k)
 
 
-def _go_on_with_what_was_drawn(args: PPOArguments, ppo_run, output_dir: str) -> None:
-    """Let a resumed run train the rollouts that it drew before and that its checkpoint does not have."""
-    from trainer.rollout.drawn_before import AheadFiles, DrawnBefore, drawn_before
+def _resume_rollouts(args: PPOArguments, ppo_run, output_dir: str) -> None:
+    """Let a resumed run train the rollouts that it has generated after its checkpoint."""
+    from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed
 
-    found, ahead = DrawnBefore(), ppo_run.roles.ahead
+    found, ahead = ResumedRollouts(), ppo_run.roles.ahead
     if args.load_checkpoint is not None and not args.dynamic_filtering:
-        found = drawn_before(output_dir, ppo_run.state, args.n_samples_per_prompt)
+        found = find_resumed(output_dir, ppo_run.state, args.n_samples_per_prompt)
     if found:
-        ppo_run.strategy.print(f"rollouts {min(found)} to {max(found)} were drawn before: they are trained as they are")
+        ppo_run.strategy.print(
+            f"rollouts {min(found)} to {max(found)} were generated before the resume: they are trained as they are"
+        )
     if ahead:
-        ahead.files, ahead.drawn_before = AheadFiles(output_dir), found
+        ahead.files, ahead.resumed = AheadFiles(output_dir), found
     else:
         ppo_run.recorded = found
 
@@ -96,8 +98,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     from trainer.methods.ppo import PPORun, train_ppo
     from trainer.methods.ppo_state import RLState
     from trainer.rollout import rollouts_file
-    from trainer.rollout.drawn_before import origin_of
     from trainer.rollout.prompt_order import PromptOrder
+    from trainer.rollout.resumed_rollouts import origin_of
     from trainer.rollout.rewards.reward_functions import load_reward_functions
     from trainer.rollout.sample_pages import SamplePages
     from trainer.rollout.timeline import Timeline
@@ -153,7 +155,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
     ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer)
     if not frozen:
-        _go_on_with_what_was_drawn(args, ppo_run, output_dir)
+        _resume_rollouts(args, ppo_run, output_dir)
     if args.sample_pages and strategy.is_rank_0():
         ppo_run.pages = SamplePages(output_dir, tokenizer, args.sample_pages)
     ppo_run.timeline = Timeline(output_dir) if args.timeline else None

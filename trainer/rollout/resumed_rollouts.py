@@ -1,9 +1,9 @@
-"""Rollouts that an earlier start of a run drew, and that no checkpoint has. A resumed run trains them as they were drawn.
+"""Rollouts generated after the last checkpoint. A resumed run trains on them instead of generating them again.
 
-So what was generated, scored or paid for is not lost. rollouts.jsonl has the rollouts whose training had begun. With
---max_staleness, each rank also writes to `<output_dir>/ahead/` what its thread has drawn ahead. The weights that drew them
-come again, because the resumed run trains the same samples in the same order. A chain of digests proves that it does: each
-sample has the `link` of the history of its weights.
+So nothing that was generated, scored or paid for is lost. rollouts.jsonl has the rollouts whose training had begun. With
+--max_staleness, each rank also writes to `<output_dir>/ahead/` what its thread has generated ahead. The resumed run repeats
+the same updates, so it reaches the same weights. A chain of digests proves it: each sample has the `link` of the history
+of the weights that generated it.
 """
 
 import contextlib
@@ -29,18 +29,17 @@ PLACES = ("output_dir", "load_checkpoint", "overwrite")  # flags that decide not
 
 
 def origin_of(flags: dict) -> str:
-    """A digest of what decides samples and weights: the flags, the number of ranks, and the files that flags name, as rank 0
-    sees them (broadcast).
+    """A digest of what decides samples and weights: the flags, the number of ranks, and the files that flags name (broadcast).
 
-    A Python file counts with its text. Others count with sizes and times, as do those of a model's folder.
+    A Python file counts with its text, any other file with its size and time, and a model's folder with those of its
+    files. Rank 0 reads them.
     """
     digest = hashlib.blake2b(f"{dist.get_world_size()} ranks\n".encode(), digest_size=8)
     for name, value in sorted(flags.items()):
         if name not in PLACES:
             digest.update(f"{name}={value!r}\n".encode())
-            for path in (
-                Path(part.split(":")[0].strip()) for part in str(value).split(",")
-            ):  # FILE.py:NAME, or several
+            for part in str(value).split(","):  # FILE.py:NAME, or several
+                path = Path(part.split(":")[0].strip())
                 with contextlib.suppress(OSError):  # most values are no path
                     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
                         facts = (file.name, file.stat().st_size, file.stat().st_mtime_ns)
@@ -49,7 +48,7 @@ def origin_of(flags: dict) -> str:
 
 
 def link_of(history: str, origin: str) -> str:
-    """What samples are marked with that weights of this history draw in a run of this origin."""
+    """The mark of samples that weights with this history generate in a run with this origin."""
     return hashlib.blake2b(f"{history} {origin}".encode(), digest_size=8).hexdigest()
 
 
@@ -60,13 +59,13 @@ def history_after(link: str, samples: list[Sample]) -> str:
 
 
 class AheadFiles:
-    """The rollouts that the thread of each rank has drawn and that are not trained yet, a file for each rank's part."""
+    """The rollouts that the threads have generated and that are not trained yet: one file for each rank's part of one."""
 
     def __init__(self, output_dir: str):
         self._folder = Path(output_dir, AHEAD_FOLDER)
 
     def write(self, rollout: int, samples: list[Sample], links: dict[int, str]) -> None:
-        """`links` are those of the versions that drew the samples. A full disk costs only this safety."""
+        """`links`: those of the versions that generated the samples. On a full disk, the run goes on without this file."""
         path = self._folder / f"{rollout}-{dist.get_rank()}.jsonl"
         rows = [as_row(sample, rollout, None) | {"origin": links[newest_version(sample)]} for sample in samples]
         try:
@@ -75,7 +74,7 @@ class AheadFiles:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
             os.replace(f"{path}.tmp", path)
         except OSError as error:
-            print(f"{path}: {error.strerror}: a resumed run will draw these samples again", flush=True)
+            print(f"{path}: {error.strerror}: a resumed run will generate these samples again", flush=True)
 
     def forget(self, before: int) -> None:
         """Remove the files of earlier rollouts. Only rank 0 does it."""
@@ -88,11 +87,11 @@ def newest_version(sample: Sample) -> int | None:
     return max((version for _, version in sample.versions), default=None)
 
 
-class DrawnBefore(dict):
-    """The samples of such rollouts by number. Rank 0 has their tokens (see `placement`)."""
+class ResumedRollouts(dict):
+    """The samples of such rollouts, by number. Rank 0 has their tokens (see `placement`)."""
 
     def __call__(self, state) -> list[Sample] | None:
-        """The samples of the next rollout, if it is one of these. The position in the prompts moves behind it."""
+        """The samples of the next rollout, if it is one of these. The position in the prompts moves past it."""
         samples = self.pop(state.rollout, None)
         if samples is not None:
             state.prompts.take(state.prompts.batch_size)
@@ -100,19 +99,19 @@ class DrawnBefore(dict):
         return samples
 
 
-def drawn_before(output_dir: str, state, group_size: int) -> DrawnBefore:
+def find_resumed(output_dir: str, state, group_size: int) -> ResumedRollouts:
     """The whole rollouts from `state.rollout` on that the run folder has, up to the first gap (broadcast from rank 0)."""
     whole: dict[int, list[Sample]] = {}
     if dist.get_rank() == 0:
         whole = _in_order(_read(output_dir, state.rollout), state, group_size)
-    told = broadcast_object({rollout: list(map(without_tokens, samples)) for rollout, samples in whole.items()})
-    found = DrawnBefore(whole if dist.get_rank() == 0 else told)
+    shown = broadcast_object({rollout: list(map(without_tokens, samples)) for rollout, samples in whole.items()})
+    found = ResumedRollouts(whole if dist.get_rank() == 0 else shown)
     hold(itertools.chain.from_iterable(found.values()), 0)
     return found
 
 
 def _read(output_dir: str, first: int) -> dict[int, list[tuple[bool, str, Sample]]]:
-    """(whether it was drawn ahead, link, sample) by rollout, those of the log last. Torn rows are left out."""
+    """(whether it is from `ahead/`, link, sample) by rollout, those of the log last. Torn rows are left out."""
     found: dict[int, list[tuple[bool, str, Sample]]] = {}
     ahead = list(Path(output_dir, AHEAD_FOLDER).glob("*.jsonl"))
     for path in [*ahead, Path(output_dir, ROLLOUTS_FILE)]:
@@ -132,7 +131,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _in_order(found: dict, state, group_size: int) -> dict[int, list[Sample]]:
-    """The rollouts that have a sample for each prompt whose turn it is, drawn by the weights that come again."""
+    """The rollouts with a sample for each prompt whose turn it is, by weights that the resumed run reaches again."""
     order, histories, whole = copy.copy(state.prompts), dict(state.histories), {}
     order.rates = dict(order.rates)
     for rollout in itertools.count(state.rollout):

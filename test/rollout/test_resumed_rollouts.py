@@ -9,8 +9,8 @@ import torch.distributed as dist
 from datasets import Dataset
 
 from trainer.methods.ppo_state import RLState
-from trainer.rollout.drawn_before import AheadFiles, drawn_before, history_after, link_of, origin_of
 from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.resumed_rollouts import AheadFiles, find_resumed, history_after, link_of, origin_of
 from trainer.rollout.rollouts_file import as_row, read_rollouts
 from trainer.rollout.samples import Sample
 
@@ -68,7 +68,7 @@ def test_logged_and_ahead_rollouts_follow_each_other(tmp_path, curriculum):
     (tmp_path / "rollouts.jsonl").write_text(log + torn)
     AheadFiles(str(tmp_path)).write(6, rollouts[6], links)
     AheadFiles(str(tmp_path)).write(7, rollouts[7], links)
-    found = drawn_before(str(tmp_path), state, GROUP)
+    found = find_resumed(str(tmp_path), state, GROUP)
     assert dict(found) == rollouts and state.prompts.position() == run_state(curriculum).prompts.position()
     after = run_state(curriculum).prompts
     for rollout in range(3, 8):
@@ -86,9 +86,9 @@ def test_what_the_checkpoint_already_knew_of_counts(tmp_path):
     state = run_state()
     rollouts, links = rollouts_from(state, 1)
     AheadFiles(str(tmp_path)).write(3, rollouts[3], links)
-    assert dict(drawn_before(str(tmp_path), state, GROUP)) == rollouts
+    assert dict(find_resumed(str(tmp_path), state, GROUP)) == rollouts
     state.histories.pop(2)
-    assert not drawn_before(str(tmp_path), state, GROUP)
+    assert not find_resumed(str(tmp_path), state, GROUP)
 
 
 def test_a_gap_or_another_prompt_ends_them(tmp_path):
@@ -98,8 +98,8 @@ def test_a_gap_or_another_prompt_ends_them(tmp_path):
     others = [dataclasses.replace(sample, row=sample.row + 1) for sample in rollouts[4]]
     for text in (lines_of(4, rollouts[4][:-1], links[4]), lines_of(4, others, links[4]), "", "{\n"):
         (tmp_path / "rollouts.jsonl").write_text(whole[3] + text + whole[5])
-        assert set(drawn_before(str(tmp_path), state, GROUP)) == {3}, text
-    assert not drawn_before(str(tmp_path / "new"), state, GROUP)
+        assert set(find_resumed(str(tmp_path), state, GROUP)) == {3}, text
+    assert not find_resumed(str(tmp_path / "new"), state, GROUP)
 
 
 def test_samples_of_weights_that_do_not_come_again_are_left(tmp_path):
@@ -108,13 +108,13 @@ def test_samples_of_weights_that_do_not_come_again_are_left(tmp_path):
     log = "".join(lines_of(r, first[r], links[r]) for r in (3, 4, 5)) + lines_of(3, second[3], others[3])
     (tmp_path / "rollouts.jsonl").write_text(log)
     AheadFiles(str(tmp_path)).write(6, first[6], links)
-    assert set(drawn_before(str(tmp_path), run_state(), GROUP)) == {3, 4, 5, 6}
-    assert set(drawn_before(str(tmp_path), run_state(origin="b"), GROUP)) == {3}
+    assert set(find_resumed(str(tmp_path), run_state(), GROUP)) == {3, 4, 5, 6}
+    assert set(find_resumed(str(tmp_path), run_state(origin="b"), GROUP)) == {3}
     state = run_state(origin="b")
     state.prompts.take(BATCH)
     state.go_on(second[3])  # and saved a checkpoint
     state.origin = "a"
-    assert not drawn_before(str(tmp_path), state, GROUP)
+    assert not find_resumed(str(tmp_path), state, GROUP)
 
 
 def test_the_history_is_of_tokens_scores_and_order():
@@ -144,7 +144,7 @@ def test_a_disk_that_takes_no_file_costs_a_warning(tmp_path, capsys):
     rollouts, links = rollouts_from(run_state(), 1)
     (tmp_path / "ahead").touch()
     AheadFiles(str(tmp_path)).write(3, rollouts[3], links)
-    assert "a resumed run will draw these samples again" in capsys.readouterr().out
+    assert "a resumed run will generate these samples again" in capsys.readouterr().out
 
 
 def test_the_origin_is_of_all_that_decides_samples(tmp_path):
