@@ -71,7 +71,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     """The flags of `vllm serve`."""
     import torch
 
-    from trainer.rollout.engines import vllm as ours
+    from trainer.rollout.engines.vllm_cpu import cpu_cache_bytes
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.param_dtype]
     flags = [
@@ -93,7 +93,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     if torch.cuda.is_available():
         # --moe-backend: others change the order of the experts' weights
         return [*flags, "--gpu-memory-utilization", str(args.gpu_memory_utilization), "--moe-backend", "triton"]
-    cache = ours.cpu_cache_bytes(args.pretrain, dtype, args.batch_size, args.max_len, args.trust_remote_code)
+    cache = cpu_cache_bytes(args.pretrain, dtype, args.batch_size, args.max_len, args.trust_remote_code)
     return [*flags, "--enforce-eager", "--kv-cache-memory-bytes", str(cache), "--max-num-seqs", str(args.batch_size)]
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM: where it holds the stacked experts of a layer, and how their weights are changed on CPU."""
+"""Mixtures of experts in vLLM: where it holds the stacked experts of a layer, and how an update reaches them on CPU."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,11 @@ import torch
 from trainer.distributed.weight_slices import Box, box_of
 from trainer.errors import UserError
 
-PARTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}  # vLLM's name -> that of transformers
+PARTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}  # vLLM's name -> the name in transformers
 
 
 class ExpertsPart:
-    """Where vLLM holds this tp rank's cut of all experts of a layer, with the methods of a WeightPart.
+    """Where vLLM holds this tp rank's shard of all experts of a layer, with the methods of a WeightPart.
 
     A rank has the same columns of each matrix of each expert. Gate and up are stacked: (experts, 2 * columns, hidden).
     """
@@ -26,7 +26,7 @@ class ExpertsPart:
         return full.unflatten(1, (2, -1)).tensor_split(size, 2)[rank].flatten(1, 2)
 
     def box(self, shape: tuple[int, ...]) -> Box:
-        """All of it: the cut is of two stretches, gate and up."""
+        """The whole tensor: a shard has two separate parts, one of gate and one of up."""
         return box_of(shape)
 
     def of_slice(self, value: torch.Tensor) -> torch.Tensor:
@@ -38,6 +38,7 @@ class ExpertsPart:
 
 def experts_part(name: str, parameter: torch.Tensor, module: torch.nn.Module) -> tuple[str, ExpertsPart] | None:
     """(name of the tensor in transformers, part) of a parameter of routed experts. None for any other parameter."""
+    # vllm is an extra
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     owner, _, kind = name.rpartition(".")
@@ -48,6 +49,7 @@ def experts_part(name: str, parameter: torch.Tensor, module: torch.nn.Module) ->
 
 def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, object]]:
     """(layer, kernel) of experts whose weights vLLM packs for its CPU kernel after they are loaded."""
+    # vllm is an extra
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -68,8 +70,8 @@ def check_experts(model: torch.nn.Module) -> None:
 
 
 def pack_experts(model: torch.nn.Module) -> None:
-    """Pack, in place, the experts of vLLM on CPU, which an update has overwritten with plain weights."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    """Pack the experts of vLLM on CPU in place. An update has overwritten them with plain weights."""
+    from vllm._custom_ops import cpu_prepack_moe_weight  # vllm is an extra
 
     for module, kernel in _packed_experts(model):
         for kind in PARTS:

@@ -1,6 +1,6 @@
 """Prompts with images for vLLM. It gets the tensors of training's own processor, and the places of their tokens.
 
-So vLLM processes no image and expands no token: the ids that it reads are those that training reads.
+So vLLM processes no image and expands no token: it reads the same ids as training.
 """
 
 import copy
@@ -15,12 +15,12 @@ import torch
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import read_config
 
-# kinds of model whose tokens and log-probs are compared with those of the hf engine, in test/rollout/test_vllm_images.py
+# test/rollout/test_vllm_images.py compares tokens and log-probs of these kinds of model with the hf engine
 KINDS = ("qwen3_vl",)
 
 
 def image_options(folder: str, trust_remote_code: bool, processor) -> dict:
-    """What vLLM needs besides to run the model of `folder` with images. `processor` is that of training.
+    """What vLLM also needs to run the model of `folder` with images. `processor` is the one that training uses.
 
     Raises UserError for a kind that is not tested.
     """
@@ -39,12 +39,14 @@ def image_options(folder: str, trust_remote_code: bool, processor) -> dict:
 
 
 def use_processor(processor) -> None:
-    """Make vLLM, in this process, ask this processor about images, such as for the largest one. Its own would load parts for
-    videos, and these need torchvision."""
-    from vllm.multimodal.processing.context import InputProcessingContext
+    """Make vLLM use this processor for its questions about images, such as the largest size. vLLM's own processor would load
+    parts for videos, which need torchvision."""
+    from vllm.multimodal.processing.context import InputProcessingContext  # vllm is an extra
 
     own = copy.copy(processor)
-    own.video_processor = own.video_processor or own.image_processor  # it only tells names of options: no video comes
+    own.video_processor = (
+        own.video_processor or own.image_processor
+    )  # vLLM only reads names of options from it: no video comes
     InputProcessingContext.get_hf_processor = lambda self, *args, **options: own
 
 
@@ -53,7 +55,7 @@ def import_without_torchvision() -> None:
     PIL's module has the function too."""
     if importlib.util.find_spec("torchvision"):
         return
-    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.models.registry import ModelRegistry  # vllm is an extra
 
     path = "transformers.models.qwen2_vl.image_processing"
     sys.modules[f"{path}_qwen2_vl"] = importlib.import_module(f"{path}_pil_qwen2_vl")
@@ -65,9 +67,9 @@ def import_without_torchvision() -> None:
 
 
 def as_transformers_rotates(config):
-    """`config` for vLLM: positions of time, height and width take turns in a head, whether or not the file says so.
+    """`config` for vLLM: positions of time, height and width are interleaved in a head, whether or not the file says so.
 
-    transformers interleaves them always in these kinds. vLLM puts them in blocks if `mrope_interleaved` is missing.
+    transformers always interleaves them in these kinds. vLLM puts them in blocks if `mrope_interleaved` is missing.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None)  # vLLM also asks about an empty config
     if rope is not None:
@@ -79,13 +81,14 @@ class ImagePrompts:
     """Makes vLLM's form of prompts. `tensors_of` gives the processor's tensors of the images of a prompt."""
 
     def __init__(self, llm, tensors_of: Callable[[Sequence], dict]):
-        from vllm.multimodal import MULTIMODAL_REGISTRY
+        from vllm.multimodal import MULTIMODAL_REGISTRY  # vllm is an extra
 
         self._tensors_of, self._config = tensors_of, llm.model_config.hf_config
         self._fields = MULTIMODAL_REGISTRY.create_processor(llm.model_config)._get_mm_fields_config
 
     def engine_input(self, ids: list[int], sources: Sequence) -> dict:
-        """The input of a prompt with these images. Raises UserError if its image tokens are not those of the images."""
+        """The input of a prompt with these images. Raises UserError if its image tokens do not fit the images."""
+        # vllm is an extra
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -104,7 +107,7 @@ class ImagePrompts:
 
 
 def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
-    """(start, length) of each longest run of `token`. Of 7 5 5 7 5, those of 5 are (1, 2) and (4, 1)."""
+    """(start, length) of each longest run of `token`. In 7 5 5 7 5, the runs of 5 are (1, 2) and (4, 1)."""
     runs, start = [], 0
     for found, members in itertools.groupby(ids):
         length = len(list(members))
@@ -115,7 +118,7 @@ def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
 
 
 def content_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """By this name vLLM finds what it has computed of an image."""
+    """Key under which vLLM caches an image's embedding."""
     whole = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         whole.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

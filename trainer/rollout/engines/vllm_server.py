@@ -1,8 +1,8 @@
-"""The engine of other processes: vLLM servers that `serve_engine` has started, on any machine. Input and output are tokens.
+"""The engine in other processes: vLLM servers that `serve_engine` has started, on any machine. Input and output are tokens.
 
 Rank r uses the server number r modulo their count. The first rank that uses a server sends it the weights. A server that
-is gone gets no weights, and its requests go to the others. It is asked again at each sync, so one that is back is used again.
-Before ranks use a server, they ask for the checksum of its weights. So none ever draws from weights of before.
+is gone gets no weights, and its requests go to the others. Each sync tries it again, so a server that is back is used again.
+Before ranks use a server, they read the checksum of its weights. So no server ever generates with older weights.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from trainer.rollout.engines.weight_stream import WeightStream
 FLAG = "--engine_urls"
 TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
 LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
-FACTS_TIMEOUT = 60  # seconds until a server has told what it holds
+FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
 
 
 class LostServer(UserError):
@@ -48,21 +48,22 @@ class VLLMServerEngine:
         device: torch.device,
         batch_size: int,
         max_len: int,
-        alone: bool = False,
+        own_server_only: bool = False,
     ):
-        """`alone`: the ranks update their servers at different times, so this rank uses its own one only.
+        """`own_server_only`: the ranks update their servers at different times, so a rank uses no other rank's server.
 
         Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences.
         """
         rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
         first = rank % len(urls)
-        self._urls, self._sends = urls[first : first + 1] if alone else urls[first:] + urls[:first], rank < len(urls)
+        self._urls = urls[first : first + 1] if own_server_only else urls[first:] + urls[:first]
+        self._sends = rank < len(urls)
         self.dtype, self.device, self._batch_size = dtype, device, batch_size
         self._checksum = ""  # of the weights of the last update
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
         url, [facts, *_], expected = self._urls[0], self._facts(self._urls[0]), str(dtype).removeprefix("torch.")
         if facts["dtype"] != expected:
-            raise UserError(FLAG, f"{url} computes in {facts['dtype']}", f"{expected}, that of --param_dtype")
+            raise UserError(FLAG, f"{url} computes in {facts['dtype']}", f"{expected}, as --param_dtype")
         if facts["max_len"] < max_len:
             raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
 
@@ -97,13 +98,13 @@ class VLLMServerEngine:
         return self._checksum, num_bytes
 
     def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
-        """What the workers of this rank's server say that they hold then. Raises LostServer."""
+        """Send to this rank's server. Returns what its workers report that they hold then. Raises LostServer."""
         url, num_workers = self._urls[0], len(self._facts(self._urls[0]))
         address = self._own_address(url)
         stream = WeightStream(address, 0, 0, 1 + num_workers)
-        asked = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port])]}
+        call = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port])]}
         with ThreadPoolExecutor(1) as pool:
-            received: Future = pool.submit(self._request, url, "/collective_rpc", asked)
+            received: Future = pool.submit(self._request, url, "/collective_rpc", call)
             try:
                 stream.send(tensors, while_waiting=lambda: received.done() and received.result())
             except ConnectionError as error:
@@ -128,7 +129,7 @@ class VLLMServerEngine:
 
         Raises LostServer if no server is left that holds the weights of the last update.
         """
-        drawn = list(seeds) if sampling.temperature else [None] * len(prompts)
+        own_seeds = list(seeds) if sampling.temperature else [None] * len(prompts)
         most = list(limits) or [sampling.max_new_tokens] * len(prompts)
         holding = [url for url in self._urls if self._holds(url)]
 
@@ -144,14 +145,14 @@ class VLLMServerEngine:
             raise self._gone[self._urls[0]]
 
         with ThreadPoolExecutor(self._batch_size) as pool:
-            asked = [pool.submit(complete, one) for one in zip(prompts, drawn, most)]
-            while wait(asked, timeout=LOOK_SECONDS).not_done:
+            futures = [pool.submit(complete, one) for one in zip(prompts, own_seeds, most)]
+            while wait(futures, timeout=LOOK_SECONDS).not_done:
                 if interrupted():  # a request that arrives only now is aborted the next time
                     self._abort(holding)
-        return [future.result() for future in asked]
+        return [future.result() for future in futures]
 
     def _abort(self, urls: list[str]) -> None:
-        """End all requests on servers. They are answered with the tokens that there are. A server that is gone has none."""
+        """End all requests on servers. Their answers have the tokens so far. A server that is gone has no requests."""
         for url in urls:
             with contextlib.suppress(UserError):
                 self._request(url, "/abort_requests", {}, FACTS_TIMEOUT)
@@ -190,13 +191,13 @@ class VLLMServerEngine:
             "logprobs": 0,  # of the sampled token only
             "seed": seed,
         }
-        asked = {"token_ids": list(prompt), "sampling_params": params}
-        [choice] = self._request(url, "/inference/v1/generate", asked)["choices"]
+        body = {"token_ids": list(prompt), "sampling_params": params}
+        [choice] = self._request(url, "/inference/v1/generate", body)["choices"]
         log_probs = [step["logprob"] for step in (choice["logprobs"] or {}).get("content") or []]
         return Completion(choice["token_ids"], log_probs, choice["finish_reason"] == "stop")
 
     def _facts(self, url: str) -> list[dict]:
-        """What each worker of a server is, and the checksum of the weights that it holds."""
+        """What each worker of a server reports about itself, with the checksum of its weights."""
         return self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)["results"]
 
     def _own_address(self, url: str) -> str:
@@ -215,8 +216,8 @@ class VLLMServerEngine:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            told = " ".join(error.read().decode(errors="replace").split())[:300]
+            reason = " ".join(error.read().decode(errors="replace").split())[:300]
             kind = LostServer if error.code >= 500 else UserError
-            raise kind(FLAG, f"{url}{path}: status {error.code} {told}", "a server of serve_engine") from None
+            raise kind(FLAG, f"{url}{path}: status {error.code} {reason}", "a server of serve_engine") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None

@@ -1,8 +1,8 @@
-"""What a vLLM server of ours does more than vLLM: it receives weights from a trainer.
+"""What our vLLM servers do in addition to vLLM: they receive weights from a trainer.
 
 vLLM mixes the class into its worker (`--worker-extension-cls`), and its endpoint /collective_rpc calls the methods. vLLM
-starts its workers as new processes. It imports this file there, before it builds the model, and offers no other moment to
-prepare for weights that change. So this happens at the end of this file.
+starts its workers as new processes, and each imports this file before it builds the model. vLLM offers no other moment to
+prepare for weights that change. So the end of this file does it.
 """
 
 import json
@@ -10,8 +10,9 @@ import json
 import torch
 from vllm.platforms import current_platform
 
-from trainer.rollout.engines.vllm import communicate_by_gloo, keep_plain_weights, load_checked, use_plain_embeddings
+from trainer.rollout.engines.vllm_cpu import communicate_by_gloo, keep_plain_weights, use_plain_embeddings
 from trainer.rollout.engines.vllm_experts import check_experts
+from trainer.rollout.engines.vllm_weights import load_checked
 from trainer.rollout.engines.weight_stream import WeightStream
 
 
@@ -26,12 +27,12 @@ class WeightReceiver:
         facts = {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
         return {**facts, "workers": size, "checksum": self.trainer_checksum}
 
-    def receive_trainer_weights(self, asked: str) -> dict:
-        """Load the tensors of a stream. `asked` is JSON of its host and port. Returns {"checksum", "bytes"}.
+    def receive_trainer_weights(self, source: str) -> dict:
+        """Load the tensors of a stream. `source` is JSON of its host and port. Returns {"checksum", "bytes"}.
 
         Raises RuntimeError if the engine does not then hold, bit for bit, the tensors that came.
         """
-        host, port = json.loads(asked)
+        host, port = json.loads(source)
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             use_plain_embeddings(model)

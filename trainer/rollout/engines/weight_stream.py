@@ -1,7 +1,7 @@
 """Full tensors from a trainer's rank to the workers of a rollout server, by broadcasts of gloo.
 
-The sender and the workers make a process group of their own, beside all others of their processes. It lasts for one
-update. The names of tensors go over its store, so nothing has to be known before the first tensor.
+The sender and the workers make a process group of their own, next to the other groups of their processes. It lasts for one
+update. The names of tensors go over its store, so receivers need to know nothing before the first tensor.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class WeightStream:
 
 @contextlib.contextmanager
 def _of_connections() -> Iterator[None]:
-    """Errors of gloo inside are about the other end, and those of the iterable are not."""
+    """Errors of gloo inside are about the other end. Errors of the iterable are not, so it runs outside."""
     try:
         yield
     except RuntimeError as error:

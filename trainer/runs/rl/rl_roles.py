@@ -181,7 +181,7 @@ def _engine(args: PPOArguments, setup: run_training.Setup, image_run=None):
 
         options.pop("trust_remote_code")  # a flag of serve_engine
         urls = [url.strip() for url in args.engine_urls.split(",")]
-        options |= {"max_len": args.prompt_max_len + args.generate_max_len, "alone": bool(args.max_staleness)}
+        options |= {"max_len": args.prompt_max_len + args.generate_max_len, "own_server_only": bool(args.max_staleness)}
         engine = VLLMServerEngine(urls, **options)
         wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
         return engine
