@@ -1,4 +1,4 @@
-"""Certificates of real runs: clean ones verify, also on another layout and after a kill; every tampering is found.
+"""Certificates of real runs: clean runs verify, also on another layout and after a kill; every tampering is found.
 
 Two launches make all runs; the tamperings then change copies of one run folder and are checked in this process.
 """
@@ -28,24 +28,58 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """clean: 6 steps on 2 ranks, certified. killed: the same, killed after step 3 or later on 1 rank, and resumed on 2.
-    other: another seed. dpo: pairs. again: `clean` trained again under DeepSpeed with tp 2 by verify_run."""
+    other: another seed. dpo: pairs. online: pairs of own answers. kd: a teacher. plain: no certificate.
+    again: `clean` trained again under DeepSpeed with tp 2 by verify_run."""
     folder = tmp_path_factory.mktemp("runs")
     make_demo(str(folder))
     line = ["--pretrain", str(folder / "model"), "--train_batch_size", "8", "--micro_train_batch_size", "4"]
     line += ["--param_dtype", "fp32", "--learning_rate", "1e-3", "--max_steps", str(STEPS)]
     sft = [*line, "--dataset", str(folder / "sft.jsonl"), "--apply_chat_template", "--save_steps", "2"]
-    killed = [*sft, "--output_dir", str(folder / "killed")]
+    killed = [*sft, "--certificate", "--output_dir", str(folder / "killed")]
     kill_after_checkpoint(killed, folder / "killed")
     lines = [
         [*sft, "--output_dir", str(folder / "clean"), "--certify", "3"],
         [*killed, "--load_checkpoint"],
-        [*sft, "--output_dir", str(folder / "other"), "--seed", "7"],
-        ["train_dpo", *line, "--dataset", str(folder / "pairs.jsonl"), "--output_dir", str(folder / "dpo")],
+        [*sft, "--output_dir", str(folder / "other"), "--seed", "7", "--certificate"],
+        [
+            "train_dpo",
+            *line,
+            "--dataset",
+            str(folder / "pairs.jsonl"),
+            "--output_dir",
+            str(folder / "dpo"),
+            "--certificate",
+        ],
+        ["train_dpo", *line, *online_flags(folder), "--output_dir", str(folder / "online"), "--certificate"],
+        [
+            "train_kd",
+            *line,
+            "--dataset",
+            str(folder / "sft.jsonl"),
+            "--teacher",
+            str(folder / "model"),
+            "--apply_chat_template",
+            "--output_dir",
+            str(folder / "kd"),
+            "--certificate",
+            "--max_steps",
+            "2",
+        ],
+        [*line, "--dataset", str(folder / "sft.jsonl"), "--max_steps", "1", "--output_dir", str(folder / "plain")],
         ["verify_run", str(folder / "clean"), "--rerun", str(folder / "again"), "--"],
     ]
     lines[-1] += ["--backend", "deepspeed", "--zero_stage", "1", "--tensor_parallel_size", "2"]
     (folder / "output.txt").write_text(train_many(2, lines, folder, timeout=300))
     return folder
+
+
+def online_flags(folder: Path) -> list[str]:
+    (folder / "reward.py").write_text(
+        "def reward_func(prompts, responses, labels):\n    return [float(len(response)) for response in responses]\n"
+    )
+    flags = "--online --label_key label --prompt_max_len 64 --generate_max_len 6 --rollout_batch_size 8 --max_steps 1"
+    own = ["--reward_func", str(folder / "reward.py"), "--dataset", str(folder / "prompts.jsonl")]
+    return [*flags.split(), "--n_samples_per_prompt", "2", *own]
 
 
 def kill_after_checkpoint(flags: list[str], folder: Path) -> None:
@@ -103,6 +137,20 @@ def test_a_run_of_preferences_verifies_too(runs):
     assert differences(results) == {} and results["order"] == [] and results["replays"] is None
     with pytest.raises(UserError, match="--certify: a run of train_dpo"):
         certify_steps(str(runs / "dpo"), 1, "cpu", str(runs / "model"))
+
+
+def test_only_a_run_that_is_told_to_writes_a_certificate(runs):
+    assert not (runs / "plain/certificate.json").exists() and (runs / "plain/model/model.safetensors").exists()
+    with pytest.raises(UserError, match=r"plain has no certificate\.json .*allowed: a finished run with --certificate"):
+        verify(str(runs / "plain"))
+
+
+def test_a_run_with_a_teacher_and_one_with_its_own_answers_verify_too(runs):
+    kd, online = verify(str(runs / "kd")), verify(str(runs / "online"))
+    assert differences(kd) == {} and kd["order"] == [] and kd["schedule"] == []
+    assert set(certificate.read(str(runs / "kd"))["models"]) == {"pretrain", "teacher"}
+    # rollouts are no rows of a file
+    assert differences(online) == {} and online["order"] is None and online["data"] == []
 
 
 def test_what_is_not_here_is_not_checked(runs, tmp_path):
@@ -394,5 +442,7 @@ def test_manifests_are_what_the_certificate_hashes(runs):
 def test_refusals():
     with pytest.raises(UserError, match="--certify: with --no_save"):
         check_replay_flags({"no_save": True})
+    with pytest.raises(UserError, match="--certify: with --verify_resume"):
+        check_replay_flags({"no_save": False, "verify_resume": 2})
     with pytest.raises(UserError, match="--certify: with --lora_rank"):
         check_replay_flags({"no_save": False, "lora_rank": 4})

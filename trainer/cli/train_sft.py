@@ -65,6 +65,7 @@ def run(argv: list[str]) -> None:
         from trainer.compare.certificates.plain_replay import check_replay_flags
 
         check_replay_flags(vars(args))
+        args.certificate = True
     setup = run_training.set_up(args, is_demo)
     samples, eval_samples, ledger = run_training.load_sets(args, setup, load_data, render_sample)
     collate, loss_fn = collate_packed if args.packing_samples else collate_padded, sft_loss
@@ -103,6 +104,10 @@ def run(argv: list[str]) -> None:
         trace = trace_first_step(args, setup.strategy, loss_fn)
         loss_fn, run_facts.hooks = trace.loss, trace.hooks
     run_training.train_and_save(args, setup, model, loss_fn, run_facts)
+    if args.certify and setup.strategy.is_rank_0():
+        from trainer.compare.certificates.plain_replay import certify_steps
+
+        print(certify_steps(output_dir, args.certify, str(setup.strategy.device), setup.folder), flush=True)
 
 
 def main() -> None:

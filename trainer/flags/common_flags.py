@@ -212,6 +212,9 @@ class OutputArguments:
     overwrite: bool = arg(False, "replace the run that --output_dir already holds")
     save_path: Optional[str] = arg(None, "folder of the final Hugging Face model (default: <output_dir>/model)")
     no_save: bool = arg(False, "do not write the final model")
+    certificate: bool = arg(
+        False, "write certificate.json when the run ends: hashes of what it read, did and saved, for verify_run"
+    )
     eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
     use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
@@ -252,7 +255,9 @@ class TraceArguments:
     """Finding a fault"""
 
     parity_trace: Optional[str] = arg(None, "folder for signatures of every module's output and gradient in step 1")
-    certify: Optional[int] = arg(None, "replay K steps by the plain loop for certificate.json", type="PositiveInt")
+    certify: Optional[int] = arg(
+        None, "write the certificate, with K steps replayed by the plain loop", type="PositiveInt"
+    )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The parts of `certificate.json`: chains over the steps, hashes of files, and the file with its own hash.
 
-The chain of batch hashes is the same on every layout, and a resumed
-run has the chain of an uninterrupted one. The certificate is a seal, not a signature: see docs/certificates.md.
+The chain of batch hashes is the same on every layout. A resumed run has the chain of an uninterrupted one. The
+certificate is a seal, not a signature: see docs/certificates.md.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ FORMAT = 1
 # the chain of rows covers these; times and memory differ between machines
 CHAINED = ("step", "epoch", "batch_hash", "tokens", "loss", "grad_norm", "lr")
 DATA_FLAGS = ("dataset", "eval_dataset")
-COMMANDS = ("train_sft", "train_dpo", "train_rm", "train_ppo")
+COMMANDS = ("train_sft", "train_kd", "train_dpo", "train_rm", "train_ppo")
 PARTS = {
     "command": str, "arguments": dict, "mesh": dict, "versions": dict, "models": dict, "data": dict, "steps": dict,
     "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
@@ -138,6 +138,11 @@ def shown_path(path: str, folder: str) -> str:
     return os.path.abspath(path) if relative.startswith("..") else relative
 
 
+def has_rollouts(content: dict) -> bool:
+    """Whether the run trained rollouts: `train_ppo`, and `train_dpo --online`."""
+    return "rollout_batch_size" in content["arguments"]
+
+
 # --- the file
 
 
@@ -162,7 +167,7 @@ def read(folder: str) -> dict:
             content = json.load(file)
     except OSError as error:
         found = f"{folder} has no {FILE} ({error.strerror})"
-        raise UserError("RUN", found, "a finished run that saved its model") from None
+        raise UserError("RUN", found, "a finished run with --certificate") from None
     except (ValueError, RecursionError):
         raise UserError(path, "is not JSON: it is cut off or edited", "the file as it was written") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

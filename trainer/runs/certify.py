@@ -1,22 +1,26 @@
-"""Write `certificate.json` at the end of a run: what went in, what each step did and what came out."""
+"""Write `certificate.json` at the end of a run: what went in, what each step did and what came out.
 
-import importlib
+Hashing the weights takes 1.4 s of CPU per GiB, for the model that the run read and for the one that it saved. That can be
+more than 1 % of a short run, so only --certificate writes it.
+"""
+
 import os
 
 from trainer.reports import certificate
 from trainer.runs.outputs import saved_models
 
-MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain")
+MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 
 
-def certify_run(args, folder: str, command: str, model_folder: str, fingerprint: dict, device: str) -> None:
+def certify_run(args, folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:
     """Write the certificate of the finished run in `folder`. Only rank 0 calls it.
 
-    `model_folder` is the folder of --pretrain. With --certify K, the plain loop then replays K steps on `device`.
+    `model_folder` is the folder of --pretrain. `fingerprint` is that of the loader or of the prompts. `device` is a
+    torch.device.
     """
     starts, rows = certificate.final_rows(folder)
-    facts, flags = starts[-1], vars(args)
-    models = {flag: model_folder if flag == "pretrain" else flags.get(flag) for flag in MODEL_FLAGS}
+    facts = starts[-1]
+    models = {flag: facts["config"].get(flag) for flag in MODEL_FLAGS} | {"pretrain": model_folder}
     saved = [path for path in saved_models(args, folder) if os.path.isdir(path)]
     content = {
         "format": certificate.FORMAT,
@@ -24,7 +28,7 @@ def certify_run(args, folder: str, command: str, model_folder: str, fingerprint:
         "arguments": facts["config"],
         "mesh": facts["mesh"],
         "versions": facts["versions"],
-        "hardware": certificate.hardware(device),
+        "hardware": certificate.hardware(str(device)),
         "total_steps": facts["total_steps"],
         "resumed_after_steps": [start["step"] for start in starts if start["event"] == "resume"],
         "models": {flag: certificate.hash_path(name) for flag, name in models.items() if name and os.path.isdir(name)},
@@ -36,8 +40,3 @@ def certify_run(args, folder: str, command: str, model_folder: str, fingerprint:
     }
     certificate.write(folder, content)
     print(f"certificate written to {os.path.join(folder, certificate.FILE)}", flush=True)
-    if flags.get("certify"):  # a flag of train_sft only
-        replay = importlib.import_module(
-            "trainer.compare.certificates.plain_replay"
-        )  # it stands above: it replays runs
-        print(replay.certify_steps(folder, flags["certify"], device, model_folder), flush=True)

@@ -54,7 +54,8 @@ def validate_shared(args, eval_metrics: tuple[str, ...]) -> None:
         ("eval_steps eval_split", bool(args.eval_dataset), "--eval_dataset"),
         ("ring_attn_kernel", args.ring_attn_size > 1 and args.sp_mode == "ring", "--ring_attn_size 2, --sp_mode ring"),
         ("wandb_project", args.use_wandb, "--use_wandb"),
-        ("save_path", not args.no_save, "without --no_save"),
+        ("save_path certificate", not args.no_save, "without --no_save"),
+        ("certificate", not args.verify_resume, "without --verify_resume"),
         ("min_lr_ratio", has_min_lr(args.lr_scheduler), "a scheduler *_with_min_lr, or warmup_stable_decay"),
         ("lr_warmup_ratio", args.lr_scheduler != "constant", "another --lr_scheduler, such as constant_with_warmup"),
     ]
@@ -385,11 +386,10 @@ def train_and_save(args, setup: Setup, model, loss_fn: Callable, run: Run, at_en
             save_model(args, setup, model, run, progress)
         if metrics:
             metrics.event("end", steps=total_steps)
-    if metrics and not args.no_save:
+    if metrics and args.certificate:
         from trainer.runs.certify import certify_run
 
-        device = str(strategy.device)
-        certify_run(args, run.output_dir, run.command, setup.folder, run.loader.fingerprint(), device)
+        certify_run(args, run.output_dir, run.command, setup.folder, run.loader.fingerprint(), strategy.device)
 
 
 def loop_options(args, total_steps: int):

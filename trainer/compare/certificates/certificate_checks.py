@@ -8,10 +8,13 @@ import json
 import os
 from typing import Any
 
+import torch
 import yaml
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.errors import UserError
+from trainer.optimizers.build import build_scheduler
 from trainer.reports import certificate
 
 SHOWN = 5  # differences of one kind that are listed
@@ -106,8 +109,6 @@ def check_data(content: dict, replaced: str | None) -> list[str] | None:
 def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> list[str]:
     """The batches, computed again from the data, the seed and the sizes. Each must have the hash and the targets that
     its row has."""
-    from trainer.datasets.batches.global_batches import column_of, hash_digests
-
     digests, targets = column_of(samples, "digest"), column_of(samples, "num_loss_tokens")
     is_same = hash_digests(digests) == content["data"]["data"]
     differences = [] if is_same else ["the tokens of the data are not those of the run"]
@@ -126,13 +127,9 @@ def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> li
 
 def check_schedule(content: dict, starts: list[dict], rows: list[dict]) -> list[str] | None:
     """The learning rate of each step, computed again from the flags."""
-    import torch
-
-    from trainer.optimizers.build import build_scheduler
-
     arguments = content["arguments"]
     changed = any(start["config"][name] != arguments[name] for start in starts for name in SCHEDULE_FLAGS)
-    if changed or any(row.get("skipped") for row in rows) or content["command"] == "train_ppo":
+    if changed or any(row.get("skipped") for row in rows) or certificate.has_rollouts(content):
         return None
     rate = arguments["learning_rate"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)

@@ -15,15 +15,17 @@ import sys
 import tempfile
 
 from trainer.compare.certificates import certificate_checks as checks
+from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps, planned_batches
 from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
+from trainer.models.model_loading import resolve_model_folder
 from trainer.reports import certificate
 
 # a rerun writes elsewhere, from the start, and only what the comparison needs
 NOT_RERUN = {
-    "output_dir", "overwrite", "save_path", "no_save", "load_checkpoint", "parity_dump", "parity_trace", "certify",
-    "verify_resume", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
+    "output_dir", "overwrite", "save_path", "no_save", "load_checkpoint", "parity_dump", "parity_trace", "certificate",
+    "certify", "verify_resume", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
     "eval_dataset", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
     "max_ckpt_mem", "wandb_project",
 }  # fmt: skip
@@ -61,8 +63,6 @@ def _result(check, *values) -> list[str] | None:
 
 
 def _model_folder(name: str) -> str | None:
-    from trainer.models.model_loading import resolve_model_folder
-
     try:
         return resolve_model_folder(name)
     except UserError:  # not on this machine, and not on the hub
@@ -70,10 +70,14 @@ def _model_folder(name: str) -> str | None:
 
 
 def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: str | None) -> list[str] | None:
-    """None for train_ppo, whose batches are rollouts, for streamed data, and without the data or its tokenizer."""
-    from trainer.compare.certificates.plain_replay import planned_batches
-
-    if content["command"] == "train_ppo" or content["arguments"].get("streaming") or model_folder is None:
+    """None where batches are not rows of --dataset: generated or streamed. None also without the data or tokenizer."""
+    arguments = content["arguments"]
+    if (
+        arguments.get("streaming")
+        or arguments.get("teacher_answers")
+        or model_folder is None
+        or certificate.has_rollouts(content)
+    ):
         return None
     try:
         samples, batch = planned_batches(content, model_folder, dataset)
@@ -87,8 +91,9 @@ def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: s
 def rerun(content: dict, output_dir: str, flags: list[str]) -> list[str]:
     """Train again (all ranks) with the certificate's flags, and `flags` after them. Returns differences (rank 0)."""
     kept = {name: value for name, value in content["arguments"].items() if name not in NOT_RERUN}
-    if content["command"] == "train_ppo":
-        raise UserError("--rerun", "a run of train_ppo, whose samples are drawn anew", "train_sft, train_dpo, train_rm")
+    if certificate.has_rollouts(content):
+        found = f"a run of {content['command']}, whose samples are generated anew"
+        raise UserError("--rerun", found, "a run that trains rows of --dataset")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump({name: value for name, value in kept.items() if value is not None}, file)  # JSON is YAML
         file.flush()
@@ -99,8 +104,6 @@ def rerun(content: dict, output_dir: str, flags: list[str]) -> list[str]:
 
 def compare_curves(content: dict, folder: str) -> list[str]:
     """What differs in the run of `folder`: batches exactly, losses and gradient norms within rounding."""
-    from trainer.compare.certificates.plain_replay import TOLERANCES
-
     starts, rows = certificate.final_rows(folder)
     dtypes = {content["arguments"]["param_dtype"], starts[-1]["config"]["param_dtype"]}
     loss_limit, norm_limit = TOLERANCES["fp32"] if dtypes == {"fp32"} else TOLERANCES["bf16"]
@@ -120,7 +123,7 @@ def compare_curves(content: dict, folder: str) -> list[str]:
     return differences
 
 
-def told(results: dict[str, list[str] | None]) -> str:
+def describe(results: dict[str, list[str] | None]) -> str:
     lines = []
     for name, differences in results.items():
         state = "not checked" if differences is None else "FAIL" if differences else "ok"
@@ -153,14 +156,12 @@ def run(argv: list[str]) -> None:
     if int(os.environ.get("RANK", 0)):
         return
     if args.certify:
-        from trainer.compare.certificates.plain_replay import certify_steps
-
         folder = _model_folder(args.pretrain or content["arguments"]["pretrain"])
         if folder is None:
             raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
         print(certify_steps(args.run, args.certify, args.device, folder, args.dataset))
     results = verify(args.run, args.dataset, args.pretrain) | results
-    print(told(results))
+    print(describe(results))
     failed = [name for name, differences in results.items() if differences]
     print(f"FAIL {args.run}: {', '.join(failed)}" if failed else f"PASS {args.run}", flush=True)
     if failed:

@@ -171,5 +171,5 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
                 save_model(args, setup, roles.actor[0], run_facts, progress, average=True)
         if metrics:
             metrics.event("end", steps=progress.step)
-    if metrics and not args.no_save:
-        certify_run(own, output_dir, command, setup.folder, state.fingerprint(), str(strategy.device))
+    if metrics and args.certificate:
+        certify_run(own, output_dir, command, setup.folder, state.fingerprint(), strategy.device)
