@@ -357,18 +357,16 @@ def test_gradients_that_are_wrong_by_layout_are_named(adapter, wrong, told, job)
     assert set(found.wrong) == (set(found.differences) if wrong is None else wrong)
 
 
-# --- the pages
+# --- the page
 
 
-def test_the_examples_of_the_pages(folder, trl_run, tmp_path, monkeypatch, capsys):
-    """Both pages in one folder: their Python runs, and their commands say what the pages say."""
+def test_the_examples_of_the_page(folder, trl_run, tmp_path, monkeypatch, capsys):
+    """The page in a folder: its Python runs, and its commands print what the page shows."""
     shutil.copytree(folder / "model", tmp_path / "my_model")
     lines = (folder / "sft.jsonl").read_text().splitlines()[:64]
     (tmp_path / "chat.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
-    blocks = [
-        block for page in ("other_trainers", "new_adapter") for block in read_blocks(ROOT / f"docs/{page}.md", page)
-    ]
+    blocks = read_blocks(ROOT / "docs/other_trainers.md", "other_trainers")
     sources = [block.text for block in blocks if block.language == "python"]
     for source in sources[:2]:
         exec(compile(source, "page", "exec"), {"__name__": "__main__"})

@@ -1,10 +1,11 @@
-"""README.md is short, its parity figures are those of the table, pages have short sentences, and no link is broken."""
+"""README.md and the menu are short, parity figures agree with the table, sentences are short, and no link is broken."""
 
 import re
 import unicodedata
 from pathlib import Path
 
 import pytest
+import yaml
 from launch import ROOT
 
 README = ROOT / "README.md"
@@ -13,6 +14,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 HAND_WRITTEN = [page for page in PAGES if page.name not in GENERATED]
 MAX_README_BYTES = 10_000
 MAX_MEAN_WORDS = 20
+MAX_MENU_ENTRIES, MAX_GROUP_PAGES = 20, 5  # a group of pages is one entry
 TABLE = re.compile(r"<!-- parity table.*?<!-- end of the parity table -->", re.DOTALL)
 FENCED = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -70,6 +72,15 @@ def test_readme_tells_the_parity_of_the_table():
         told = re.search(rf"^- The worst relative difference of {word} is (\S+) \(", text, re.MULTILINE)
         worst = max(rows, key=lambda row: float(row[column].split()[0]))[column].split()[0]
         assert told[1] == worst, f"{column}: {told[1]} in README.md, {worst} in docs/parity.md"
+
+
+def test_the_menu_is_short():
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    entries = [entry for heading in menu for entries in heading.values() for entry in entries]
+    assert len(entries) <= MAX_MENU_ENTRIES
+    assert all(
+        len(pages) <= MAX_GROUP_PAGES for entry in entries for pages in entry.values() if isinstance(pages, list)
+    )
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)

@@ -1,6 +1,6 @@
 """Audit another trainer per parameter: one step of it through an adapter, against the plain loop.
 
-An adapter is a class with two methods, `load` and `step`. docs/new_adapter.md tells how to write one.
+An adapter is a class with two methods, `load` and `step`. docs/other_trainers.md shows how to write one.
 """
 
 import importlib
@@ -104,7 +104,7 @@ def open_adapter(name: str) -> Adapter:
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError("--audit", f"{name}: {error}", f"{', '.join(BUILT_IN)}, or MODULE:CLASS") from None
     if not all(callable(getattr(adapter, method, None)) for method in ("load", "step")):
-        raise UserError("--audit", f"{name} has no load and step", "a class as docs/new_adapter.md describes it")
+        raise UserError("--audit", f"{name} has no load and step", "a class as docs/other_trainers.md describes it")
     return adapter
 
 
