@@ -48,6 +48,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "watch": ["rich>=13"],
         "serve": ["uvicorn>=0.54,<0.55", "starlette>=1,<2"],
+        "mcp": ["mcp>=2.3,<3"],
         "docs": DOCS,
         "dev": [
             *DOCS,
@@ -63,6 +64,7 @@ setup(
             "rich>=13",
             "uvicorn>=0.54,<0.55",
             "starlette>=1,<2",
+            "mcp>=2.3,<3",
             "ring-flash-attn",
         ],
     },

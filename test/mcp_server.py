@@ -1,60 +1,50 @@
-"""A small MCP server over stdin and stdout, by the text of the protocol. Its tools come on two pages."""
+"""A small server of the package `mcp` over stdin and stdout. Its tools come on two pages."""
 
-import json
 import os
 import sys
 import time
 
+import anyio
+from mcp import MCPError
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp_types import INVALID_PARAMS, CallToolResult, ListToolsResult, TextContent, Tool
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
-TOOLS = [
-    {"name": name, "description": f"{name} of two numbers", "inputSchema": SCHEMA} for name in ("add", "die", "hang")
-]
+TOOLS = [Tool(name=name, description=f"{name} of two numbers", input_schema=SCHEMA) for name in ("add", "die", "hang")]
+SEEN = ("TOKEN", "GIVEN")  # variables of its environment that `add` reports
 
 
-def send(**message) -> None:
-    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+async def list_tools(_context, params) -> ListToolsResult:
+    if params is not None and params.cursor == "more":
+        return ListToolsResult(tools=TOOLS[1:])
+    return ListToolsResult(tools=TOOLS[:1], next_cursor="more")
 
 
-def answer(method: str, params: dict) -> dict:
-    if method == "initialize":
-        return {
-            "protocolVersion": params["protocolVersion"],
-            "capabilities": {"tools": {}},
-            "serverInfo": {"name": "t"},
-        }
-    if method == "tools/list":
-        return {"tools": TOOLS[1:]} if params.get("cursor") == "more" else {"tools": TOOLS[:1], "nextCursor": "more"}
-    if params["name"] == "die":
-        sys.exit("out of luck")
-    if params["name"] == "hang":
+async def call_tool(context, params) -> CallToolResult:
+    if params.name == "die":
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(1)
+    if params.name == "hang":
         time.sleep(60)
-    if params["name"] != "add":
-        raise LookupError(f"no tool {params['name']}")
-    send(method="notifications/message", params={"level": "info", "data": "adding"})
-    send(id="mine", method="ping")  # it asks the client, too
-    assert json.loads(sys.stdin.readline()) == {"jsonrpc": "2.0", "id": "mine", "result": {}}
+    if params.name != "add":
+        raise MCPError(INVALID_PARAMS, f"no tool {params.name}")
+    await context.session.send_log_message("info", "adding")
+    await context.session.send_ping()  # it asks the client, too
+    seen = "".join(f" {os.environ[name]}" for name in SEEN if name in os.environ)
     try:
-        text, failed = f"{params['arguments']['a'] + params['arguments']['b']} by {os.getpid()}", False
+        text, failed = f"{params.arguments['a'] + params.arguments['b']} by {os.getpid()}{seen}", False
     except KeyError as error:
         text, failed = f"missing: {error}", True
-    return {"content": [{"type": "text", "text": text}], "isError": failed}
+    return CallToolResult(content=[TextContent(text=text)], is_error=failed)
 
 
-def main() -> None:
+async def main() -> None:
     print("no JSON, which a client leaves out", flush=True)
-    ready = False
-    for line in sys.stdin:
-        message = json.loads(line)
-        assert message["jsonrpc"] == "2.0" and (
-            ready or message["method"] in ("initialize", "notifications/initialized")
-        )
-        ready = ready or message["method"] == "notifications/initialized"
-        if "id" in message:
-            try:
-                send(id=message["id"], result=answer(message["method"], message["params"]))
-            except LookupError as error:
-                send(id=message["id"], error={"code": -32602, "message": str(error)})
+    server = Server("test", on_list_tools=list_tools, on_call_tool=call_tool)
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
 
 
 if __name__ == "__main__":
-    main()
+    anyio.run(main)

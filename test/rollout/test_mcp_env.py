@@ -1,6 +1,5 @@
-"""Tools of a real MCP server process over stdin and stdout, token for token; see also scripts/check_mcp.sh."""
+"""Tools of MCP servers of the package `mcp`, as processes, token for token; and servers that send what they must not."""
 
-import os
 import sys
 import time
 
@@ -13,11 +12,23 @@ from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.episodes import generate_episodes
-from trainer.rollout.envs.mcp_env import MCPServer, from_mcp
+from trainer.rollout.envs.mcp_env import MAX_PAGES, MCPServer, from_mcp
 
-# scripts/check_mcp.sh names a server of the package `mcp`
-COMMAND = os.environ.get("MCP_SERVER", f"{sys.executable} {ROOT}/test/mcp_server.py").split()
-THEIRS = "MCP_SERVER" in os.environ
+COMMAND = [sys.executable, f"{ROOT}/test/mcp_server.py"]
+SIMPLE = """
+from mcp.server import MCPServer
+
+server = MCPServer("calculator")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    "add of two numbers"
+    return str(a + b)
+
+
+server.run()
+"""
 ENV_FILE = """
 from trainer.rollout.envs.mcp_env import from_mcp
 make_environment = from_mcp({command}, lambda task, answer: float(task["answer"] in answer))
@@ -59,7 +70,13 @@ def test_an_episode_with_a_tool(name):
     assert [sample.response_ids[start:end] for start, end in sample.turns] == turns
     assert sample.score == 1.0 and sample.finished and sample.metrics == {"tool_calls": 1, "tool_errors": 0}
     text = tokenizer.decode(sample.prompt_ids + sample.response_ids)
-    assert ("add of two numbers" in text or "Add two numbers" in text) and text.count("It is 5.") == 1
+    assert "add of two numbers" in text and text.count("It is 5.") == 1
+
+
+def test_a_server_of_decorated_functions():
+    [sample], _, tokenizer = play(from_mcp([sys.executable, "-c", SIMPLE], right), "qwen3", TURNS["qwen3"])
+    assert sample.score == 1.0 and sample.metrics == {"tool_calls": 1, "tool_errors": 0}
+    assert "add of two numbers" in tokenizer.decode(sample.prompt_ids)
 
 
 def test_a_call_that_fails_is_told_to_the_model():
@@ -68,10 +85,9 @@ def test_a_call_that_fails_is_told_to_the_model():
     [sample], _, tokenizer = play(from_mcp(COMMAND, right), "qwen3", [wrong, unknown, TURNS["qwen3"][1]])
     assert sample.score == 1.0 and sample.metrics == {"tool_calls": 2, "tool_errors": 2}
     text = tokenizer.decode(sample.response_ids)
-    assert THEIRS or ("missing: 'b'" in text and "error: no tool multiply" in text)
+    assert "missing: 'b'" in text and "error: no tool multiply" in text
 
 
-@pytest.mark.skipif(THEIRS, reason="the answers of our server name its process")
 def test_servers_of_episodes(tmp_path):
     """One for each, or one for all; in processes of --env_sandbox, too. None is left over."""
 
@@ -90,10 +106,80 @@ def test_servers_of_episodes(tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(THEIRS, reason="needs tools of our server")
+# --- servers that send what they must not
+
+
+ODD_SERVER = """
+import json, sys
+facts = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "odd", "version": "1"}}
+tools = {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}
+for line in sys.stdin:
+    message = json.loads(line)
+    result = {"initialize": facts, "tools/list": tools}.get(message["method"])
+    if message["method"] == "tools/call":
+        %s
+    if "id" in message:
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+def odd_command(statement: str) -> list[str]:
+    return [sys.executable, "-c", ODD_SERVER % statement]
+
+
 def test_a_server_that_is_lost_ends_the_run_with_one_line():
-    for tool, found in (("die", "ended: out of luck"), ("hang", "gave no answer to tools/call in 1 s")):
-        with pytest.raises(UserError, match=f"step raised RuntimeError: MCP server .*{found}"):
-            play(from_mcp(COMMAND, right, timeout=1), "qwen3", [TURNS["qwen3"][0].replace('"add"', f'"{tool}"')])
-    with pytest.raises(RuntimeError, match=r"gave no answer to initialize|ended"):
-        MCPServer(["cat", "/dev/null"], 1)
+    for statement, found in (
+        ("sys.exit('out of luck')", "ended: out of luck"),
+        ("import time; time.sleep(60)", "gave no answer to tools/call in 3 s"),
+    ):
+        with pytest.raises(UserError, match=f"step raised RuntimeError: MCP server .*{found}") as error:
+            play(from_mcp(odd_command(statement), right, timeout=3), "qwen3", TURNS["qwen3"])
+        assert "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match="ended"):
+        MCPServer(["cat", "/dev/null"], 10)
+    with pytest.raises(RuntimeError, match="gave no answer to initialize or tools/list in 1 s"):
+        MCPServer(["sleep", "60"], 1)
+    with pytest.raises(FileNotFoundError):
+        MCPServer(["no_such_server"], 1)
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("while True: sys.stdout.write('x' * 65536)", "sent a message of more than 16 MB"),
+        ("while True: print('x' * 65536)", "gave no answer to tools/call in 3 s"),
+        ("while True: print(json.dumps({'jsonrpc': '2.0', 'method': 'x'}))", "gave no answer to tools/call in 3 s"),
+        ("sys.stdout.close(); import os; os.close(1)", "ended"),
+    ],
+)
+def test_a_server_that_sends_too_much_or_nothing(statement, expected):
+    server = MCPServer(odd_command(statement), 3)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=expected):
+        server.call("add", {})
+    server.close()
+    assert time.monotonic() - start < 15
+
+
+def test_an_answer_of_a_wrong_form_is_a_failed_tool():
+    for result in ("{'content': 5}", "{}", "{'content': [{'type': 'text'}]}"):
+        server = MCPServer(odd_command(f"result = {result}"), 30)
+        text, failed = server.call("add", {})
+        assert failed and text.startswith("error: ") and "\n" not in text, (result, text)
+        server.close()
+
+
+def test_a_list_of_tools_without_end_stops():
+    endless = ODD_SERVER.replace("tools =", "tools = {'nextCursor': 'more'} |") % "pass"
+    server = MCPServer([sys.executable, "-c", endless], 30)
+    assert len(server.tools) == MAX_PAGES
+    server.close()
+
+
+def test_the_environment_of_a_server(monkeypatch):
+    """It has none of the variables of the trainer that may be secrets, but those that it is given."""
+    monkeypatch.setenv("TOKEN", "secret")
+    server = MCPServer(COMMAND, 30, {"GIVEN": "given"})
+    text, _ = server.call("add", {"a": 2, "b": 3})
+    assert text.endswith(" given") and "secret" not in text
+    server.close()

@@ -1,123 +1,198 @@
-"""Environments with the tools of an MCP server: the trainer is its client, over stdin and stdout.
+"""Environments with the tools of an MCP server: the trainer starts it and is its client, over stdin and stdout.
 
-The Model Context Protocol (revision 2025-06-18) sends JSON-RPC 2.0, one message a line. This client needs no package.
+The package `mcp` (extra `mcp`) speaks the Model Context Protocol and checks the form of every answer. The limits of what
+a server may send are here: a deadline for its start and for each call, and a size for each message.
 """
 
+import asyncio
+import atexit
 import contextlib
-import itertools
 import json
+import logging
+import math
 import os
-import selectors
-import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Optional
 
-PROTOCOL = "2025-06-18"
-NO_METHOD = -32601  # JSON-RPC's code: the client offers none of what a server may ask for, but ping
+import anyio
+from anyio.abc import TaskStatus
+from anyio.from_thread import start_blocking_portal
+
+from trainer.errors import UserError
+
+try:
+    from mcp import Client, MCPError
+    from mcp.client.stdio import get_default_environment
+    from mcp.shared.message import SessionMessage
+    from mcp_types import CallToolResult, TextContent, jsonrpc_message_adapter
+except ImportError:  # an optional extra
+    raise UserError("trainer.rollout.envs.mcp_env", "mcp is not installed", "pip install -e '.[mcp]'") from None
+
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_PAGES = 100  # of a list of tools
+STOP_SECONDS = 1.0  # until a server without input is killed
+ERROR_BYTES = 4096  # the end of stderr, whose last line says why a server ended
 
 
 class MCPServer:
-    """A server process, and requests to it, one at a time. Plain calls, from any thread."""
+    """A server process, and calls of its tools, one at a time. Plain calls, from any thread."""
 
-    def __init__(self, command: list[str], timeout: float):
-        """Start `command` and read its tools. Raises RuntimeError if it does not answer."""
-        self._command, self._timeout, self._lock = command, timeout, threading.Lock()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open until `close`)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process = subprocess.Popen(command, **pipes, bufsize=0)
-        self._numbers, self._unread = itertools.count(), b""
-        self._readable = selectors.DefaultSelector()
-        self._readable.register(self._process.stdout, selectors.EVENT_READ)
+    def __init__(self, command: list[str], timeout: float, env: Optional[dict[str, str]] = None):
+        """Start `command` and read its tools. Raises RuntimeError if it does not answer within `timeout` seconds.
+
+        Of this process's environment, the server gets HOME, PATH and a few like them, and then `env`.
+        """
+        self._command, self._timeout, self._env = command, timeout, env or {}
+        self._lock, self._resources = threading.Lock(), contextlib.ExitStack()
+        self._end = ""  # how the connection ended
+        self._errors = self._resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (open until `close`)
+        self._portal = self._resources.enter_context(start_blocking_portal())  # an event loop in a thread
+        self._closing = self._portal.call(anyio.Event)
+        atexit.register(self.close)  # while the portal's thread still runs
         try:
-            facts = {"capabilities": {}, "clientInfo": {"name": "trainer", "version": "1"}}
-            self.request("initialize", protocolVersion=PROTOCOL, **facts)
-            self._send({"method": "notifications/initialized"})
-            self.tools = self._list_tools()
-        except BaseException:
+            _, self._client = self._portal.start_task(self._connect)
+        except Exception as error:
+            found = self._loss(error, "initialize or tools/list") or _first(error)
             self.close()
-            raise
+            raise found from None
 
-    def _list_tools(self) -> list[dict]:
-        """JSON schemas of all tools, as chat templates take them. A server may give them page by page."""
-        found, page = [], {}
-        while page is not None:
-            answer = self.request("tools/list", **page)
-            found += answer["tools"]
-            page = {"cursor": answer["nextCursor"]} if answer.get("nextCursor") else None
-        schemas = [(tool["name"], tool.get("description") or "", tool["inputSchema"]) for tool in found]
-        names = ("name", "description", "parameters")
-        return [{"type": "function", "function": dict(zip(names, schema))} for schema in schemas]
+    async def _connect(self, *, task_status: TaskStatus[Client]) -> None:
+        """Start the server, and hold the connection until `close`."""
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # no server may fill the screen with its mistakes
+        with anyio.fail_after(self._timeout) as limit:
+            # the handshake of `legacy` is in every revision of the protocol
+            async with Client(self._streams(), mode="legacy", cache=None) as client:
+                self.tools = await _list_tools(client)
+                limit.deadline = math.inf
+                task_status.started(client)
+                await self._closing.wait()
 
     def call(self, name: str, arguments: dict) -> tuple[str, bool]:
-        """(text of the result, whether the tool failed). A wrong name or wrong arguments are failures too."""
-        try:
-            result = self.request("tools/call", name=name, arguments=arguments)
-        except ValueError as error:
-            return f"error: {error}", True
-        texts = [part["text"] for part in result.get("content", []) if part.get("type") == "text"]
-        if not texts and "structuredContent" in result:
-            texts = [json.dumps(result["structuredContent"])]
-        return "\n".join(texts), bool(result.get("isError"))
-
-    def request(self, method: str, **params: Any) -> dict:
-        """The result. Raises ValueError for an error that the server answers, RuntimeError if it is gone or too slow."""
+        """(text of the result, whether the tool failed). A wrong name, wrong arguments and an answer of a wrong form are
+        failures too. Raises RuntimeError if the server ends, is too slow, or sends too much."""
         with self._lock:
-            number, deadline = next(self._numbers), time.monotonic() + self._timeout
-            self._send({"id": number, "method": method, "params": params})
-            while True:
-                message = self._receive(method, deadline)
-                if "method" in message and "id" in message:  # the server asks the client
-                    answer = {"result": {}}
-                    if message["method"] != "ping":
-                        answer = {"error": {"code": NO_METHOD, "message": "not offered by this client"}}
-                    self._send({"id": message["id"], **answer})
-                elif message.get("id") == number:
-                    if "error" in message:
-                        raise ValueError(message["error"].get("message", "no message"))
-                    return message["result"]
+            try:
+                result = self._portal.call(self._call, name, arguments)
+            except (MCPError, RuntimeError, TimeoutError, ValueError) as error:
+                if loss := self._loss(error, "tools/call"):
+                    raise loss from None
+                return f"error: {_one_line(error)}", True
+        texts = [part.text for part in result.content if isinstance(part, TextContent)]
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content)]
+        return "\n".join(texts), bool(result.is_error)
+
+    async def _call(self, name: str, arguments: dict) -> CallToolResult:
+        with anyio.fail_after(self._timeout):
+            return await self._client.call_tool(name, arguments)
 
     def close(self) -> None:
         """End the process: without input it should end by itself."""
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._readable.close()
-        self._errors.close()
+        atexit.unregister(self.close)
+        with contextlib.suppress(RuntimeError):  # the portal is closed already
+            self._portal.call(self._closing.set)
+        self._resources.close()
 
-    def _send(self, message: dict) -> None:
-        try:
-            self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
-        except OSError:
-            raise self._lost("ended") from None
-
-    def _receive(self, method: str, deadline: float) -> dict:
-        """The next message. Lines that are no JSON object are left out."""
-        while True:
-            while b"\n" not in self._unread:
-                if not self._readable.select(max(0.0, deadline - time.monotonic())):
-                    raise self._lost(f"gave no answer to {method} in {self._timeout:g} s")
-                data = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not data:
-                    raise self._lost("ended")
-                self._unread += data
-            line, _, self._unread = self._unread.partition(b"\n")
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    return message
-
-    def _lost(self, what: str) -> RuntimeError:
-        self._errors.seek(0)
+    def _loss(self, error: Exception, request: str) -> Optional[RuntimeError]:
+        """The error of a server that ended or was too slow; None if it answered `request` with `error`."""
+        end = f"gave no answer to {request} in {self._timeout:g} s" if isinstance(error, TimeoutError) else self._end
+        if not end:
+            return None
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - ERROR_BYTES))
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        return RuntimeError(": ".join([f"MCP server {' '.join(self._command)} {what}", *last]))
+        return RuntimeError(": ".join([f"MCP server {' '.join(self._command)} {end}", *last]))
+
+    @contextlib.asynccontextmanager
+    async def _streams(self) -> AsyncIterator[tuple]:
+        """The process of the server, as the two streams of messages that a `Client` takes.
+
+        `mcp.client.stdio` does the same, but it reads a line of any length, and its servers leave the process group that
+        --env_sandbox kills.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=get_default_environment() | self._env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
+            limit=MAX_MESSAGE_BYTES,
+        )
+        arrived, to_client = anyio.create_memory_object_stream[SessionMessage](0)
+        from_client, to_send = anyio.create_memory_object_stream[SessionMessage](0)
+
+        async def receive() -> None:
+            with arrived, contextlib.suppress(anyio.BrokenResourceError):
+                try:
+                    async for line in process.stdout:
+                        with contextlib.suppress(ValueError):  # a line that is no message is left out
+                            await arrived.send(SessionMessage(jsonrpc_message_adapter.validate_json(line)))
+                    self._end = "ended"
+                except ValueError:  # of asyncio, for the limit
+                    self._end = f"sent a message of more than {MAX_MESSAGE_BYTES >> 20} MB"
+
+        async def send() -> None:
+            with to_send, contextlib.suppress(OSError):  # the server has closed its input
+                async for message in to_send:
+                    line = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    process.stdin.write(line.encode() + b"\n")
+                    await process.stdin.drain()
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(receive)
+                tasks.start_soon(send)
+                with to_client, from_client:
+                    yield to_client, from_client
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Close the input of a server and drop what it still writes. Kill it if it does not end."""
+
+    async def ended() -> None:
+        while await process.stdout.read(1 << 16):
+            pass
+        await process.wait()
+
+    process.stdin.close()
+    with anyio.move_on_after(STOP_SECONDS):
+        await ended()
+    if process.returncode is None:
+        process.kill()
+        with anyio.move_on_after(STOP_SECONDS):  # a child of the server may hold its output open
+            await ended()
+    process._transport.close()  # nothing public closes that output
+
+
+async def _list_tools(client: Client) -> list[dict]:
+    """JSON schemas of all tools, as chat templates take them. A server may give them page by page."""
+    found, cursor = [], None
+    for _ in range(MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += [
+            {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            for tool in page.tools
+        ]
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return [{"type": "function", "function": schema} for schema in found]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, which task groups put into groups."""
+    while isinstance(error, BaseExceptionGroup):  # noqa: F821 (it is in Python 3.11)
+        error = error.exceptions[0]
+    return error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 class MCPEnvironment:
@@ -164,20 +239,22 @@ def from_mcp(
     opening: Callable[[dict], list[dict]] = opening_of,
     shared: bool = False,
     timeout: float = 30.0,
+    env: Optional[dict[str, str]] = None,
 ) -> Callable[[], MCPEnvironment]:
     """What `--env` needs for the tools of an MCP server: `make_environment = from_mcp(["python", "server.py"], reward)`.
 
     `reward(task, answer)` scores the last turn. Each episode has a server of its own. With `shared`, all episodes of a rank
-    use one, which must then keep nothing of an episode. `timeout` is the limit of one request, in seconds.
+    use one, which must then keep nothing of an episode. `timeout` is the limit of the start and of each call, in seconds.
+    `env` holds further environment variables of the server.
     """
     lock, kept = threading.Lock(), []
 
     def start() -> MCPServer:
         if not shared:
-            return MCPServer(command, timeout)
+            return MCPServer(command, timeout, env)
         with lock:
             if not kept:
-                kept.append(MCPServer(command, timeout))
+                kept.append(MCPServer(command, timeout, env))
             return kept[0]
 
     return lambda: MCPEnvironment(start, reward, opening, owned=not shared)
