@@ -1,8 +1,8 @@
 """Plant known faults in one run of a pair, and see whether `locate` names the right place. Nothing on clean pairs.
 
-  python test/planted_faults.py                          every fault and every clean pair
-  python test/planted_faults.py --only positions ring    those whose names match
-  python test/planted_faults.py --write docs/locate.md   also write the tables into the page
+  python test/planted_faults.py                              every fault and every clean pair
+  python test/planted_faults.py --only positions ring        faults whose names match
+  python test/planted_faults.py --write docs/benchmarks.md   also write the tables into the page
 
 A fault is a patch that is applied in the ranks of one run only. Each runs once, on a fork of this process.
 Exit code: 0 if every fault is found where it is and every clean pair agrees, else 1.

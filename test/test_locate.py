@@ -210,7 +210,7 @@ def test_a_ratio_is_constant_or_there_is_none():
 
 
 def test_the_committed_table_is_complete():
-    table = (ROOT / "docs/locate.md").read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
+    table = (ROOT / "docs/benchmarks.md").read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
     assert f"{len(FAULTS)} of {len(FAULTS)} planted faults are found" in table
     assert f"{len(CLEAN)} of {len(CLEAN)} clean pairs agree" in table and len(FAULTS) >= 15 and len(CLEAN) >= 20
     for fault in FAULTS:
