@@ -1,10 +1,11 @@
-"""The zoo: tiny models have every layer kind of their architecture, a few of them train, and the page is kept by rows."""
+"""The zoo: tiny models have every layer kind of their architecture, a few of them train, and results are kept by rows."""
 
 import json
 import sys
 
 import pytest
 from launch import ROOT, run_process
+from unusual_configs import UNUSUAL
 
 from trainer.compare.zoo.tiny import shrink
 from trainer.compare.zoo.zoo_models import SETTINGS, SKIPPED, published, tiny_config, zoo_names
@@ -12,6 +13,7 @@ from trainer.compare.zoo.zoo_models import SETTINGS, SKIPPED, published, tiny_co
 # One of each kind: dense, biased, sliding, sparse, latent attention, state space, gated, soft caps, tied, fused.
 MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
           "bamba", "gpt2", "opt")  # fmt: skip
+PAGE = ROOT / "scripts/docs/zoo_page.py"
 CONFIGURATIONS = ("fsdp2-2r", "zero3", "ring2-packed", "save")
 REFUSED = {
     "ring2-packed": {"qwen3_5_text", "deepseek_v3", "gpt_oss", "granitemoehybrid", "bamba"}
@@ -47,9 +49,12 @@ def test_every_model_of_the_zoo_is_found_by_a_published_name():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zoo")
-    command = [sys.executable, "-m", "trainer.compare.zoo", "--output", str(folder / "models.md"), "--jobs", "2"]
+    results, page = str(folder / "models.json"), str(folder / "models.md")
+    command = [sys.executable, "-m", "trainer.compare.zoo", "--output", results, "--jobs", "2"]
     command += ["--models", *MODELS, "--configurations", *CONFIGURATIONS]
     code, output = run_process(command, timeout=600)
+    assert code == 0, output[-6000:]
+    code, output = run_process([sys.executable, str(PAGE), "--results", results, "--page", page])
     assert code == 0, output[-6000:]
     return json.loads((folder / "models.json").read_text())["models"], (folder / "models.md").read_text()
 
@@ -71,9 +76,13 @@ def test_the_page_names_the_models_and_the_reasons(results):
             assert cell["verdict"] != "refused" or cell["note"].split(":")[0] in page
 
 
-def test_the_committed_page_is_what_its_results_say():
-    from trainer.compare.zoo.zoo import CONFIGURATIONS as ALL
-    from trainer.compare.zoo.zoo_page import page_text, read_results
+def test_the_committed_page_is_what_its_results_say(tmp_path):
+    page = tmp_path / "models.md"
+    code, output = run_process([sys.executable, str(PAGE), "--page", str(page)])
+    assert code == 0, output[-6000:]
+    assert page.read_text() == (ROOT / "docs/models.md").read_text()
 
-    page = ROOT / "docs/models.md"
-    assert page.read_text() == page_text(read_results(page), ALL)
+
+def test_committed_results_of_unusual_configs_say_what_is_unusual():
+    rows = json.loads((ROOT / "docs/models.json").read_text())["models"]
+    assert {name: row["about"] for name, row in rows.items() if "about" in row} == {n: u[0] for n, u in UNUSUAL.items()}

@@ -1,11 +1,12 @@
 """Tensor-parallel plans of unusual configs, on two ranks that are threads of this process: `python unusual_plan_checks.py NAME ...`.
 
-The sharded model against the whole one: loss and gradients. Prints "ok NAME" for each row of trainer/compare/zoo/zoo_unusual.py.
+The sharded model against the whole one: loss and gradients. Prints "ok NAME" for each row of test/unusual_configs.py.
 """
 
 import copy
 import sys
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from unusual_configs import unusual_config
+
 from trainer.compare.zoo.tiny import randomize
-from trainer.compare.zoo.zoo_unusual import unusual_config
 from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
 from trainer.model_parallel.tensor_parallel import apply_tp_plan, resolve_tp_plan
 

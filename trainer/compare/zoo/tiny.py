@@ -198,7 +198,7 @@ def randomize(model, seed: int = 0) -> None:
     Matrices of zeros move too: ERNIE's routers would choose between equal scores. What is not trained moves little: a
     bias that keeps an expert from all tokens would leave its router without a gradient.
     """
-    import torch
+    import torch  # not at the top: the zoo sets the environment first
 
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(model.named_parameters(remove_duplicate=False))

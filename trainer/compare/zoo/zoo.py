@@ -1,12 +1,12 @@
-"""What can the trainer do with each decoder architecture of transformers? Run tiny models of all, and write the page.
+"""What can the trainer do with each decoder architecture of transformers? Run a tiny model of each, and keep the results.
 
-  python -m trainer.compare.zoo                              every model in every configuration; writes docs/models.md
-  python -m trainer.compare.zoo --models qwen3 mamba2        only these models; the other rows of the page stay
+  python -m trainer.compare.zoo                              every model in every configuration; writes docs/models.json
+  python -m trainer.compare.zoo --models qwen3 mamba2        only these models; the other rows stay
   python -m trainer.compare.zoo --configurations ring2 lora  only these cells; the other cells stay
 
 Each cell is a run of train_sft on a tiny random model, in fp32, on CPU. It is compared with the plain single-process
 loop: losses, gradients of the first step, final weights. The cell rl is a step of train_ppo: engine and policy must
-agree. Results are kept beside the page, in a JSON file.
+agree. scripts/docs/zoo_page.py writes docs/models.md from the results.
 Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
 """
 
@@ -30,9 +30,10 @@ from trainer.compare.runs.logs import read_run
 from trainer.compare.runs.many_runs import run_here
 from trainer.compare.runs.matrix import Configuration
 from trainer.compare.runs.parity import Comparison, Thresholds, compare_runs
+from trainer.compare.zoo.tiny import randomize
 from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
-from trainer.compare.zoo.zoo_unusual import UNUSUAL, unusual_config
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,18 +69,19 @@ def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         import_libraries()
-        models = _chosen("--models", options.models, [*zoo_names(), *UNUSUAL])
+        more = read_configs(options.configs)
+        models = _chosen("--models", options.models, [*zoo_names(), *more])
         names = _chosen("--configurations", options.configurations, [c.name for c in CONFIGURATIONS])
-        from trainer.compare.zoo.zoo_page import read_results, write_page
-
+        configs = {name: more[name][1]() for name in models if name in more}
         with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
             work_dir = Path(options.work_dir or temporary).resolve()
             results = read_results(options.output) | {"versions": _versions()}
-            rows = run_zoo(models, names, work_dir, options.timeout, options.jobs)
+            rows = run_zoo(models, names, work_dir, options.timeout, options.jobs, configs)
             for name, row in rows:
+                about = {"about": more[name][0]} if name in more else {}
                 kept = results["models"].get(name, {}).get("cells", {})
-                results["models"][name] = {**row, "cells": {**kept, **row["cells"]}}
-                write_page(options.output, results, CONFIGURATIONS)
+                results["models"][name] = {**row, **about, "cells": {**kept, **row["cells"]}}
+                write_results(options.output, results)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,7 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type or name of a row (default: all)")
     parser.add_argument("--configurations", nargs="+", metavar="NAME", help="cells to run (default: all)")
-    parser.add_argument("--output", default=str(ROOT / "docs/models.md"), metavar="MD", help="the page to write")
+    parser.add_argument("--output", default=str(ROOT / "docs/models.json"), metavar="JSON", help="the results")
+    more = str(ROOT / "test/unusual_configs.py")
+    parser.add_argument("--configs", default=more, metavar="FILE", help="Python file with CONFIGS: more models")
     parser.add_argument("--work_dir", metavar="DIR", help="keep the models, logs and runs here (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="time limit of a cell")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models that run at a time (default: 1)")
@@ -112,6 +116,30 @@ def _chosen(flag: str, wanted: list[str] | None, known: list[str]) -> list[str]:
     return [name for name in known if name in wanted] if wanted else known
 
 
+def read_configs(path: str) -> dict[str, tuple]:
+    """{name: (what is unusual, function that makes the config)}: CONFIGS of a Python file."""
+    if not os.path.isfile(path):
+        raise UserError("--configs", f"no such file: {path}")
+    return runpy.run_path(path)["CONFIGS"]
+
+
+def read_results(path: str | Path) -> dict:
+    """The results of earlier runs: {"versions", "models": {name: row}}. Empty if there are none."""
+    if not os.path.isfile(path):
+        return {"versions": {}, "models": {}}
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise UserError("--output", f"{path} is not JSON: {error}", "a file that the zoo wrote") from None
+
+
+def write_results(path: str, results: dict) -> None:
+    try:
+        Path(path).write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise UserError("--output", f"{path} cannot be written: {error.strerror}") from None
+
+
 def _versions() -> dict[str, str]:
     return {name: version(name).partition("+")[0] for name in ("transformers", "torch", "deepspeed", "peft")}
 
@@ -120,12 +148,20 @@ def is_bad(cell: dict) -> bool:
     return cell["verdict"] in ("wrong", "crash")
 
 
-def run_zoo(models: list[str], names: list[str], work_dir: Path, timeout: float, jobs: int):
-    """Yield (model, row) for each model when its cells have run. Call `import_libraries` first."""
+def run_zoo(
+    models: list[str], names: list[str], work_dir: Path, timeout: float, jobs: int, configs: dict | None = None
+):
+    """Yield (model, row) for each model when its cells have run. Call `import_libraries` first.
+
+    `configs` are the configs of models that are no architecture's tiny one, by name.
+    """
     write_demo(work_dir, timeout)
     # One worker imports the code of its models once; its forks have it.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as workers:
-        tasks = {workers.submit(run_model, name, names, work_dir, timeout): name for name in models}
+        tasks = {
+            workers.submit(run_model, name, names, work_dir, timeout, (configs or {}).get(name)): name
+            for name in models
+        }
         for number, task in enumerate(as_completed(tasks), start=1):
             name, row = tasks[task], task.result()
             print(f"[{number}/{len(models)}] {row_line(name, row)}", flush=True)
@@ -146,13 +182,7 @@ def row_line(name: str, row: dict) -> str:
 
 def write_demo(work_dir: Path, timeout: float) -> None:
     """Write the data and the tokenizer of all runs into `work_dir`/demo."""
-
-    def write() -> None:
-        from trainer.datasets.demos.demo import make_demo
-
-        make_demo(str(work_dir / "demo"))
-
-    ending = run_ranks(write, 1, _made(work_dir) / "demo.log", timeout)
+    ending = run_ranks(lambda: make_demo(str(work_dir / "demo")), 1, _made(work_dir) / "demo.log", timeout)
     if ending.kind != "done":
         raise UserError("--work_dir", f"the demo cannot be written: {ending.text}")
 
@@ -167,14 +197,18 @@ def run_model(
 ) -> dict:
     """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
 
-    `config` is the model's, if it is not the tiny one of the zoo. `tell(configuration, cell)` is called after each run.
+    `config` is the model's, if it is not the tiny one of this architecture. `tell(configuration, cell)` is called after
+    each run.
     """
     started, folder = time.monotonic(), work_dir / name
-    config = config or (unusual_config(name) if name in UNUSUAL else tiny_config(name))
+    config = config or tiny_config(name)
     shutil.rmtree(folder, ignore_errors=True)
     _made(folder)
+    # not at the top: `import_libraries` sets the environment first
+    from transformers import AutoModelForCausalLM
+
     row = {"problem": None, "cells": {}, "seconds": 0.0}
-    _import_code(config)
+    AutoModelForCausalLM._model_mapping.get(type(config), None)  # imports the model's code, once for all forks
     ending = run_ranks(lambda: _build(config, folder, work_dir), 1, folder / "build.log", timeout)
     if ending.kind != "done":
         return {**row, "problem": f"transformers cannot build it: {ending.text}"}
@@ -198,24 +232,17 @@ def run_model(
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
-def _import_code(config) -> None:
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM._model_mapping.get(type(config), None)
-
-
 def _build(config, folder: Path, work_dir: Path) -> None:
     """Write the tiny model into its folder, with random norms and biases and the tokenizer of the demo."""
+    # not at the top: `import_libraries` sets the environment first
     import torch
     from transformers import AutoModelForCausalLM
-
-    from trainer.compare.zoo.tiny import randomize
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model)
     model.save_pretrained(folder / "random")
-    # transformers computes some stored values anew when it loads them, such as a bias of Zaya: those are the model's
+    # transformers recomputes some stored values when it loads them, such as a bias of Zaya: those count
     model = AutoModelForCausalLM.from_pretrained(folder / "random", dtype=torch.float32)
     model.save_pretrained(folder / "model")
     for path in (work_dir / "demo/model").iterdir():
@@ -305,6 +332,7 @@ def judge_saved(folder: Path, timeout: float) -> tuple[str, str]:
 
 def _load_saved(folder: Path) -> None:
     """Compare the names with the source's, load the folder, and write what transformers made of it."""
+    # not at the top: `import_libraries` sets the environment first
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM

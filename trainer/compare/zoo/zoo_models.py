@@ -3,6 +3,8 @@
 A name is a `model_type` of transformers. The tiny model has the layers and options of the published models.
 """
 
+from trainer.compare.zoo.tiny import shrink
+
 # family: {model_type: published models, as people search for them}
 FAMILIES = {
     "Llama": {
@@ -289,9 +291,8 @@ def published(model_type: str) -> str:
 
 def tiny_config(model_type: str):
     """The tiny config of an architecture, with the layers of its published models."""
+    # not at the top: `import_libraries` sets the environment first
     from transformers import CONFIG_MAPPING
-
-    from trainer.compare.zoo.tiny import shrink
 
     config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
     return shrink(config, **OVERRIDES.get(model_type, {}))
@@ -299,6 +300,7 @@ def tiny_config(model_type: str):
 
 def zoo_names() -> list[str]:
     """Every architecture that transformers' table of causal language models holds, in the order of the page."""
+    # not at the top: `import_libraries` sets the environment first
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
 
     known = [name for models in FAMILIES.values() for name in models if name in classes and name not in SKIPPED]

@@ -1,19 +1,24 @@
-"""Write docs/models.md from the results of the zoo, and keep the results beside it as JSON."""
+"""Write docs/models.md from docs/models.json, the results of the zoo.
 
-import json
+python scripts/docs/zoo_page.py [--results JSON] [--page MD]
+"""
+
+import argparse
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from trainer.compare.zoo.zoo import CONFIGURATIONS, read_results
 from trainer.compare.zoo.zoo_models import FAMILIES, SKIPPED, published
-from trainer.compare.zoo.zoo_unusual import UNUSUAL
-from trainer.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 SHOWN = {"pass": "yes", "refused": "no", "wrong": "**wrong**", "crash": "**crash**", "unchecked": "(yes)"}
 HEAD = """# Which models can it train?
 
-<!-- written by python -m trainer.compare.zoo; do not edit -->
+<!-- written by scripts/docs/zoo_page.py from the results of python -m trainer.compare.zoo; do not edit -->
 
-Search this page for the name of your model. A model of another name belongs to the row of its `model_type`, which its
-`config.json` tells.
+Search this page for the name of your model. A model of another name belongs to the row of its `model_type`, which is in its
+`config.json`.
 
 Each row is a tiny random model of one architecture, with every kind of layer that the published models have. Each cell is
 a run of `train_sft` on it, in fp32, on CPU. The run is compared with the plain single-process loop: the losses to 1e-5,
@@ -32,7 +37,7 @@ A tiny model shows that the layers work. It does not show that a large model fit
 ODD = """
 ## Unusual configs
 
-These rows are tiny models that are unusual in one way each. No published model has most of them. `trainer/compare/zoo/zoo_unusual.py`
+These rows are tiny models that are unusual in one way each. No published model has most of them. `test/unusual_configs.py`
 holds their configs.
 """
 LEGEND = """
@@ -44,53 +49,32 @@ LEGEND = """
 AGAIN = """
 ## Run it again
 
-A run of all models takes more than an hour on 2 cores that do nothing else. A run of some models or cells changes only
-their part of the page.
+A run of all models takes more than an hour on 2 cores that do nothing else. It keeps its results in `docs/models.json`. A run of
+some models or cells replaces only their results. The last command writes this page from the results.
 
 <!-- slow: a run of every model takes more than an hour -->
 
 ```bash
 python -m trainer.compare.zoo
 python -m trainer.compare.zoo --models qwen3 mamba2 --configurations ring2 lora --work_dir runs/zoo
+python scripts/docs/zoo_page.py
 ```
 
 `test/test_zoo.py` runs a few models in every test run. `trainer/compare/zoo/zoo_models.py` holds the list of models.
-`trainer/compare/zoo/zoo_unusual.py` holds configs that no published model has. `--models llama-9-heads` runs one of them.
+`test/unusual_configs.py` holds configs that no published model has. `--models llama-9-heads` runs one of them. `--configs FILE` reads
+other configs.
 """
 
 
-def results_file(page: str | Path) -> Path:
-    return Path(page).with_suffix(".json")
-
-
-def read_results(page: str | Path) -> dict:
-    """The results of earlier runs: {"versions", "models": {name: row}}. Empty if there are none."""
-    path = results_file(page)
-    if not path.is_file():
-        return {"versions": {}, "models": {}}
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError("--output", f"{path} is not JSON: {error}", "a file that the zoo wrote") from None
-
-
-def write_page(page: str | Path, results: dict, configurations: list) -> None:
-    """Write the page and its JSON file. `configurations` are the columns."""
-    try:
-        results_file(page).write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        Path(page).write_text(page_text(results, configurations))
-    except OSError as error:
-        raise UserError("--output", f"{page} cannot be written: {error.strerror}") from None
-
-
-def page_text(results: dict, configurations: list) -> str:
+def page_text(results: dict) -> str:
+    """The page of results as `read_results` returns them. A row with `about` has an unusual config."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
     parts = [HEAD, f"Measured with {versions}.\n", _totals(results["models"])]
     for family, names in _families(results["models"]).items():
-        parts += [f"\n## {family}\n", _table(names, results["models"], configurations)]
-    if unusual := [name for name in UNUSUAL if name in results["models"]]:
-        parts += [ODD, _table(unusual, results["models"], configurations)]
-    parts += [LEGEND + "\n".join(f"| {c.name} | `{' '.join(c.args)}` | {c.nproc} |" for c in configurations)]
+        parts += [f"\n## {family}\n", _table(names, results["models"])]
+    if unusual := _unusual(results["models"]):
+        parts += [ODD, _table(unusual, results["models"])]
+    parts += [LEGEND + "\n".join(f"| {c.name} | `{' '.join(c.args)}` | {c.nproc} |" for c in CONFIGURATIONS)]
     parts += [
         "",
         "`save` is the model that `fsdp2-2r` saves. transformers must load it, with the names of the source and the final weights.",
@@ -101,10 +85,14 @@ def page_text(results: dict, configurations: list) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def _unusual(rows: dict) -> list[str]:
+    return [name for name, row in sorted(rows.items()) if "about" in row]
+
+
 def _families(rows: dict) -> dict[str, list[str]]:
     """The models with a row, by family."""
     found = {family: [name for name in models if name in rows] for family, models in FAMILIES.items()}
-    known = {name for names in found.values() for name in names} | UNUSUAL.keys()
+    known = {name for names in found.values() for name in names} | set(_unusual(rows))
     found["Further architectures"] = sorted(set(rows) - known)
     return {family: names for family, names in found.items() if names}
 
@@ -115,19 +103,19 @@ def _totals(rows: dict) -> str:
         ("pass", "pass"), ("refused", "are refused"), ("wrong", "are wrong"), ("crash", "crash"),
         ("unchecked", "have nothing to compare with"),
     ))  # fmt: skip
-    ran = sum(bool(row["cells"]) for name, row in rows.items() if name not in UNUSUAL)
-    unusual = f" and {len(rows.keys() & UNUSUAL.keys())} unusual configs" if rows.keys() & UNUSUAL.keys() else ""
+    ran = sum(bool(row["cells"]) for row in rows.values() if "about" not in row)
+    unusual = f" and {len(_unusual(rows))} unusual configs" if _unusual(rows) else ""
     return (
         f"{ran} architectures{unusual}, {len(verdicts)} cells: {', '.join(f'{n} {words}' for n, words in counts if n)}."
     )
 
 
-def _table(names: list[str], rows: dict, configurations: list) -> str:
-    lines = [f"| Model | {' | '.join(c.name for c in configurations)} |", "|---|" + "---|" * len(configurations)]
+def _table(names: list[str], rows: dict) -> str:
+    lines = [f"| Model | {' | '.join(c.name for c in CONFIGURATIONS)} |", "|---|" + "---|" * len(CONFIGURATIONS)]
     for name in names:
         cells = rows[name]["cells"]
-        shown = [SHOWN[cells[c.name]["verdict"]] if c.name in cells else "-" for c in configurations]
-        text = UNUSUAL[name][0] if name in UNUSUAL else published(name)
+        shown = [SHOWN[cells[c.name]["verdict"]] if c.name in cells else "-" for c in CONFIGURATIONS]
+        text = rows[name].get("about") or published(name)
         models = f"`{name}`" + (f": {text}" if text else "")
         lines.append(f"| {models} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
@@ -160,3 +148,15 @@ def _left_out(rows: dict) -> str:
     lines += [f"- {', '.join(names)}: {reason}." for reason, names in reasons.items()]
     lines += [f"- `{name}`: `{row['problem']}`" for name, row in sorted(rows.items()) if row["problem"]]
     return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", default=str(ROOT / "docs/models.json"), metavar="JSON", help="what the zoo wrote")
+    parser.add_argument("--page", default=str(ROOT / "docs/models.md"), metavar="MD", help="the page to write")
+    options = parser.parse_args()
+    Path(options.page).write_text(page_text(read_results(options.results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,11 @@
-"""Rows of the zoo that are unusual in one way each: head counts, windows, layer patterns, biases, ties, odd sizes.
+"""More rows of the zoo, unusual in one way each: head counts, windows, layer patterns, biases, ties, odd sizes.
 
-No published model has most of them. A layout that is right for a usual config only shows it here.
+No published model has most of them. A layout that is right only for usual configs fails here.
 """
+
+import functools
+
+from transformers import CONFIG_MAPPING
 
 SIZES = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,7 +37,7 @@ LATENT = {
 }  # fmt: skip
 ROPE = {"rope_theta": 1e4}
 SHORT_ROPE = {**ROPE, "original_max_position_embeddings": 32}
-# name: (what is unusual, model_type, arguments of its config beside SIZES)
+# name: (what is unusual, model_type, arguments of its config besides SIZES)
 UNUSUAL: dict[str, tuple[str, str, dict]] = {
     "llama-1-kv-head": ("one layer, one KV head", "llama", {"num_hidden_layers": 1, "num_key_value_heads": 1}),
     "llama-9-heads": (
@@ -366,9 +370,11 @@ UNUSUAL: dict[str, tuple[str, str, dict]] = {
 
 def unusual_config(name: str):
     """The config of a row of this table. A value of None leaves the argument out."""
-    from transformers import CONFIG_MAPPING
-
     _, model_type, settings = UNUSUAL[name]
     kept = {key for key, value in settings.items() if value is not None or key not in SIZES}
     sizes = {key: value for key, value in SIZES.items() if key not in settings}
     return CONFIG_MAPPING[model_type](**sizes, **{key: value for key, value in settings.items() if key in kept})
+
+
+# what `python -m trainer.compare.zoo --configs` reads: {name: (what is unusual, function that makes the config)}
+CONFIGS = {name: (about, functools.partial(unusual_config, name)) for name, (about, _, _) in UNUSUAL.items()}
