@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import validate_experts
 from trainer.model_parallel.tensor_parallel import resolve_tp_plan
 from trainer.strategies.deepspeed import DeepspeedStrategy
-from trainer.strategies.on_deepspeed.autotp_experts import validate_experts as validate_autotp
+from trainer.strategies.on_deepspeed.autotp_layers import validate_experts as validate_autotp
 from trainer.strategies.options import StrategyOptions
 
 MODELS = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "minimax_m2")

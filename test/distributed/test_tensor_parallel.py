@@ -16,7 +16,8 @@ from trainer.model_parallel.tensor_parallel import (
     get_optimized_tp_plan,
     resolve_tp_plan,
 )
-from trainer.strategies.options import StrategyOptions, validate_tp_flags
+from trainer.strategies.options import StrategyOptions
+from trainer.strategies.refusals import refuse_idle_tp_flags
 
 QWEN3_PLAN = {
     "model.embed_tokens": "embedding_rowwise",
@@ -130,9 +131,9 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do():
 
 @pytest.mark.parametrize("flag", ["use_hf_tp_plan", "sequence_parallel", "print_tp_plan"])
 def test_flags_of_tensor_parallelism_need_tensor_parallelism(flag):
-    validate_tp_flags(StrategyOptions(tensor_parallel_size=2, **{flag: True}))
+    refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=2, **{flag: True}))
     with pytest.raises(UserError, match=f"--{flag}: with --tensor_parallel_size 1"):
-        validate_tp_flags(StrategyOptions(tensor_parallel_size=1, **{flag: True}))
+        refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=1, **{flag: True}))
 
 
 DEEPSPEED_RUNS = [

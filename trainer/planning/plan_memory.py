@@ -170,17 +170,14 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
     """The line with which the trainer refuses this layout, or None. What it only does slowly is refused here too."""
-    from types import SimpleNamespace
-
     from trainer.distributed.mesh import MeshSizes
     from trainer.errors import UserError
     from trainer.model_parallel.expert_parallel import validate_experts
     from trainer.model_parallel.tensor_parallel import validate_tp_sizes
     from trainer.model_parallel.tp_plans import heads_divide
     from trainer.models.attention.split_attention import validate_split_model
-    from trainer.strategies.deepspeed import DeepspeedStrategy
-    from trainer.strategies.fsdp2 import FSDP2Strategy
     from trainer.strategies.options import StrategyOptions
+    from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
 
     options = StrategyOptions(
         zero_stage=layout.stage, adam_offload=layout.offload, tensor_parallel_size=layout.tp, ring_attn_size=layout.sp,
@@ -189,9 +186,9 @@ def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -
     mesh = MeshSizes(layout.dp_replicate, layout.dp_shard, layout.sp, layout.tp)
     try:
         if layout.backend == "fsdp2":
-            FSDP2Strategy._validate(options)
+            refuse_on_fsdp2(options)
         else:
-            DeepspeedStrategy._validate(SimpleNamespace(zero_stage=layout.stage), options)
+            refuse_on_deepspeed(options)
         if layout.tp > 1:
             validate_tp_sizes(s.config, layout.tp, layout.num_shards if layout.backend == "fsdp2" else 1)
             if not heads_divide(s.config, layout.tp):

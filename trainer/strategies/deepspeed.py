@@ -10,30 +10,37 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils import logger, safe_get_full_grad, safe_set_full_fp32_param
 
+from trainer.checkpoints import run_state
+from trainer.checkpoints.shards import TensorShard
 from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
+from trainer.distributed.host_offload import bring_back, take_to_host
+from trainer.distributed.replicas import check_replicas
 from trainer.errors import UserError
 from trainer.model_folders import model_folder
+from trainer.model_folders.model_writer import save_pretrained
+from trainer.model_parallel import tensor_parallel
 from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.on_deepspeed import autotp
+from trainer.strategies.on_deepspeed import autotp, autotp_layers, zero_0, zero_1, zero_loading, zero_masters
 from trainer.strategies.on_deepspeed.zero_config import engine_config
-from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
-
-if TYPE_CHECKING:
-    from trainer.checkpoints.run_state import CheckpointForm, PendingSave
-    from trainer.checkpoints.shards import TensorShard
+from trainer.strategies.on_deepspeed.zero_weights import merged_weights, weights_to_save
+from trainer.strategies.options import DTYPES, StrategyOptions
+from trainer.strategies.refusals import refuse_on_deepspeed
 
 
 class DeepspeedStrategy:
     def __init__(self, options: StrategyOptions):
         self.zero_stage = 2 if options.zero_stage is None else options.zero_stage
-        self._validate(options)
+        refuse_on_deepspeed(options)
         self.options, self.seed = options, options.seed
         self.param_dtype, self._scaled = DTYPES[options.param_dtype], options.param_dtype == "fp16"
         self.sizes = mesh.resolve_mesh_sizes(
@@ -49,44 +56,6 @@ class DeepspeedStrategy:
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 
-    def _validate(self, options: StrategyOptions) -> None:
-        """Raises UserError for what this backend cannot do."""
-        stage, tp = self.zero_stage, options.tensor_parallel_size
-        validate_tp_flags(options)
-        if stage not in (0, 1, 2, 3):
-            raise UserError("--zero_stage", str(stage), "0, 1, 2 (the default), 3")
-        if options.expert_parallel_size > 1:
-            raise UserError("--expert_parallel_size", "with --backend deepspeed", "--backend fsdp2")
-        if stage == 0 and options.param_dtype == "fp16":
-            raise UserError("--zero_stage", "0 with --param_dtype fp16", "1, 2, 3, or --param_dtype bf16, fp32")
-        if stage == 0 and options.adam_offload:
-            raise UserError("--adam_offload", "with --zero_stage 0", "--zero_stage 1, 2, 3")
-        if stage < 3 and options.dp_replicate_size > 1:
-            # ZeRO++ hpZ gathers weights within dp_shard x sp; only ZeRO 3 gathers weights
-            found = f"{options.dp_replicate_size} with --zero_stage {stage}"
-            raise UserError("--dp_replicate_size", found, "--zero_stage 3")
-        if options.sequence_parallel:
-            found = "with --backend deepspeed; its AutoTP has no such mode"
-            raise UserError("--sequence_parallel", found, "--backend fsdp2")
-        if options.lora_rank and tp > 1:
-            found = f"with --backend deepspeed and --tensor_parallel_size {tp}"
-            raise UserError("--lora_rank", found, "--backend fsdp2, or --tensor_parallel_size 1")
-        if options.lora_experts and stage == 3:
-            raise UserError("--lora_experts", "with --zero_stage 3", "--zero_stage 0, 1, 2, or --backend fsdp2")
-        if options.load_in_4bit and stage == 3:
-            raise UserError("--load_in_4bit", "with --zero_stage 3", "--zero_stage 0, 1, 2")
-        if options.compile and stage == 3:
-            # the hooks of ZeRO 3 make graphs that are too small for a gain and take minutes to compile
-            raise UserError("--compile", "with --backend deepspeed and --zero_stage 3", "--zero_stage 0, 1, 2")
-        if options.reduce_once and stage > 1:  # ZeRO 0 and 1 always reduce once
-            found = f"with --backend deepspeed and --zero_stage {stage}"
-            raise UserError("--reduce_once", found, "--zero_stage 0, 1; or --backend fsdp2")
-        if options.optim != "adamw" and (stage > 0 or tp > 1):
-            # ZeRO gives an optimizer flat stretches of many weights, and AutoTP gives parts; neither is a matrix
-            layout = f"--zero_stage {stage} and --tensor_parallel_size {tp}"
-            found = f"{options.optim} with --backend deepspeed, {layout}"
-            raise UserError("--optim", found, "adamw; or --zero_stage 0 without tp, or --backend fsdp2")
-
     # --- distributed set-up
 
     def setup_distributed(self) -> None:
@@ -95,17 +64,13 @@ class DeepspeedStrategy:
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator, set_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.utils import logger
-
         logger.setLevel(logging.ERROR)
-        if self.device.type == "cpu" and get_accelerator().device_name() != "cpu":
-            set_accelerator(CPU_Accelerator())
+        accelerator = deepspeed.accelerator
+        if self.device.type == "cpu" and accelerator.get_accelerator().device_name() != "cpu":
+            accelerator.set_accelerator(CPU_Accelerator())
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only one, number 0
+        if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only GPU 0
             os.environ["LOCAL_RANK"] = str(self.device.index)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         autotp.use_mesh_groups(self.meshes)
@@ -122,20 +87,16 @@ class DeepspeedStrategy:
         """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
-            from trainer.model_parallel.tensor_parallel import validate_tp_sizes
-
-            validate_tp_sizes(config, self.sizes.tp, fsdp=1)
+            tensor_parallel.validate_tp_sizes(config, self.sizes.tp, fsdp=1)
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
-            from trainer.strategies.on_deepspeed.zero_loading import load_partitioned
-
             facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
             engine_config = self._engine_config(with_optimizer=False)
-            model = load_partitioned(folder, config, auto_class, options, engine_config=engine_config, **facts)
+            model = zero_loading.load_partitioned(
+                folder, config, auto_class, options, engine_config=engine_config, **facts
+            )
         elif self.options.load_in_4bit:
-            from trainer.strategies.on_deepspeed.quantization import in_4_bits
-
-            options |= {"dtype": torch.float32, "weights_only": True, **in_4_bits(self.param_dtype, self.device)}
+            options |= zero_loading.in_4_bits(self.param_dtype, self.device)
             model = auto_class.from_pretrained(folder, **options)
         else:
             with torch.device("meta"):
@@ -181,17 +142,18 @@ class DeepspeedStrategy:
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
-            if self.zero_stage < 2:
-                from trainer.strategies.on_deepspeed.zero_1 import complete
-
-                complete(model, wrapped, self.zero_stage, self.param_dtype, DTYPES[self.options.reduce_dtype])
+            if self.zero_stage == 0:
+                zero_0.add_masters(model, wrapped, self.param_dtype)
+            elif self.zero_stage == 1:
+                zero_1.reduce_own_parts(wrapped, DTYPES[self.options.reduce_dtype])
             self._restore_masters(model, weights)
         return engine, wrapped, scheduler
 
     def _read(self, model, with_masters: bool = False, offload: bool = False):
-        """Read the weights of a model that `load_model` left empty: to the device, or to host memory to be cut over tp.
+        """Read the weights of a model that `load_model` left empty: to the device, or to host memory if tp shards them.
 
-        Returns the weights of its folder `with_masters`, else None."""
+        Returns the weights of its folder if it gets fp32 masters, else None.
+        """
         folder, new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
         is_empty, weights = next(model.parameters()).is_meta, None
         if is_empty or with_masters:
@@ -211,43 +173,32 @@ class DeepspeedStrategy:
         return weights
 
     def _initializer(self, model) -> tuple:
-        """deepspeed.initialize, and the tensor-parallel plan that it cuts `model` by (None without tp)."""
-        import deepspeed
-
+        """(deepspeed.initialize, tensor-parallel plan by which it shards `model`); the plan is None without tp."""
         if self.sizes.tp == 1:
             return functools.partial(deepspeed.initialize, dist_init_required=False), None
-        from trainer.model_parallel import tensor_parallel
-        from trainer.strategies.on_deepspeed.autotp_layers import initialize
-
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
         tp_mesh = self.meshes.params["tp"]
         plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
-        return functools.partial(initialize, plan=plan, tp_mesh=tp_mesh), plan
+        return functools.partial(autotp_layers.initialize, plan=plan, tp_mesh=tp_mesh), plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
-        from trainer.strategies.on_deepspeed.zero_loading import prepare_frozen
-
         self._read(model, offload=offload)
         initialize, plan = self._initializer(model)
         config = self._engine_config(with_optimizer=False, plan=plan)
         facts = {"dtype": self.param_dtype, "device": self.device, "initialize": initialize}
-        return prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
+        return zero_loading.prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
 
     def _restore_masters(self, model, weights) -> None:
         """Set fp32 masters from the model folder. The engine made them from weights rounded to `param_dtype`."""
-        from deepspeed.utils import safe_set_full_fp32_param
-
         tp_rank = self.meshes.root.get_local_rank("tp")
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or weights.dtype(name) == self.options.param_dtype.upper():
                 continue
             if self.zero_stage == 3:
-                from trainer.strategies.on_deepspeed.zero_loading import restore_partition
-
-                restore_partition(parameter, name, weights, self.meshes, self.device)
+                zero_loading.restore_partition(parameter, name, weights, self.meshes, self.device)
                 continue
             full = autotp.local_part(parameter, weights.read(name).to(self.device).float(), tp_rank)
             safe_set_full_fp32_param(parameter, full) if self.zero_stage else parameter.master.data.copy_(full)
@@ -263,8 +214,6 @@ class DeepspeedStrategy:
     def optimizer_step(self, optimizer, model, scheduler) -> float:
         """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
         if self.zero_stage == 0:
-            from trainer.strategies.on_deepspeed import zero_0
-
             return zero_0.optimizer_step(optimizer, model, scheduler, self.options.max_norm, self._tp_group)
         model.step()
         if model.was_step_applied():
@@ -285,8 +234,6 @@ class DeepspeedStrategy:
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
-        from deepspeed.utils import safe_get_full_grad
-
         scale = model.optimizer.loss_scale if self._scaled else 1.0
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad:
@@ -300,21 +247,14 @@ class DeepspeedStrategy:
 
         With both, the fp32 masters move too.
         """
-        from trainer.distributed.host_offload import take_to_host
-        from trainer.strategies.on_deepspeed.zero_masters import tensors_of
-
-        return take_to_host(tensors_of(model, optimizer, self.zero_stage))
+        return take_to_host(zero_masters.tensors_of(model, optimizer, self.zero_stage))
 
     def onload(self, offloaded: list[tuple]) -> None:
         """Bring back what `offload` moved."""
-        from trainer.distributed.host_offload import bring_back
-
         bring_back(offloaded)
 
     def check_replicas(self, model) -> None:
-        """Raises UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
-        from trainer.distributed.replicas import check_replicas
-
+        """Raise UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         replicated = [] if self.zero_stage == 3 else ["dp_replicate", "fsdp"]  # ZeRO 3 partitions every parameter
 
@@ -331,20 +271,13 @@ class DeepspeedStrategy:
         """
         module = model_folder.unwrapped(model)
         if merged_as is not None:
-            from trainer.strategies.on_deepspeed.zero_weights import merged_weights
-
-            return merged_weights(module, merged_as, self.zero_stage, self._tp_group)
-        from trainer.strategies.on_deepspeed.zero_masters import full
-
+            return merged_weights(module, merged_as, self._tp_group)
         names = model_folder.stored_tensors(module)
         parts = {**names, **dict(module.named_parameters())}  # only parameters know their masters
-        return ((name, autotp.gather(parts[name], full(parts[name]), self._tp_group)) for name in names)
+        return ((name, autotp.gather(parts[name], zero_masters.full(parts[name]), self._tp_group)) for name in names)
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
-        from trainer.model_folders.model_writer import save_pretrained
-        from trainer.strategies.on_deepspeed.zero_weights import weights_to_save
-
         tensors, module = weights_to_save(self, model, self._tp_group), model_folder.unwrapped(model)
         save_pretrained(tensors, module, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
         collectives.wait_for_all()
@@ -358,19 +291,14 @@ class DeepspeedStrategy:
         tokenizer,
         *,
         state: dict,
-        form: "CheckpointForm",
-        further: Sequence["TensorShard"] = (),
-    ) -> "PendingSave":
+        form: run_state.CheckpointForm,
+        further: Sequence[TensorShard] = (),
+    ) -> run_state.PendingSave:
         """Start to save weights, optimizer and random states, and `state` (JSON). `finish()` of the result ends it.
 
         `roles` are prepared (model, optimizer, scheduler) triples by name, including `run_state.MAIN`. `further` are
         more shards of this rank, such as averaged weights.
         """
-        from trainer.checkpoints import run_state
-        from trainer.model_folders.model_writer import save_pretrained
-        from trainer.strategies.on_deepspeed.zero_masters import loss_scale_of
-        from trainer.strategies.on_deepspeed.zero_weights import weights_to_save
-
         model = roles[run_state.MAIN][0]
 
         def export(target: str) -> None:
@@ -379,34 +307,31 @@ class DeepspeedStrategy:
 
         own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
         for role in own:
-            own[role]["loss_scale"] = loss_scale_of(roles[role][1]) if self._scaled else run_state.NO_LOSS_SCALE
+            own[role]["loss_scale"] = (
+                zero_masters.loss_scale_of(roles[role][1]) if self._scaled else run_state.NO_LOSS_SCALE
+            )
         own[run_state.MAIN]["optim"] = self.options.optim
         shards = run_state.shards_of_roles(roles, self._shards, further)
         return run_state.save(folder, shards, state, own, self.device, form, export)
 
-    def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
+    def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence[TensorShard] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
-        from trainer.checkpoints import run_state
-        from trainer.strategies.on_deepspeed.zero_masters import set_loss_scale, to_weights
-
         shards = run_state.shards_of_roles(roles, self._shards, further)
         state = run_state.load(folder, shards, self.device, self.options.optim)
         for role, (model, optimizer, scheduler) in roles.items():
             own = run_state.role_state(state, role)
-            to_weights(model_folder.unwrapped(model), optimizer, self.zero_stage)
+            zero_masters.to_weights(model_folder.unwrapped(model), optimizer, self.zero_stage)
             run_state.set_scheduler_step(scheduler, own["scheduler_step"])
             if self._scaled:
-                set_loss_scale(optimizer, own["loss_scale"])
+                zero_masters.set_loss_scale(optimizer, own["loss_scale"])
         return state
 
-    def weight_shards(self, model, optimizer) -> Iterator["TensorShard"]:
+    def weight_shards(self, model, optimizer) -> Iterator[TensorShard]:
         """This rank's parts of the weights in fp32, as they are now, to read and to write."""
         return (shard for shard in self._shards(model, optimizer) if shard.key.startswith("weight/"))
 
-    def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
+    def _shards(self, model, optimizer) -> Iterator[TensorShard]:
         """This rank's parts of the masters, of the optimizer's states, and of tensors without a master."""
-        from trainer.strategies.on_deepspeed import zero_masters
-
         module = model_folder.unwrapped(model)
         parameters, tp_rank = dict(module.named_parameters()), self.meshes.root.get_local_rank("tp")
         part = zero_masters.Part(self.zero_stage, self.meshes.loss.get_local_rank())

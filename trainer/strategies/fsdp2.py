@@ -9,30 +9,36 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainer.checkpoints import run_state
+from trainer.checkpoints.shards import TensorShard, shard_of
 from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
+from trainer.distributed.bucketed_gather import gathered, piece_of
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
+from trainer.distributed.host_offload import bring_back, take_to_host
+from trainer.distributed.replicas import check_replicas, replicated_axes
 from trainer.distributed.sharded_tensors import even_placement, local_region, to_local_if_dtensor, whole
-from trainer.errors import UserError
 from trainer.model_folders import model_folder
+from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
+from trainer.model_folders.model_writer import save_pretrained
+from trainer.model_parallel import tensor_parallel
+from trainer.model_parallel.expert_parallel import shard_experts, validate_experts
 from trainer.optimizers.adamw import state_tensors, states_of, use_parameters
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.options import DTYPES, StrategyOptions, validate_tp_flags
-
-if TYPE_CHECKING:
-    from trainer.checkpoints.run_state import CheckpointForm, PendingSave
-    from trainer.checkpoints.shards import TensorShard
+from trainer.optimizers.loss_scale import DynamicLossScale
+from trainer.strategies.options import DTYPES, StrategyOptions
+from trainer.strategies.refusals import refuse_on_fsdp2
 
 
 class FSDP2Strategy:
     def __init__(self, options: StrategyOptions):
-        self._validate(options)
+        refuse_on_fsdp2(options)
         self.options, self.seed = options, options.seed
         self.param_dtype = DTYPES[options.param_dtype]
         self.sizes = mesh.resolve_mesh_sizes(
@@ -44,35 +50,8 @@ class FSDP2Strategy:
         self.device = mesh.resolve_device(options.device)
         self.loss_scale = None
         if options.param_dtype == "fp16":
-            from trainer.optimizers.loss_scale import DynamicLossScale
-
             self.loss_scale = DynamicLossScale()
         self._folders = weakref.WeakKeyDictionary()  # model that is not sharded yet -> folder of its weights
-
-    @staticmethod
-    def _validate(options: StrategyOptions) -> None:
-        """Raises UserError for what this backend cannot do."""
-        tp = options.tensor_parallel_size
-        validate_tp_flags(options)
-        if options.load_in_4bit:
-            raise UserError("--load_in_4bit", "with --backend fsdp2", "--backend deepspeed with --zero_stage 0, 1, 2")
-        if options.lora_rank and options.sequence_parallel:
-            raise UserError("--lora_rank", "with --sequence_parallel", "one of them")
-        if options.compile and tp > 1:
-            # torch 2.13 fails in the backward pass of compiled layers that are cut over tp (views of DTensors)
-            found = f"with --backend fsdp2 and --tensor_parallel_size {tp}"
-            raise UserError("--compile", found, "--tensor_parallel_size 1, or --backend deepspeed")
-        if options.reduce_once and options.adam_offload:  # gradients go to host memory as soon as they are reduced
-            raise UserError("--reduce_once", "with --adam_offload", "one of them")
-        if options.reduce_dtype == "bf16" and (options.reduce_once or options.dp_replicate_size > 1):
-            # FSDP2 would also sum up micro-batches in bf16
-            flag = "--reduce_once" if options.reduce_once else "--dp_replicate_size"
-            raise UserError("--reduce_dtype", f"bf16 with --backend fsdp2 and {flag}", "one of them")
-        if options.optim != "adamw" and options.adam_offload:  # it gathers tensors on the device
-            raise UserError("--optim", f"{options.optim} with --adam_offload", "adamw")
-        if options.zero_stage not in (None, 2, 3):
-            found = f"{options.zero_stage} with --backend fsdp2"
-            raise UserError("--zero_stage", found, "3 (the default), 2 (keep weights gathered)")
 
     # --- distributed set-up
 
@@ -95,9 +74,7 @@ class FSDP2Strategy:
         """The model of a Hugging Face folder on the meta device. `prepare` reads its weights."""
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
-            from trainer.model_parallel.tensor_parallel import validate_tp_sizes
-
-            validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
+            tensor_parallel.validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
         with torch.device("meta"):
             model = auto_class.from_config(
                 config,
@@ -106,8 +83,6 @@ class FSDP2Strategy:
                 trust_remote_code=trust_remote_code,
             )
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
-            from trainer.model_parallel.expert_parallel import validate_experts
-
             validate_experts(model, self.options.expert_parallel_size, self.sizes)
         model_folder.read_generation_config(model, folder)
         self._folders[model] = folder
@@ -136,56 +111,37 @@ class FSDP2Strategy:
         return list(models_or_triples) if len(models_or_triples) > 1 else models_or_triples[0]
 
     def _shard(self, model: torch.nn.Module, offload: bool) -> None:
-        """Cut the model over tp, then each decoder layer and the rest over fsdp. Read this rank's part of every weight.
+        """Shard the model over tp, then each decoder layer and the rest over fsdp. Read this rank's part of each weight.
 
-        Masters are fp32. Frozen weights of a frozen model, or below an adapter, have the compute dtype. tp comes first:
-        fsdp shards what a tp rank holds.
+        Masters are fp32. Weights of a frozen model, or below an adapter, have the compute dtype. tp comes first: fsdp
+        shards what a tp rank holds.
         """
         low = None if self.param_dtype == torch.float32 else self.param_dtype
-        if low and (model_folder.has_adapter(model) or not any(p.requires_grad for p in model.parameters())):
-            for parameter in model.parameters():  # a frozen weight needs no fp32 master
-                if parameter.is_floating_point() and not parameter.requires_grad:
-                    parameter.data = parameter.data.to(low)
-        reduce_dtype = DTYPES[self.options.reduce_dtype]
+        offload = offload and self.device.type != "cpu"
+        if low:
+            _cast_frozen(model, low)
+        options = self._fsdp_options(low, offload)
+        if self.sizes.tp > 1:
+            options["shard_placement_fn"] = self._apply_tp(model)
+        if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
+            shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
+        if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to shard, cast or move
+            _fully_shard(model, options)
+        self._load_shards(model, offload)
+
+    def _fsdp_options(self, low: Optional[torch.dtype], offload: bool) -> dict:
+        """The options of `fully_shard` without tp. `low` is the compute dtype, or None for that of the weights."""
         axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
         options = {
             "mesh": self.meshes.params[axes],
-            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=DTYPES[self.options.reduce_dtype]),
             "reshard_after_forward": self.options.zero_stage != 2,
             "shard_placement_fn": functools.partial(even_placement, num_ranks=self.meshes.params["fsdp"].size()),
         }
-        if self.sizes.tp > 1:
-            options["shard_placement_fn"] = self._apply_tp(model)
-        offload = offload and self.device.type != "cpu"
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
-            from trainer.model_parallel.expert_parallel import shard_experts
-
-            shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
-        if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to cut, cast or move
-            layers = set(model._no_split_modules or [])
-            # layers of Zamba that share weights have to be in one group: the root's
-            tied = {model.get_parameter(name) for name in model.all_tied_weights_keys.values()}
-            for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
-                if type(module).__name__ in layers and tied.isdisjoint(module.parameters()):
-                    fully_shard(module, **options)
-            ends = model.get_input_embeddings(), model.get_output_embeddings()
-            if (
-                all(type(end) in (torch.nn.Embedding, torch.nn.Linear) for end in ends)
-                and ends[0].weight is not ends[1].weight
-            ):
-                for end in ends:  # otherwise the root would hold both, whole, for the whole step
-                    fully_shard(end, **options)
-            if any(p.requires_grad for p in model.parameters()):  # its backward pass begins where its forward pass ends
-                options["reshard_after_forward"] = False
-            fully_shard(model, **options)
-        self._load_shards(model, offload)
+        return options | {"offload_policy": CPUOffloadPolicy()} if offload else options
 
     def _apply_tp(self, model: torch.nn.Module):
-        """Cut the model over tp. Returns which dimension of each parameter fully_shard may cut."""
-        from trainer.model_parallel import tensor_parallel
-
+        """Shard the model over tp. Returns the function that says which dimension of a parameter fully_shard shards."""
         with torch.device("meta"):  # the plan is of the base model, so the skeleton has no adapter
             skeleton = type(model)(model.config)
         plan = tensor_parallel.resolve_tp_plan(
@@ -229,7 +185,7 @@ class FSDP2Strategy:
         if replicated and is_last:
             groups = (group for part in model.modules() if isinstance(part, FSDPModule) for group in _groups(part))
             if any(group._partial_reduce_output is not None for group in groups):
-                raise RuntimeError("a layer got no gradient in the last micro-batch, but in an earlier one")
+                raise RuntimeError("a layer got a gradient in an earlier micro-batch, but none in the last one")
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0
@@ -265,22 +221,16 @@ class FSDP2Strategy:
 
     def offload(self, *, model=None, optimizer=None) -> list[tuple]:
         """Move weights, optimizer states or both to host memory until `onload` of the result. Use neither meanwhile."""
-        from trainer.distributed.host_offload import take_to_host
-
         tensors = list(model_folder.all_tensors(model).values()) if model is not None else []
         tensors += state_tensors(optimizer) if optimizer is not None else []
         return take_to_host(map(to_local_if_dtensor, tensors))
 
     def onload(self, offloaded: list[tuple]) -> None:
         """Bring back what `offload` moved."""
-        from trainer.distributed.host_offload import bring_back
-
         bring_back(offloaded)
 
     def check_replicas(self, model) -> None:
-        """Raises UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
-        from trainer.distributed.replicas import check_replicas, replicated_axes
-
+        """Raise UserError if a weight differs between ranks that should hold the same (collective over all axes)."""
         groups = {axis: self.meshes.params.get_group(axis) for axis in self.meshes.params.mesh_dim_names}
         tensors = model_folder.all_tensors(model).items()
         check_replicas(((n, to_local_if_dtensor(t), replicated_axes(t, groups)) for n, t in tensors), groups)
@@ -292,17 +242,12 @@ class FSDP2Strategy:
         """
         if merged_as is None:
             return ((name, whole(tensor)) for name, tensor in model_folder.stored_tensors(model).items())
-        from trainer.distributed.bucketed_gather import gathered, piece_of
-        from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
-
         tensors = model_folder.all_tensors(model).items()
         pieces = (piece_of(name, tensor, merging_dtype(name, merged_as)) for name, tensor in tensors)
         return merge_adapter(gathered(pieces), model, merged_as)
 
     def save_model(self, model, tokenizer, folder: str, max_shard_bytes: int = 2 << 30) -> None:
         """Write a Hugging Face folder in the compute dtype; see `model_writer.save_pretrained`."""
-        from trainer.model_folders.model_writer import save_pretrained
-
         tensors = self._weights_to_save(model)
         save_pretrained(tensors, model, tokenizer, folder, self.param_dtype, self.is_rank_0(), max_shard_bytes)
         collectives.wait_for_all()
@@ -322,17 +267,14 @@ class FSDP2Strategy:
         tokenizer,
         *,
         state: dict,
-        form: "CheckpointForm",
-        further: Sequence["TensorShard"] = (),
-    ) -> "PendingSave":
+        form: run_state.CheckpointForm,
+        further: Sequence[TensorShard] = (),
+    ) -> run_state.PendingSave:
         """Start to save weights, optimizer and random states, and `state` (JSON). `finish()` of the result ends it.
 
         `roles` are prepared (model, optimizer, scheduler) triples by name, including `run_state.MAIN`. `further` are
         more shards of this rank, such as averaged weights.
         """
-        from trainer.checkpoints import run_state
-        from trainer.model_folders.model_writer import save_pretrained
-
         model = roles[run_state.MAIN][0]
 
         def export(target: str) -> None:
@@ -345,10 +287,8 @@ class FSDP2Strategy:
         shards = run_state.shards_of_roles(roles, self._shards, further)
         return run_state.save(folder, shards, state, own, self.device, form, export)
 
-    def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence["TensorShard"] = ()) -> dict:
+    def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence[TensorShard] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
-        from trainer.checkpoints import run_state
-
         shards = run_state.shards_of_roles(roles, self._shards, further)
         state = run_state.load(folder, shards, self.device, self.options.optim)
         for role, (_, _, scheduler) in roles.items():
@@ -357,14 +297,12 @@ class FSDP2Strategy:
             self.loss_scale.load_state_dict(state["loss_scale"])
         return state
 
-    def weight_shards(self, model, optimizer) -> Iterator["TensorShard"]:
+    def weight_shards(self, model, optimizer) -> Iterator[TensorShard]:
         """This rank's parts of the weights in fp32, as they are now, to read and to write."""
         return (shard for shard in self._shards(model, optimizer) if shard.key.startswith("weight/"))
 
-    def _shards(self, model, optimizer) -> Iterator["TensorShard"]:
+    def _shards(self, model, optimizer) -> Iterator[TensorShard]:
         """This rank's parts of the weights and of the optimizer's states. It makes states that no step has made yet."""
-        from trainer.checkpoints.shards import shard_of
-
         for name, tensor in model_folder.stored_tensors(model).items():  # reshards what a forward pass left gathered
             yield shard_of(f"weight/{name}", tensor)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -379,6 +317,32 @@ class FSDP2Strategy:
     all_gather = collectives.all_gather
     print = collectives.print
     is_rank_0 = collectives.is_rank_0
+
+
+def _cast_frozen(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast what needs no fp32 master: the weights of a frozen model, or those below an adapter."""
+    if model_folder.has_adapter(model) or not any(p.requires_grad for p in model.parameters()):
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _fully_shard(model: torch.nn.Module, options: dict) -> None:
+    """Call `fully_shard` on each decoder layer, on the embedding and the head, and on the rest."""
+    layers = set(model._no_split_modules or [])
+    # layers of Zamba that share weights must be in one group: the root's
+    tied = {model.get_parameter(name) for name in model.all_tied_weights_keys.values()}
+    for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
+        if type(module).__name__ in layers and tied.isdisjoint(module.parameters()):
+            fully_shard(module, **options)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    are_plain = all(type(end) in (torch.nn.Embedding, torch.nn.Linear) for end in ends)
+    if are_plain and ends[0].weight is not ends[1].weight:
+        for end in ends:  # otherwise, the root would hold both gathered for the whole step
+            fully_shard(end, **options)
+    if any(p.requires_grad for p in model.parameters()):  # its backward pass begins where its forward pass ends
+        options = options | {"reshard_after_forward": False}
+    fully_shard(model, **options)
 
 
 def _groups(module: FSDPModule) -> list:

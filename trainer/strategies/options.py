@@ -1,12 +1,10 @@
-"""The settings of a strategy, and the checks that both strategies share."""
+"""The settings of a strategy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 import torch
-
-from trainer.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -41,16 +39,3 @@ class StrategyOptions:
     def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
         """The options from a mapping of flags, which has at least the fields above. Its other entries are ignored."""
         return cls(**{field.name: flags[field.name] for field in fields(cls)})
-
-
-def validate_tp_flags(options: StrategyOptions) -> None:
-    """Raises UserError for a flag that needs tensor parallelism, if there is none."""
-    flags = {
-        "--use_hf_tp_plan": options.use_hf_tp_plan,
-        "--sequence_parallel": options.sequence_parallel,
-        "--print_tp_plan": options.print_tp_plan,
-    }
-    for flag, used in flags.items():
-        if used and options.tensor_parallel_size == 1:
-            allowed = "--tensor_parallel_size 2 or more, or leave the flag out"
-            raise UserError(flag, "with --tensor_parallel_size 1", allowed)

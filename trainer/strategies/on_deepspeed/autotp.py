@@ -1,19 +1,17 @@
-"""What AutoTP has made of a model: the groups of our mesh, and full tensors from its shards. It cuts in autotp_layers."""
+"""A model that AutoTP has sharded: the groups of our mesh, and full tensors from its shards. See also autotp_layers."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.utils import groups
 
-if TYPE_CHECKING:
-    from trainer.checkpoints.shards import TensorShard
+from trainer.checkpoints.shards import TensorShard
 
 
 def use_mesh_groups(meshes) -> None:
     """Give DeepSpeed the groups of our mesh. Otherwise, it builds its own, once per process."""
-    from deepspeed.utils import groups
-
     groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = meshes.root["tp"].get_group()
     groups._DATA_PARALLEL_GROUP = meshes.loss.get_group()
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = hpz_group(meshes)
@@ -25,9 +23,7 @@ def hpz_group(meshes) -> dist.ProcessGroup | None:
 
 
 def partition_of(parameter: torch.nn.Parameter) -> tuple[int, list[int]] | None:
-    """(dimension, size of each rank's part) of a parameter that AutoTP cut; None for a replicated one."""
-    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-
+    """(dimension, size of each rank's part) of a parameter that AutoTP shards; None for a replicated one."""
     meta = getattr(parameter, DS_AUTOTP_UC_META, None)
     if meta is None or meta["replicated"] or meta["partition_dim"] is None:
         return None
@@ -61,7 +57,7 @@ def local_part(parameter: torch.nn.Parameter, full: torch.Tensor, tp_rank: int) 
     return full if partition is None else full.split(partition[1], dim=partition[0])[tp_rank]
 
 
-def place(shard: "TensorShard", parameter: torch.nn.Parameter | None, tp_rank: int) -> "TensorShard":
+def place(shard: TensorShard, parameter: torch.nn.Parameter | None, tp_rank: int) -> TensorShard:
     """Turn a shard of this tp rank's part of a parameter into a shard of the whole. Tp rank 0 writes replicas."""
     partition = None if parameter is None else partition_of(parameter)
     if partition is None or shard.key.startswith("step/"):

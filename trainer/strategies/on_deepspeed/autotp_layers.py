@@ -1,7 +1,7 @@
-"""How DeepSpeed's AutoTP cuts a model by a complete plan of ours. Loaded only for tensor parallelism.
+"""How DeepSpeed's AutoTP shards a model by a complete plan of ours.
 
-AutoTP cuts linear layers in place. It keeps the vocabulary head and a tied embedding sharded. It sums the gradients of
-weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_norm).
+AutoTP shards linear layers in place. It keeps the vocabulary head and a tied embedding sharded. It sums the gradients
+of weights that are replicated but see only this rank's heads (Qwen3's q_norm, k_norm).
 """
 
 import contextlib
@@ -14,8 +14,10 @@ from typing import ClassVar
 
 import deepspeed
 import torch
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.layers import (
+    DS_TENSOR_MODEL_PARALLEL,
     ColumnParallel,
     GatherFromTensorParallelRegion,
     LinearAllreduce,
@@ -24,15 +26,15 @@ from deepspeed.module_inject.layers import (
     ScatterToTensorParallelRegion,
     TensorParallel_Layer,
     VocabParallelLinear,
+    _build_param_uc_restore_meta,
 )
 from torch.distributed.tensor import DTensor, Shard
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
-from trainer.model_parallel.expert_parallel import are_experts
+from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
 from trainer.model_parallel.tensor_parallel import pattern_of
-from trainer.strategies.on_deepspeed.autotp_experts import cut_experts, validate_experts
 
 FLAG = "--tensor_parallel_size"
 # style of a plan -> AutoTP's partition type
@@ -48,7 +50,7 @@ PARTITION_TYPES = {
 }
 # AutoTP does these without an entry: its vocab_parallel_lm_head is for the head and its tied embedding
 IMPLIED = ("colwise_vocab", "embedding_rowwise", "replicated", "replicated_block", "replicated_in_block", "block_input")
-IMPLIED += ("experts",)  # see `autotp_experts`
+IMPLIED += ("experts",)  # see `_shard_experts`
 
 
 def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
@@ -63,7 +65,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
         if style not in PARTITION_TYPES:
             known = ", ".join([*PARTITION_TYPES, *IMPLIED])
             raise UserError(FLAG, f"the plan gives {pattern} the style {style}", known)
-        # the * in a plan is one name between dots; biases follow the weights that are cut
+        # the * in a plan is one name between dots; biases follow the weights that are sharded
         parameter = r"\.weight$" if PARTITION_TYPES[style]["partition_type"] != "skip" else r"\.[^.]+$"
         regex = re.escape(pattern).replace(r"\*", r"[^.]+") + parameter
         specs.append({"patterns": [regex], **PARTITION_TYPES[style]})
@@ -75,7 +77,7 @@ def tensor_parallel_config(plan: dict[str, str], tp_size: int) -> dict:
 
 
 def initialize(model: torch.nn.Module, plan: dict[str, str], tp_mesh, **options) -> tuple:
-    """`deepspeed.initialize` of a model that AutoTP cuts by `plan`. Logits become DTensors, as the loss needs them."""
+    """`deepspeed.initialize` of a model that AutoTP shards by `plan`. Logits become DTensors, as the loss needs them."""
     _accept_scaled_embedding(model)
     _validate_head(model, plan)
     validate_experts(model, tp_mesh.size())
@@ -105,7 +107,7 @@ def _accept_scaled_embedding(model) -> None:
     if head is None or head.weight is not embedding.weight or own_forward is torch.nn.Embedding.forward:
         return
     if inspect.getsource(own_forward) != inspect.getsource(Gemma3TextScaledWordEmbedding.forward):
-        found = f"the tied {type(embedding).__name__}, which AutoTP does not cut"
+        found = f"the tied {type(embedding).__name__}, which AutoTP does not shard"
         raise UserError(FLAG, found, "--backend fsdp2, or 1")
     embedding.__class__ = Gemma3TextScaledWordEmbedding
 
@@ -117,12 +119,23 @@ def _validate_head(model, plan: dict[str, str]) -> None:
         raise UserError(FLAG, f"the head is called {head}, and AutoTP finds lm_head only", "--backend fsdp2, or 1")
 
 
+def validate_experts(model: torch.nn.Module, tp: int) -> None:
+    """Raise UserError unless `tp` divides the experts of every layer of `model`. Its parameters may be partitioned."""
+    for module in filter(are_experts, model.modules()):
+        for parameter in module.parameters():
+            number = getattr(parameter, "ds_shape", parameter.shape)[0]
+            if number % tp:
+                fits = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+                found = f"{tp} does not divide the {number} experts of {type(model).__name__}"
+                raise UserError("--tensor_parallel_size", found, fits)
+
+
 @contextlib.contextmanager
 def _our_layers(plan: dict[str, str]) -> Iterator[None]:
-    """Let AutoTP make, in this context, the layers that it has but does not choose, layers for Conv1D, and cut experts.
+    """In this context, AutoTP makes layers that it has but does not choose, layers for Conv1D, and sharded experts.
 
-    It also would divide numbers such as `num_heads` in every module around a layer that it cuts. The plans are for
-    layers that need no such change, and in blocks with gathered outputs it would be wrong.
+    It would also divide numbers such as `num_heads` in every module around a sharded layer. The plans are for layers
+    that need no such change, and in blocks with gathered outputs it would be wrong.
     """
     names = ("_create_column_parallel_layer", "_create_row_parallel_layer", "update_mp_params")
     names += ("register_replicated_grad_hooks",)
@@ -148,14 +161,14 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
 
     def after_children(self, child, name=None):
         if are_experts(child):
-            cut_experts(self, child)
+            _shard_experts(self, child)
 
     def add_hooks(self, model):
         if any(parameter.requires_grad for parameter in model.parameters()):  # a frozen model takes no hooks
             originals["register_replicated_grad_hooks"](self, model)
 
     def freeze_as_dtensor(self, total_size):
-        """AutoTP and DTensor cut an uneven vocabulary at different places. Logits are DTensors."""
+        """AutoTP and DTensor split an uneven vocabulary at different places. Logits are DTensors."""
         parts = torch.empty(total_size, device="meta").chunk(self.tp_world_size)
         self._partition_sizes = (*map(len, parts), *[0] * (self.tp_world_size - len(parts)))
         return self._partition_sizes
@@ -171,8 +184,25 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
             setattr(AutoTP, name, original)
 
 
+def _shard_experts(autotp: AutoTP, module: torch.nn.Module) -> None:
+    """Keep this tp rank's whole experts of `module`, and let it compute only these. Routers are copies.
+
+    AutoTP leaves stacked experts whole. See `model_parallel.expert_parallel` for the mathematics.
+    """
+    tp, group = autotp.mp_size, autotp.mp_group
+    autotp._gather_zero3_params(module)
+    for parameter in module.parameters():
+        shape, number = tuple(parameter.shape), parameter.shape[0] // tp
+        parameter.data = parameter.data.narrow(0, group.rank() * number, number).clone()
+        setattr(parameter, DS_TENSOR_MODEL_PARALLEL, True)  # DeepSpeed's gradient norm adds it up over tp
+        facts = {"partition_dim": 0, "logical_shape": shape, "partition_sizes": (number,) * tp, "original_shape": shape}
+        setattr(parameter, DS_AUTOTP_UC_META, _build_param_uc_restore_meta(partition_type="column", **facts))
+    module.num_experts //= tp
+    module.forward = forward_of_part(module, None, group)
+
+
 class _Conv1DPart(TensorParallel_Layer):
-    """A part of transformers' Conv1D, a linear layer with a transposed weight (in, out). `dims` says what is cut."""
+    """A part of transformers' Conv1D, a linear layer with a transposed weight (in, out). `dims` are the sharded ones."""
 
     dims: ClassVar[dict[str, int]]
 
@@ -201,16 +231,16 @@ class _Conv1DPart(TensorParallel_Layer):
 
     def _mark_uc_metadata(self) -> None:
         for name, shape in self._full_shapes.items():
-            is_cut, parameter = name in self.dims, getattr(self, name)
+            is_sharded, parameter = name in self.dims, getattr(self, name)
             self._set_param_uc_meta(
                 parameter,
                 partition_type="column",
                 partition_dim=self.dims.get(name),
                 logical_shape=shape,
-                partition_sizes=self._partition_sizes if is_cut else None,
+                partition_sizes=self._partition_sizes if is_sharded else None,
                 original_shape=shape,
                 is_bias=name == "bias",
-                replicated=not is_cut,
+                replicated=not is_sharded,
             )
 
 

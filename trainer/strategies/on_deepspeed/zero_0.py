@@ -1,4 +1,4 @@
-"""What DeepSpeed lacks under ZeRO 0: fp32 masters beside low-precision weights, and clipping over tp.
+"""What DeepSpeed lacks under ZeRO 0: fp32 masters of low-precision weights, and clipping over tp.
 
 Every rank holds all masters. The model computes as under ZeRO 1 to 3. In the backward pass, a hook adds the gradient
 of a weight to the fp32 gradient of its master. The engine reduces these, and the optimizer steps on the masters.
@@ -18,7 +18,7 @@ def add_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype:
     for parameter in filter(torch.is_floating_point, model.parameters()):
         if parameter.requires_grad:
             masters[parameter] = parameter.master = torch.nn.Parameter(parameter.detach().float().clone())
-            if hasattr(parameter, DS_AUTOTP_UC_META):  # how tp cuts it
+            if hasattr(parameter, DS_AUTOTP_UC_META):  # how tp shards it
                 setattr(parameter.master, DS_AUTOTP_UC_META, getattr(parameter, DS_AUTOTP_UC_META))
             parameter.register_post_accumulate_grad_hook(_add_to_master)
         parameter.data = parameter.data.to(dtype)
@@ -37,7 +37,7 @@ def _add_to_master(parameter: torch.nn.Parameter) -> None:
 
 
 def _gradients(masters) -> list[torch.Tensor]:
-    """The gradients of all masters. All ranks must reduce the same list, so one that never came is zero."""
+    """The gradients of all masters. All ranks must reduce the same list, so a gradient that never came is zero."""
     for master in masters:
         if master.grad is None:
             master.grad = torch.zeros_like(master)

@@ -9,18 +9,10 @@ import torch.distributed as dist
 BUCKET_ELEMENTS = 500_000_000  # reduced at a time, as in DeepSpeed
 
 
-def complete(model, optimizer, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    """Add what DeepSpeed lacks for weights of a low-precision `dtype`: under ZeRO 0 the masters, under ZeRO 1 this file."""
-    if zero_stage == 0:
-        from trainer.strategies.on_deepspeed.zero_0 import add_masters
-
-        add_masters(model, optimizer, dtype)
-    elif hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer; fp16 and --adam_offload have another one
-        reduce_own_parts(optimizer, reduce_dtype)
-
-
 def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
-    """Let a BF16_Optimizer reduce, clip and take the norm of parts."""
+    """Let a BF16_Optimizer reduce, clip and take the norm of parts. Other optimizers stay: fp16 and offload have them."""
+    if not hasattr(optimizer, "get_grads_for_reduction"):
+        return
     whole, own = optimizer.fp32_groups_gradients_flat, optimizer.fp32_groups_gradient_flat_partition
     group, norms = optimizer.dp_process_group, optimizer.get_grads_for_norm
     size, rank = dist.get_world_size(group), dist.get_rank(group)

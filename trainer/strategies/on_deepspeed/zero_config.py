@@ -3,6 +3,7 @@
 from typing import Optional
 
 from trainer.distributed.mesh import MeshSizes
+from trainer.strategies.on_deepspeed.autotp_layers import tensor_parallel_config
 from trainer.strategies.options import StrategyOptions
 
 
@@ -15,7 +16,7 @@ def engine_config(
     with_optimizer: bool,
     plan: Optional[dict[str, str]] = None,
 ) -> dict:
-    """The configuration of one engine. `plan` is a tensor-parallel plan, if the model is cut over tp."""
+    """The configuration of one engine. `plan` is the tensor-parallel plan, or None without tp."""
     zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
@@ -35,9 +36,7 @@ def engine_config(
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
     if plan:
-        from trainer.strategies.on_deepspeed import autotp_layers
-
-        config["tensor_parallel"] = autotp_layers.tensor_parallel_config(plan, sizes.tp)
+        config["tensor_parallel"] = tensor_parallel_config(plan, sizes.tp)
     if options.param_dtype == "bf16" and stage:  # at stage 0 the engine has no masters; `zero_0` adds them
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
     elif options.param_dtype == "fp16":

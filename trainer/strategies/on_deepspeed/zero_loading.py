@@ -1,9 +1,13 @@
-"""Models that DeepSpeed does not train yet or never: loading under ZeRO 3, and frozen models of every stage."""
+"""Models before DeepSpeed trains them: 4-bit loading, loading under ZeRO 3, and frozen models of every stage."""
 
 import functools
 import math
 
+import deepspeed
 import torch
+from deepspeed.utils import safe_set_local_fp32_param
+from transformers import BitsAndBytesConfig
+from transformers.initialization import no_init_weights
 
 from trainer.checkpoints.shards import boxes_of_stretch
 from trainer.distributed.host_offload import keep_on_host
@@ -11,9 +15,22 @@ from trainer.distributed.mesh import Meshes
 from trainer.model_folders import model_folder
 from trainer.strategies.on_deepspeed import autotp
 
-# These call layers as often as their tokens ask for: an expert that is the identity, blocks of keys. Ranks would gather
-# different weights, so each of these is gathered as a whole.
+# These call their layers as often as their tokens need: an expert that is the identity, blocks of keys. Ranks would
+# gather different weights, so each of these is gathered as a whole.
 LEAVES = ("LongcatFlashExperts", "Qwen4ExpTextQSAIndexer")
+
+
+def in_4_bits(compute_dtype: torch.dtype, device: torch.device) -> dict:
+    """Options of from_pretrained for QLoRA (Dettmers et al. 2023): 4-bit NormalFloat with quantized scales."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+    return {
+        "dtype": torch.float32, "weights_only": True, "quantization_config": config, "device_map": {"": device},
+    }  # fmt: skip
 
 
 def load_partitioned(
@@ -29,11 +46,9 @@ def load_partitioned(
 ) -> torch.nn.Module:
     """Build under zero.Init, so no rank holds the whole model. Each rank then reads its partitions from the folder.
 
-    With hpZ, the first rank of each dp x sp group reads the parameters, one at a time (broadcast). `options` go to `auto_class.from_config`.
+    With hpZ, the first rank of each dp x sp group reads the parameters, one at a time (broadcast). `options` go to
+    `auto_class.from_config`.
     """
-    import deepspeed
-    from transformers.initialization import no_init_weights
-
     partitioned = deepspeed.zero.Init(
         config_dict_or_path=engine_config,
         data_parallel_group=meshes.loss.get_group(),
@@ -82,8 +97,6 @@ def read_stretch(weights, name: str, shape, start: int, size: int) -> torch.Tens
 
 def restore_partition(parameter, name: str, weights, meshes: Meshes, device: torch.device) -> None:
     """Set this rank's part of an fp32 master under ZeRO 3. DeepSpeed's setter fails if the last part is padded."""
-    from deepspeed.utils import safe_set_local_fp32_param
-
     size = parameter.ds_tensor.ds_numel
     start = size * meshes.loss.get_local_rank()
     if autotp.is_sharded(parameter):
@@ -99,7 +112,7 @@ def restore_partition(parameter, name: str, weights, meshes: Meshes, device: tor
 def prepare_frozen(
     model, config: dict, *, offload: bool, dtype: torch.dtype, device: torch.device, initialize
 ) -> torch.nn.Module:
-    """A frozen model, ready to compute; `config` is that of an engine that `initialize` makes without an optimizer."""
+    """A frozen model, ready to compute. `initialize` makes its engine from `config`, without an optimizer."""
     zero = config["zero_optimization"]
     if zero["stage"] < 3 and "tensor_parallel" not in config:
         for parameter in filter(torch.is_floating_point, model.parameters()):

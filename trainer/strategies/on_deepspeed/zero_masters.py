@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from trainer.checkpoints.shards import TensorShard, flat_shard, whole_shard
 from trainer.model_folders import model_folder
 from trainer.optimizers.adamw import state_tensors, states_of
+from trainer.strategies.on_deepspeed.zero_0 import update_weights
 
 
 def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
@@ -22,7 +25,7 @@ def all_of(optimizer, zero_stage: int) -> list[torch.Tensor]:
 
 
 def tensors_of(model, optimizer, zero_stage: int) -> list[torch.Tensor]:
-    """The weights of `model`, the states of `optimizer` (None: leave them out), and with both the masters."""
+    """The weights of `model` and the states of `optimizer`. Either may be None. With both, the masters too."""
     tensors = []
     if optimizer is not None:
         tensors += state_tensors(optimizer if zero_stage == 0 else optimizer.optimizer)
@@ -34,9 +37,6 @@ def tensors_of(model, optimizer, zero_stage: int) -> list[torch.Tensor]:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole fp32 master of a parameter, or a frozen parameter or buffer itself (all-gather over dp x sp)."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
     master = vars(tensor).get("master")
     if master is None and tensor.requires_grad:
         master = safe_get_full_fp32_param(tensor)
@@ -57,11 +57,20 @@ def stage_2_part(parameter, optimizer) -> tuple:
 
 
 def stage_3_part(parameter, optimizer) -> tuple:
-    """The same in ZeRO 3. Each parameter is cut into equal stretches, and the last ones are padded."""
+    """The same in ZeRO 3. A parameter is partitioned into equal stretches, and the last ones are padded."""
     group, where, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = size * optimizer._get_param_partition_rank(parameter)
     used = max(0, min(size, parameter.ds_numel - start))
     return tuple(parameter.ds_shape), start, optimizer.fp32_partitioned_groups_flat[group], where, used
+
+
+def stretch_of(parameter, rank: int) -> tuple[int, int]:
+    """(start, size) of a rank's part of a flattened parameter in ZeRO 3, without its padding. 0 if it has only padding.
+
+    10 elements on 4 ranks: (0, 3), (3, 3), (6, 3) and (9, 1).
+    """
+    most = parameter.ds_tensor.ds_numel
+    return most * rank, max(0, min(most, parameter.ds_numel - most * rank))
 
 
 def _shards_of_master(name: str, adamw, shape, start: int, flat, where: int, size: int) -> Iterator[TensorShard]:
@@ -102,16 +111,13 @@ def _untrained_shard(name: str, tensor: torch.Tensor, parameter, part: Part) -> 
     """A buffer or a frozen parameter, which has no master."""
     if parameter is None or part.zero_stage < 3:
         return whole_shard(f"weight/{name}", tensor, part.loss_rank == 0)
-    start = parameter.ds_tensor.ds_numel * part.loss_rank
-    size = max(0, min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start))
+    start, size = stretch_of(parameter, part.loss_rank)
     return flat_shard(f"weight/{name}", tuple(parameter.ds_shape), start, parameter.ds_tensor[:size])
 
 
 def to_weights(model, optimizer, zero_stage: int) -> None:
     """Round loaded masters to the weights that the model computes with (all-gather over dp x sp)."""
     if zero_stage == 0:
-        from trainer.strategies.on_deepspeed.zero_0 import update_weights
-
         update_weights(model)
     elif zero_stage in (1, 2):
         optimizer.update_lp_params()
