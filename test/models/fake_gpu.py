@@ -117,7 +117,7 @@ def runs_of(mode: FakeTensorMode, packed: bool, chunks: str, every_loss: bool) -
     )
     runs = {
         "sft": (Qwen3ForCausalLM, sft_loss, to_device(of_texts, host)),
-        "kto": (Qwen3ForCausalLM, functools.partial(kto.loss, sums=sums), of_answers),
+        "kto": (Qwen3ForCausalLM, functools.partial(kto.loss, sums=sums, num_targets=2), of_answers),
         "kto, first pass": (Qwen3ForCausalLM, lambda *call: kto.first_pass(*call).unbind(), of_answers),
         "value": (Qwen3ForSequenceClassification, make_value_loss(PolicyOptions(**policy), None), of_samples),
     }

@@ -17,7 +17,7 @@ from launch import run_process
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.methods.ppo import sample_facts
+from trainer.methods.rollout_facts import sample_facts
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards.remote_rewards import remote_scorer

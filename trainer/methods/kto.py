@@ -31,8 +31,8 @@ def make_kto_loss(beta: float, desirable_weight: float, undesirable_weight: floa
         weight = counts_here(sp_group)
         return torch.stack([weight * ratios.sum(), ratios.new_full((), weight * ratios.numel())])
 
-    def loss(model, micro_batch: dict, sums: torch.Tensor):
-        kl = (sums[0] / sums[1]).clamp(min=0.0)  # sums of a balance of experts may follow
+    def loss(model, micro_batch: dict, sums: torch.Tensor, num_targets: int):
+        kl = (sums[0] / sums[1]).clamp(min=0.0)  # the sums of the load-balancing loss may follow
         desirable = micro_batch["desirable"].double()
         ratios, policy = log_ratios(model, micro_batch, len(desirable))
         values = kto_loss(ratios, desirable, kl, beta, desirable_weight, undesirable_weight)

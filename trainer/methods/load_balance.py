@@ -9,15 +9,12 @@ ranks and of samples in it.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 import torch
 
 from trainer.errors import UserError
-from trainer.methods.roles import denominator
 from trainer.metrics import MetricSum
 from trainer.model_folders.model_folder import read_config
-from trainer.models.losses.sequence_sums import counts_here
 from trainer.models.losses.token_losses import label_log_probs
 from trainer.training.loop import LossFunction, TwoPassLoss
 
@@ -57,26 +54,6 @@ def _choices(router_logits: list[torch.Tensor], top_k: int) -> tuple[torch.Tenso
     return torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0), probabilities
 
 
-def balanced_answers(loss_fn: LossFunction, aux_loss_coef: float, top_k: int, sp_group) -> TwoPassLoss:
-    """`with_batch_balance_loss` for a loss of pairs or of single answers."""
-
-    def forward(model, micro_batch: dict) -> int:
-        label_log_probs(model, micro_batch)
-        return counts_here(sp_group) * len(micro_batch["margins" if "margins" in micro_batch else "desirable"])
-
-    return with_batch_balance_loss(loss_fn, aux_loss_coef, top_k, forward)
-
-
-def balanced_policy(loss_fn: Callable, aux_loss_coef: float, top_k: int, loss_agg: str, sp_group) -> TwoPassLoss:
-    """`with_batch_balance_loss` for the policy of RL. Tokens of prompts count, too."""
-
-    def forward(model, micro_batch: dict) -> torch.Tensor:
-        label_log_probs(model, micro_batch)
-        return denominator(micro_batch, loss_agg, sp_group)
-
-    return with_batch_balance_loss(loss_fn, aux_loss_coef, top_k, forward)
-
-
 def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> dict:
     """`collate`, with "is_token" (rows, tokens): 1 for a token of a sample, 0 for padding and if there is no sample."""
     batch = collate(samples, pad_token_id=pad_token_id)
@@ -98,41 +75,36 @@ def balance_batches(
     return functools.partial(mark_tokens, collate), loss_fn
 
 
-def with_batch_balance_loss(
-    loss_fn: LossFunction, aux_loss_coef: float, top_k: int, forward: Optional[Callable] = None
-) -> TwoPassLoss:
-    """`loss_fn`, plus `aux_loss_coef` times the load-balancing loss of all tokens of the global batch.
+def with_batch_balance_loss(loss_fn: LossFunction, aux_loss_coef: float, top_k: int) -> TwoPassLoss:
+    """`loss_fn`, plus `aux_loss_coef` times the load-balancing loss of all tokens of the global batch, prompts included.
 
     The first pass counts the tokens of each expert. They have no gradient, so P_e is a plain sum over micro-batches and
-    ranks: their gradients add up to those of the whole batch. `forward(model, micro_batch)` runs the model for it, and
-    returns the number of targets here. By default it is `loss_fn`. "expert_load" is the load of the fullest expert over
+    ranks: their gradients add up to the gradient of the whole batch. "expert_load" is the load of the fullest expert over
     the mean load, mean over layers. "router_entropy" is in nats, mean over tokens and layers.
     """
-    forward = forward or (lambda model, micro_batch: loss_fn(model, micro_batch)[1])
 
     def count_tokens(model, micro_batch: dict) -> torch.Tensor:
-        """The sums of the first pass of `loss_fn`, if it has one. Then the tokens of each expert in each layer, the
-        number of tokens and that of targets."""
+        """The sums of the first pass of `loss_fn`, if it has one. Then the tokens of each expert in each layer, and the
+        number of tokens."""
         first = [loss_fn.first_pass(model, micro_batch)] if isinstance(loss_fn, TwoPassLoss) else []
         with recorded_router_logits(model) as router_logits:
-            num_targets = forward(model, micro_batch)
+            label_log_probs(model, micro_batch)
         chosen, _ = _choices(router_logits, top_k)
         mask = micro_batch["is_token"].flatten()
         loads = (chosen * mask[:, None]).sum(1).flatten()
-        numbers = torch.stack([mask.sum(), torch.as_tensor(num_targets, device=mask.device)])
-        return torch.cat([*first, loads.double(), numbers.double()])
+        return torch.cat([*first, loads.double(), mask.sum()[None].double()])
 
-    def loss(model, micro_batch: dict, sums: torch.Tensor):
+    def loss(model, micro_batch: dict, sums: torch.Tensor, num_targets: int):
         with recorded_router_logits(model) as router_logits:
             if isinstance(loss_fn, TwoPassLoss):
-                total, count, *metrics = loss_fn.loss(model, micro_batch, sums=sums)
+                total, count, *metrics = loss_fn.loss(model, micro_batch, sums=sums, num_targets=num_targets)
             else:
                 total, count, *metrics = loss_fn(model, micro_batch)
         _, probabilities = _choices(router_logits, top_k)
         num_layers, _, num_experts = probabilities.shape
-        loads = sums[-2 - num_layers * num_experts : -2].view(num_layers, num_experts)
+        loads = sums[-1 - num_layers * num_experts : -1].view(num_layers, num_experts)
         mask = micro_batch["is_token"].flatten()
-        num_routed, num_targets = num_layers * sums[-2], sums[-1]
+        num_routed = num_layers * sums[-1]
         summed = (probabilities * mask[:, None]).sum((0, 1)).double()  # (experts,)
         balance = num_experts * (loads.sum(0) / num_routed * summed / num_routed).sum()
         balance = balance * num_targets  # the strategy divides by this number

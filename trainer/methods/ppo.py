@@ -1,4 +1,12 @@
-"""PPO, GRPO and related methods. Only this file sets the order: sync, generate, score, log-probs, advantages, update.
+"""PPO, GRPO and related methods. This file is the one place with the order of the phases.
+
+`train_ppo` repeats for each rollout:
+
+1. `make_rollout`: sync the weights to the engine, generate responses to some prompts, score them.
+2. `policy_updates`:
+   - `add_log_probs`: of the responses, under the policy and the reference; the values of the critic
+   - `add_advantages`: from the scores to one advantage for each generated token
+   - for each batch of responses: one step of the critic, one step of the policy
 
 Every rank runs the same program, and knows the scores and sizes of all samples of a rollout. The tokens of a sample are
 only where it was generated, and then where it is trained (`rollout/placement.py`).
@@ -8,15 +16,14 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Optional
 
 import torch
 
 from trainer.errors import UserError
 from trainer.methods import advantages as adv
-from trainer.methods.ppo_state import PPOOptions, RLState, Roles
+from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
 from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
 from trainer.methods.rollout_facts import (
     log_prob_facts,
@@ -25,21 +32,18 @@ from trainer.methods.rollout_facts import (
     sample_facts,
     scores_of,
 )
+from trainer.methods.rollout_phase import evaluate, offloaded, scored_samples, sync
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
-from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.engines.sync import sync_weights
-from trainer.rollout.generation import generate_samples
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
-from trainer.rollout.rollouts_file import RolloutsLog
-from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.samples import Sample
-from trainer.rollout.timeline import FILE, Timeline, span, timed
-from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
+from trainer.rollout.timeline import FILE, span, timed
+from trainer.training.checkpointing import Progress, StopRequest
 from trainer.training.loop import (
     LoopOptions,
+    LossFunction,
     StepLog,
     forward_backward,
     inspect_gradients,
@@ -49,93 +53,126 @@ from trainer.training.loop import (
 )
 from trainer.training.parity_dump import dump
 
-MAX_FILTERING_ROUNDS = 20  # dynamic filtering draws the prompts of a rollout so many times before it gives up
 
+def train_ppo(
+    run: PPORun, loop: LoopOptions, progress: Progress, metrics: Optional[MetricsLog]
+) -> Optional[dict[str, float]]:
+    """Run the optimizer steps up to `loop.total_steps`. Returns the metrics of the last evaluation.
 
-# --- the phases of a rollout
+    Checkpoints are saved between rollouts.
 
-
-def sync(strategy, roles: Roles, progress: Progress) -> dict:
-    """Send the weights of the last step to the engine, unless it already has them. Returns the metrics of that sync."""
-    if roles.engine is not None and roles.synced_step != progress.step:
-        with span("sync"):
-            roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
-        roles.synced_step = progress.step
-    return roles.sync_facts
-
-
-@contextlib.contextmanager
-def offloaded(strategy, roles: Roles):
-    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside.
-
-    A thread that generates ahead waits meanwhile. The flags do not go with it.
+    Raises:
+        Interrupted: a signal came. A checkpoint is saved first.
+        UserError: a reward failed. A checkpoint is saved first.
     """
-    if roles.ahead is not None:
-        roles.synced_step = None
-        with roles.ahead.paused():
-            yield
-        return
-    kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
-    kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
-    try:
-        yield
-    finally:
-        strategy.onload(kept)
+    strategy, state, roles = run.strategy, run.state, run.roles
+    log, last_eval, passes = StepLog(strategy, metrics, loop, progress), None, run.options.num_episodes
+    for model, _, _ in filter(None, (roles.actor, roles.critic)):
+        model.train()
+    if run.eval_prompts and loop.eval_steps and progress.step == 0:
+        last_eval = _evaluation(run, log, progress)
+    with StopRequest() as stop, run.timeline or contextlib.nullcontext(), roles.ahead or contextlib.nullcontext():
+        while progress.step < loop.total_steps and not state.is_used_up(passes):
+            first_step, episode = progress.step, state.prompts.episode
+            facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
+            samples = make_rollout(run, progress, facts)
+            _log_samples(run, samples, metrics, progress)
+            if samples:
+                (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
+            state.go_on(samples)
+            if run.options.kl_target is not None and samples:
+                kl, horizon = facts["kl_per_response"], run.options.kl_horizon
+                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
+            num_steps, eval_metrics = progress.step - first_step, None
+            if run.eval_prompts and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
+                with _saved_if_a_reward_fails(run, progress):
+                    last_eval = eval_metrics = _evaluation(run, log, progress)
+            if run.timeline:
+                run.timeline.write()
+            with span("save"):
+                run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
+        run.checkpoints.finish()
+    log.bar.close()
+    if state.is_used_up(passes):
+        kept = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
+        strategy.print(f"{kept}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")
+    if loop.parity_dump:
+        dump(strategy, loop.parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
+    return last_eval
 
 
-def draw(roles: Roles, prompts: list[dict], num_each: int, sampling: Sampling, **asked) -> list[Sample]:
-    """Samples of each prompt: one response, or with an environment a conversation and its score."""
-    if roles.environment is None:
-        return generate_samples(roles.engine, prompts, num_each, sampling, **asked)
-    from trainer.rollout.envs.episodes import generate_episodes
-
-    return generate_episodes(roles.environment, roles.engine, prompts, num_each, sampling, **asked)
+# --- 1. sync, generate, score
 
 
-def make_samples(roles: Roles, state: RLState, options: PPOOptions, recorded, facts: dict) -> list[Sample]:
-    """The samples of this rollout with their scores: those of `recorded(state)` if it has some, or generated and scored.
-
-    Dynamic filtering keeps only prompts that `groups_in_range` accepts. It draws until the rollout is full or the
-    prompts are used up. So the last rollout may be shorter, or empty.
-    """
-    if recorded and (samples := recorded(state)) is not None:
-        return samples
-    size, wanted = options.advantages.group_size, state.prompts.batch_size
-    samples: list[Sample] = []
-    drawn, most = 0, wanted * (MAX_FILTERING_ROUNDS if options.filtering_range else 1)
-    while len(samples) < wanted * size and drawn < most and not state.is_used_up(options.num_episodes):
-        prompts = state.prompts.take(wanted)
-        with timed(facts, "generate"):
-            asked = {"seed": options.seed, "rollout": state.rollout, "first": drawn * size}
-            new = draw(roles, prompts, size, options.sampling, **asked)
-        with timed(facts, "reward"):
-            roles.score(new)
-        state.prompts.note(new)
-        drawn += len(prompts)
-        if options.filtering_range is None:
-            return new
-        keep = adv.groups_in_range(scores_of(new), size, *options.filtering_range)
-        samples += [sample for i, sample in enumerate(new) if keep[i // size]]
-    samples = samples[: wanted * size]
-    facts["prompts_drawn"] = drawn
-    state.prompts_drawn, state.prompts_kept = state.prompts_drawn + drawn, state.prompts_kept + len(samples) // size
-    if not samples and not (state.prompts_kept and state.is_used_up(options.num_episodes)):
-        found = f"no prompt of {drawn} had different scores with a mean within {options.filtering_range}"
-        raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
+def make_rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
+    """Sync weights, generate, score. If a reward fails, the checkpoint has the state before this rollout."""
+    strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
+    with _saved_if_a_reward_fails(run, progress):
+        try:
+            if roles.ahead is not None:
+                return _rollout_ahead(run, progress, facts)
+            with offloaded(strategy, roles):
+                facts |= sync(strategy, roles, progress.step)
+                samples = scored_samples(roles, run.state, run.options, run.recorded, facts)
+                if roles.engine is not None:
+                    roles.engine.sleep()
+        except UserError:
+            run.state.load_state_dict(before)
+            raise
     return samples
 
 
-def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
-    """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
-    scores = scores_of(samples)
-    if options.overlong_buffer_len:
-        lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
-        limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
-        scores = scores + adv.overlong_penalty(lengths, limit, options.overlong_buffer_len, factor)
-    if options.normalize_reward:
-        state.moments.update(scores)
-        scores = state.moments.normalize(scores)
-    return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
+def _rollout_ahead(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
+    """The same with --max_staleness: a thread has generated the samples, and mostly scored them."""
+    samples, found = run.roles.ahead.next(run.strategy, run.roles.actor[0], run.state, progress.step)
+    facts |= found
+    if any(math.isnan(sample.score) for sample in samples):
+        with timed(facts, "reward"):
+            run.roles.score(samples)
+    return samples
+
+
+@contextlib.contextmanager
+def _saved_if_a_reward_fails(run: PPORun, progress: Progress) -> Iterator[None]:
+    """If a reward fails inside, save all finished steps. It fails with the same UserError on every rank."""
+    try:
+        yield
+    except UserError:
+        run.checkpoints.save(progress)
+        raise
+
+
+# --- 2. log-probs, advantages, updates
+
+
+def policy_updates(
+    run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
+) -> None:
+    """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
+    strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
+    policy_loss, value_loss = _losses(run)
+    batches, samples = run.make_batches(samples, episode)
+    part = Part(strategy, samples, run.sp_group)
+    spread_sets(batches, part.samples)
+    with timed(facts, "logprobs"):
+        flat = add_log_probs(strategy, roles, batches, options, part)
+    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
+    facts |= add_advantages(batches, samples, part, flat, state, options)
+    for number, batch in enumerate(batches * options.num_epochs):
+        inspect, frozen = None, progress.step < options.freezing_actor_steps
+        if progress.step == options.freezing_actor_steps:
+            inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], loop.parity_dump)
+        with span("train"):
+            critic_row = update_critic(strategy, roles.critic, batch, value_loss)
+            row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+        if number == 0:
+            facts |= _facts_of_first_update(run, batches, part, flat)
+        row = {**row, "mfu": None, **critic_row, **facts}
+        log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
+        if not math.isfinite(row["loss"]) and not row.get("skipped"):
+            raise UserError(f"step {row['step']}", f"loss {row['loss']}")
+        if progress.step == loop.total_steps:
+            break
 
 
 def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, part: Part) -> dict[str, torch.Tensor]:
@@ -163,7 +200,9 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     return flat
 
 
-def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict, state: RLState, options) -> dict:
+def add_advantages(
+    batches: list, samples: list[Sample], part: Part, flat: dict, state: RLState, options: PPOOptions
+) -> dict:
     """Add advantages, returns and importance weights to the micro-batches. Returns their metrics.
 
     Scores are compared over all samples, on every rank. Tokens are only those of `part` (all-reduces over dp x sp of a few
@@ -183,24 +222,66 @@ def add_advantages(batches: list, samples: list[Sample], part: Part, flat: dict,
     )
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])
-    told = {"advantage_abs": advantages[mask].abs()}
+    corrections = importance_corrections(part, mask, flat, options)
+    if corrections:
+        spread(batches, "tis_weights", functools.reduce(torch.mul, corrections.values()))
+    return means_over_tokens(part, advantage_abs=advantages[mask].abs(), **corrections)
+
+
+def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
+    """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
+    scores = scores_of(samples)
+    if options.overlong_buffer_len:
+        lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
+        limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor
+        scores = scores + adv.overlong_penalty(lengths, limit, options.overlong_buffer_len, factor)
+    if options.normalize_reward:
+        state.moments.update(scores)
+        scores = state.moments.normalize(scores)
+    return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
+
+
+def importance_corrections(part: Part, mask: torch.Tensor, flat: dict, options: PPOOptions) -> dict[str, torch.Tensor]:
+    """Factors of the loss of each token, because the engine sampled with other log-probs. Flat vectors by their metric."""
+    found = {}
+    if options.tis_cap is None and options.rollout_kl_max is None:
+        return found
+    sampled, trained = rollout_log_probs_of(part), flat["old_log_probs"]
     if options.tis_cap is not None:
-        log_ratio = adv.to_rows(flat["old_log_probs"] - rollout_log_probs_of(part), mask)
+        log_ratio = adv.to_rows(trained - sampled, mask)
         weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)
-        told["tis_weight"] = weights[mask]
-        spread(batches, "tis_weights", told["tis_weight"])
+        found["tis_weight"] = weights[mask]
     if options.rollout_kl_max is not None:
-        rows = [adv.to_rows(values, mask) for values in (rollout_log_probs_of(part), flat["old_log_probs"])]
+        rows = adv.to_rows(sampled, mask), adv.to_rows(trained, mask)
         kept = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
-        told["kept_by_rollout_kl"] = (kept[:, None] & mask)[mask].double()
-        spread(batches, "tis_weights", told.get("tis_weight", 1.0) * told["kept_by_rollout_kl"])
-    return means_over_tokens(part, **told)
+        found["kept_by_rollout_kl"] = (kept[:, None] & mask)[mask].double()
+    return found
 
 
-# --- updates and evaluation
+def _facts_of_first_update(run: PPORun, batches: list, part: Part, flat: dict) -> dict:
+    """How the engine's log-probs and those of training differ, also as a page of samples (all-reduces over dp x sp)."""
+    if "old_log_probs" not in flat:
+        flat["old_log_probs"] = collect(run.strategy, batches, "old_log_probs", part)
+    facts = log_prob_facts(part, flat, run.state, run.options)
+    if run.pages:
+        facts |= run.pages.write(run.state.rollout, part.samples, flat["old_log_probs"])
+    return facts
 
 
-def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, frozen: bool, inspect) -> dict:
+def _losses(run: PPORun) -> tuple[LossFunction, LossFunction]:
+    """The loss functions of the policy and of the critic."""
+
+    def note_old_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
+        micro_batch["old_log_probs"] = log_probs
+
+    policy, state = run.options.policy, run.state
+    loss_fn = make_policy_loss(policy, lambda: state.kl_coef, run.sp_group, note_old_log_probs, run.roles.routers)
+    return (run.balance(loss_fn) if run.balance else loss_fn), make_value_loss(policy, run.sp_group)
+
+
+def update_actor(
+    strategy, roles: Roles, batch, loss_fn: LossFunction, progress: Progress, frozen: bool, inspect
+) -> dict:
     """Do one step of the policy. While it is frozen, compute only its loss."""
     model, optimizer, scheduler = roles.actor
     if not frozen:
@@ -213,7 +294,7 @@ def update_actor(strategy, roles: Roles, batch, loss_fn, progress: Progress, fro
     return step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, started)
 
 
-def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str, float]:
+def update_critic(strategy, critic: Optional[tuple], batch, loss_fn: LossFunction) -> dict[str, float]:
     """Do one step of the critic. Returns its metrics, or none if there is no critic."""
     if critic is None:
         return {}
@@ -224,175 +305,19 @@ def update_critic(strategy, critic: Optional[tuple], batch, loss_fn) -> dict[str
     return {"value_loss": means.pop("loss"), **means, "critic_grad_norm": grad_norm, "critic_lr": lr}
 
 
-def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, progress: Progress) -> dict[str, float]:
-    """Mean score, share of scores of 1 or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
-    greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
-    with offloaded(strategy, roles):
-        facts = sync(strategy, roles, progress)
-        samples = draw(roles, prompts, 1, greedy, seed=0, rollout=0)
-        roles.score(samples)
-    found = sample_facts(samples)
-    found["pass_at_1"] = (scores_of(samples) >= 1).double().mean().item()
-    return {f"eval_{name}": value for name, value in found.items()} | facts
+# --- between rollouts
 
 
-# --- the run
-
-
-@dataclass
-class PPORun:
-    """The parts of one run. Logs exist on rank 0 only.
-
-    `make_batches(samples, episode)` returns this rank's global batches, and the samples with tokens where they are trained.
-    """
-
-    strategy: object
-    roles: Roles
-    state: RLState
-    options: PPOOptions
-    make_batches: Callable[[list[Sample], int], tuple[list, list[Sample]]]
-    checkpoints: Checkpoints
-    sp_group: object = None
-    # samples of --rollouts_from, or drawn before a resume
-    recorded: Optional[Callable[[RLState], Optional[list[Sample]]]] = None
-    eval_prompts: Optional[list[dict]] = None
-    rollouts_log: Optional[RolloutsLog] = None
-    pages: Optional[SamplePages] = None
-    timeline: Optional[Timeline] = None
-    updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters
-
-
-def train_ppo(
-    run: PPORun, loop: LoopOptions, progress: Progress, metrics: Optional[MetricsLog]
-) -> Optional[dict[str, float]]:
-    """Run the optimizer steps up to `loop.total_steps`. Returns the metrics of the last evaluation.
-
-    Checkpoints are saved between rollouts.
-
-    Raises:
-        Interrupted: a signal asked for it. A checkpoint is saved first.
-        UserError: a reward failed. A checkpoint is saved first.
-    """
-    strategy, state, roles = run.strategy, run.state, run.roles
-    log, last_eval, passes = StepLog(strategy, metrics, loop, progress), None, run.options.num_episodes
-    for model, _, _ in filter(None, (roles.actor, roles.critic)):
-        model.train()
-    if run.eval_prompts and loop.eval_steps and progress.step == 0:
-        last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop, run.timeline or contextlib.nullcontext(), roles.ahead or contextlib.nullcontext():
-        while progress.step < loop.total_steps and not state.is_used_up(passes):
-            first_step, episode = progress.step, state.state_dict()["episode"]
-            facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
-            samples = _rollout(run, progress, facts)
-            if run.rollouts_log:
-                first = run.rollouts_log.write(state.rollout, samples, state.link())
-                if metrics:
-                    run.rollouts_log.show(first, metrics, progress.step)
-            if samples:
-                (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
-            state.go_on(samples)
-            if run.options.kl_target is not None and samples:
-                kl, horizon = facts["kl_per_response"], run.options.kl_horizon
-                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
-            num_steps, eval_metrics = progress.step - first_step, None
-            if run.eval_prompts and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
-                with _saved_if_a_reward_fails(run, progress):
-                    last_eval = eval_metrics = _evaluation(run, log, progress)
-            if run.timeline:
-                run.timeline.write()
-            with span("save"):
-                run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
-        run.checkpoints.finish()
-    log.bar.close()
-    if state.is_used_up(passes):
-        told = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
-        strategy.print(f"{told}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")
-    if loop.parity_dump:
-        dump(strategy, loop.parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
-    return last_eval
-
-
-@contextlib.contextmanager
-def _saved_if_a_reward_fails(run: PPORun, progress: Progress):
-    """If a reward fails inside, save all finished steps. It fails with the same UserError on every rank."""
-    try:
-        yield
-    except UserError:
-        run.checkpoints.save(progress)
-        raise
-
-
-def _rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
-    """Sync weights, generate, score. If a reward fails, the checkpoint has the state before this rollout."""
-    strategy, roles, before = run.strategy, run.roles, run.state.state_dict()
-    with _saved_if_a_reward_fails(run, progress):
-        try:
-            if roles.ahead is not None:
-                samples, found = roles.ahead.next(strategy, roles.actor[0], run.state, progress.step)
-                facts |= found
-                if any(math.isnan(sample.score) for sample in samples):
-                    with timed(facts, "reward"):
-                        roles.score(samples)
-                return samples
-            with offloaded(strategy, roles):
-                facts |= sync(strategy, roles, progress)
-                samples = make_samples(roles, run.state, run.options, run.recorded, facts)
-                if roles.engine is not None:
-                    roles.engine.sleep()
-        except UserError:
-            run.state.load_state_dict(before)
-            raise
-    return samples
-
-
-def policy_updates(
-    run: PPORun, loop: LoopOptions, log: StepLog, progress: Progress, samples: list[Sample], episode: int, facts: dict
-) -> None:
-    """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
-    strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
-    rest = run.sp_group, _note_old_log_probs, roles.routers
-    policy_loss = make_policy_loss(options.policy, lambda: state.kl_coef, *rest)
-    if options.aux_loss_coef:
-        from trainer.methods.load_balance import balanced_policy
-
-        coef_and_k = options.aux_loss_coef, options.experts_per_token
-        policy_loss = balanced_policy(policy_loss, *coef_and_k, options.policy.loss_agg, run.sp_group)
-    value_loss = make_value_loss(options.policy, run.sp_group)
-    batches, samples = run.make_batches(samples, episode)
-    part = Part(strategy, samples, run.sp_group)
-    spread_sets(batches, part.samples)
-    with timed(facts, "logprobs"):
-        flat = add_log_probs(strategy, roles, batches, options, part)
-    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
-    facts |= add_advantages(batches, samples, part, flat, state, options)
-    for number, batch in enumerate(batches * options.num_epochs):
-        inspect, frozen = None, progress.step < options.freezing_actor_steps
-        if progress.step == options.freezing_actor_steps:
-            inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], loop.parity_dump)
-        with span("train"):
-            critic_row = update_critic(strategy, roles.critic, batch, value_loss)
-            row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
-        if number == 0:
-            if "old_log_probs" not in flat:
-                flat["old_log_probs"] = collect(strategy, batches, "old_log_probs", part)
-            facts |= log_prob_facts(part, flat, state, options)
-            if run.pages:
-                facts |= run.pages.write(state.rollout, part.samples, flat["old_log_probs"])
-        row = {**row, "mfu": None, **critic_row, **facts}
-        log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
-        if not math.isfinite(row["loss"]) and not row.get("skipped"):
-            raise UserError(f"step {row['step']}", f"loss {row['loss']}")
-        if progress.step == loop.total_steps:
-            break
-
-
-def _note_old_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
-    micro_batch["old_log_probs"] = log_probs
+def _log_samples(run: PPORun, samples: list[Sample], metrics: Optional[MetricsLog], progress: Progress) -> None:
+    if run.rollouts_log:
+        first = run.rollouts_log.write(run.state.rollout, samples, run.state.link())
+        if metrics:
+            run.rollouts_log.show(first, metrics, progress.step)
 
 
 def _evaluation(run: PPORun, log: StepLog, progress: Progress) -> dict[str, float]:
     started = time.perf_counter()
     with span("evaluate"):
-        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress)
+        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress.step)
     log.evaluation(values, started, digits=6)
     return values

@@ -1,4 +1,4 @@
-"""The parts of a train_ppo run: the options of its algorithm, its roles, and its state between rollouts."""
+"""The parts of a train_ppo run: the options of its algorithm, its roles, its state between rollouts, and all together."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -10,8 +10,13 @@ from trainer.rollout.asynchronous import RolloutsAhead
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.resumed_rollouts import history_after, link_of
+from trainer.rollout.rollouts_file import RolloutsLog
+from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.samples import Sample
+from trainer.rollout.timeline import Timeline
+from trainer.training.checkpointing import Checkpoints
 from trainer.training.ema import WeightAverage
+from trainer.training.loop import LossFunction
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,6 @@ class PPOOptions:
     filtering_range: Optional[tuple[float, float]] = None
     num_episodes: Optional[int] = None  # dynamic filtering ends after so many passes over the prompts
     freezing_actor_steps: int = 0
-    aux_loss_coef: float = 0.0
-    experts_per_token: int = 0  # known if there is a loss that balances experts
 
 
 @dataclass
@@ -112,3 +115,31 @@ class RLState:
         own = {"seed": prompts.seed, "shuffle": prompts.shuffle, "data": prompts.digest()}
         own |= {"curriculum": prompts.curriculum} if prompts.curriculum != "none" else {}
         return {**own, "rollout_batch_size": prompts.batch_size, **self.facts}
+
+
+Recorded = Optional[Callable[[RLState], Optional[list[Sample]]]]  # the samples of the next rollout, if they are known
+
+
+@dataclass
+class PPORun:
+    """The parts of one run. Logs exist on rank 0 only.
+
+    `make_batches(samples, episode)` returns this rank's global batches, and the samples with tokens where they are trained.
+    """
+
+    strategy: object
+    roles: Roles
+    state: RLState
+    options: PPOOptions
+    make_batches: Callable[[list[Sample], int], tuple[list, list[Sample]]]
+    checkpoints: Checkpoints
+    sp_group: object = None
+    recorded: Recorded = None  # by --rollouts_from, or generated before a resume
+    eval_prompts: Optional[list[dict]] = None
+    rollouts_log: Optional[RolloutsLog] = None
+    pages: Optional[SamplePages] = None
+    timeline: Optional[Timeline] = None
+    balance: Optional[Callable[[LossFunction], LossFunction]] = (
+        None  # adds the load-balancing loss to that of the policy
+    )
+    updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters

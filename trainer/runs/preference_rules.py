@@ -49,9 +49,9 @@ def make_loss(args: DPOArguments, config, reference, sp_group):
     def balanced(loss_fn):
         if not args.aux_loss_coef:
             return loss_fn
-        from trainer.methods.load_balance import balanced_answers, experts_per_token
+        from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 
-        return balanced_answers(loss_fn, args.aux_loss_coef, experts_per_token(config), sp_group)
+        return with_batch_balance_loss(loss_fn, args.aux_loss_coef, experts_per_token(config))
 
     if args.loss == "kto":
         return balanced(make_kto_loss(args.beta, args.desirable_weight, args.undesirable_weight, reference, sp_group))

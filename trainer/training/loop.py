@@ -27,7 +27,8 @@ MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
 class TwoPassLoss:
     """A loss that needs, for each sample, sums over the whole global batch. They have no gradient.
 
-    `first_pass(model, micro_batch)` returns sums (n,). `loss(model, micro_batch, sums=...)` gets those of the batch.
+    `first_pass(model, micro_batch)` returns sums (n,). `loss(model, micro_batch, sums=..., num_targets=...)` gets the sums
+    and the number of targets of the batch.
     """
 
     first_pass: Callable[[torch.nn.Module, dict], torch.Tensor]
@@ -76,7 +77,8 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
     denominator of the loss and of every gradient.
     """
     if isinstance(loss_fn, TwoPassLoss):
-        loss_fn = functools.partial(loss_fn.loss, sums=first_pass_sums(strategy, model, batch, loss_fn.first_pass))
+        sums = first_pass_sums(strategy, model, batch, loss_fn.first_pass)
+        loss_fn = functools.partial(loss_fn.loss, sums=sums, num_targets=batch.num_targets)
     kinds, totals = {}, 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         with torch.set_grad_enabled(train):

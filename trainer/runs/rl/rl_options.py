@@ -380,5 +380,4 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         filtering_range=tuple(args.dynamic_filtering_range) if args.dynamic_filtering else None,
         num_episodes=args.num_episodes if args.dynamic_filtering and not args.max_steps else None,
         freezing_actor_steps=args.freezing_actor_steps,
-        aux_loss_coef=args.aux_loss_coef,
     )

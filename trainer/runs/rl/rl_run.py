@@ -65,15 +65,15 @@ class Method:
     per_prompt: int  # of what a batch counts, for each prompt
 
 
-def _of_mixture(args: PPOArguments, folder: str, options):
-    """`options` with what the balance of experts needs, if it is asked for."""
+def _balance(args: PPOArguments, folder: str) -> Optional[Callable]:
+    """The function that adds the load-balancing loss to the policy's loss, if there is one."""
     if not args.aux_loss_coef:
-        return options
-    from trainer.methods.load_balance import experts_per_token
+        return None
+    from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
     from trainer.model_folders.model_folder import read_config
 
     top_k = experts_per_token(read_config(folder, args.trust_remote_code))
-    return dataclasses.replace(options, experts_per_token=top_k)
+    return functools.partial(with_batch_balance_loss, aux_loss_coef=args.aux_loss_coef, top_k=top_k)
 
 
 def _resume_rollouts(args: PPOArguments, ppo_run, output_dir: str) -> None:
@@ -95,8 +95,8 @@ def _resume_rollouts(args: PPOArguments, ppo_run, output_dir: str) -> None:
 
 def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
     from trainer.datasets.samples.prompts import render_prompt_text
-    from trainer.methods.ppo import PPORun, train_ppo
-    from trainer.methods.ppo_state import RLState
+    from trainer.methods.ppo import train_ppo
+    from trainer.methods.ppo_state import PPORun, RLState
     from trainer.rollout import rollouts_file
     from trainer.rollout.prompt_order import PromptOrder
     from trainer.rollout.resumed_rollouts import origin_of
@@ -122,14 +122,14 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
         if method:
             raise UserError("--online", "with rows that have images", "leave it out")
         refuse_with_images(args)
-    more_stops = image_run.image_tokens() if image_run else ()
+    stops = (*build.stop_ids(setup), *(image_run.image_tokens() if image_run else ()))
     frozen = build.frozen_rollouts(args)
     sizes = {"batch_size": args.rollout_batch_size, "seed": args.seed, "curriculum": args.curriculum}
     order = PromptOrder(prompts, **sizes, shuffle=not args.no_shuffle)
     total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
     output_dir = run_training.open_run(args, setup, command)
     make_batches = build.make_batches_of(args, setup, image_run)
-    options = _of_mixture(args, setup.folder, ppo_options(args, (*build.stop_ids(setup), *more_stops)))
+    options, balance = ppo_options(args, stops), _balance(args, setup.folder)
     roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
     if roles.routers and frozen:
         roles.routers.check(sample.experts for samples in frozen for sample in samples)
@@ -144,7 +144,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     progress = checkpoints.resume(args.load_checkpoint)
     if method:
         make_batches = method.make_batches_of(args, setup)
-    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group)
+    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group, balance=balance)
     ppo_run.recorded = frozen and rollouts_file.frozen(frozen)
     ppo_run.updates = method and method.make_updates(setup, roles)
     loop = run_training.loop_options(args, total_steps)

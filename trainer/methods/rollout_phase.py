@@ -1,0 +1,112 @@
+"""The first phases of a rollout: sync the weights, generate responses, score them. Also the evaluation, which does the same."""
+
+import contextlib
+
+from trainer.errors import UserError
+from trainer.methods import advantages as adv
+from trainer.methods.ppo_state import PPOOptions, Recorded, RLState, Roles
+from trainer.methods.rollout_facts import sample_facts, scores_of
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.sync import sync_weights
+from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.generation import generate_samples
+from trainer.rollout.samples import Sample
+from trainer.rollout.timeline import span, timed
+
+MAX_FILTERING_ROUNDS = 20  # dynamic filtering gives up after so many times the prompts of a rollout
+
+
+def sync(strategy, roles: Roles, step: int) -> dict:
+    """Send the weights of this step to the engine, unless it already has them. Returns the metrics of that sync."""
+    if roles.engine is not None and roles.synced_step != step:
+        with span("sync"):
+            roles.sync_facts = sync_weights(strategy, roles.actor[0], roles.engine)
+        roles.synced_step = step
+    return roles.sync_facts
+
+
+@contextlib.contextmanager
+def offloaded(strategy, roles: Roles):
+    """Inside, what the flags name is in host memory. Weights are synced and responses generated inside.
+
+    A thread that generates ahead waits meanwhile. The flags cannot be combined with it.
+    """
+    if roles.ahead is not None:
+        roles.synced_step = None
+        with roles.ahead.paused():
+            yield
+        return
+    kept = strategy.offload(optimizer=roles.actor[1]) if roles.offload_actor_optimizer else []
+    kept += strategy.offload(model=roles.critic[0], optimizer=roles.critic[1]) if roles.offload_critic else []
+    try:
+        yield
+    finally:
+        strategy.onload(kept)
+
+
+def generate(roles: Roles, prompts: list[dict], num_each: int, sampling: Sampling, **numbers) -> list[Sample]:
+    """Samples of each prompt: one response, or with an environment a conversation and its score.
+
+    `numbers` (seed, rollout, first) decide the random numbers, see `generate_samples`.
+    """
+    if roles.environment is None:
+        return generate_samples(roles.engine, prompts, num_each, sampling, **numbers)
+    return generate_episodes(roles.environment, roles.engine, prompts, num_each, sampling, **numbers)
+
+
+def scored_samples(roles: Roles, state: RLState, options: PPOOptions, recorded: Recorded, facts: dict) -> list[Sample]:
+    """The samples of this rollout with their scores: `recorded(state)` if it has some, else generated and scored.
+
+    Adds to `facts`. The last rollout may be shorter or empty, see `filtered_samples`.
+    """
+    if recorded and (samples := recorded(state)) is not None:
+        return samples
+    if options.filtering_range is not None:
+        return filtered_samples(roles, state, options, facts)
+    return _next_samples(roles, state, options, 0, facts)
+
+
+def filtered_samples(roles: Roles, state: RLState, options: PPOOptions, facts: dict) -> list[Sample]:
+    """Dynamic filtering (DAPO, section 3.2): generate until enough prompts have scores that `groups_in_range` accepts.
+
+    If the prompts are used up before, the rollout is shorter, or empty. Raises UserError if no prompt was accepted.
+    """
+    size, wanted = options.advantages.group_size, state.prompts.batch_size
+    samples: list[Sample] = []
+    sampled, most = 0, wanted * MAX_FILTERING_ROUNDS  # prompts
+    while len(samples) < wanted * size and sampled < most and not state.is_used_up(options.num_episodes):
+        new = _next_samples(roles, state, options, sampled * size, facts)
+        sampled += len(new) // size
+        accepted = adv.groups_in_range(scores_of(new), size, *options.filtering_range)
+        samples += [sample for i, sample in enumerate(new) if accepted[i // size]]
+    samples = samples[: wanted * size]
+    facts["prompts_drawn"] = sampled
+    state.prompts_drawn, state.prompts_kept = state.prompts_drawn + sampled, state.prompts_kept + len(samples) // size
+    if not samples and not (state.prompts_kept and state.is_used_up(options.num_episodes)):
+        found = f"no prompt of {sampled} had different scores with a mean within {options.filtering_range}"
+        raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
+    return samples
+
+
+def _next_samples(roles: Roles, state: RLState, options: PPOOptions, first: int, facts: dict) -> list[Sample]:
+    """Generate and score samples of the next prompts, numbered from `first`."""
+    prompts = state.prompts.take(state.prompts.batch_size)
+    numbers = {"seed": options.seed, "rollout": state.rollout, "first": first}
+    with timed(facts, "generate"):
+        samples = generate(roles, prompts, options.advantages.group_size, options.sampling, **numbers)
+    with timed(facts, "reward"):
+        roles.score(samples)
+    state.prompts.note(samples)
+    return samples
+
+
+def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, step: int) -> dict[str, float]:
+    """Mean score, share of scores of 1 or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
+    greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
+    with offloaded(strategy, roles):
+        facts = sync(strategy, roles, step)
+        samples = generate(roles, prompts, 1, greedy, seed=0, rollout=0)
+        roles.score(samples)
+    found = sample_facts(samples)
+    found["pass_at_1"] = (scores_of(samples) >= 1).double().mean().item()
+    return {f"eval_{name}": value for name, value in found.items()} | facts
