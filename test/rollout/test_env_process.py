@@ -98,6 +98,34 @@ def test_a_process_that_is_lost_costs_its_episode_only(folder):
     assert not sleeping, "what it started is still there"
 
 
+TASK = """
+import asyncio
+
+class Environment:
+    async def reset(self, task):
+        self.said, self.answers = asyncio.Queue(), asyncio.Queue()
+        self.episode = asyncio.create_task(self.play())
+        return [{"role": "user", "content": await self.answers.get()}]
+
+    async def play(self):
+        await self.answers.put("How much is 2 + 3?")
+        await self.answers.put(float("5" in await self.said.get()))
+
+    async def step(self, response):
+        await self.said.put(str(response))
+        return await self.answers.get(), True
+"""
+
+
+def test_a_task_of_an_environment_outlives_a_call(folder):
+    """As a rollout of the package `verifiers` does."""
+    (folder / "task.py").write_text(TASK)
+    env = ProcessEnvironment(str(folder / "task.py"), 1024, 20.0)
+    assert env.reset({}) == [{"role": "user", "content": "How much is 2 + 3?"}]
+    assert env.step(Response("5", "5", [], True)) == ([], 1.0, True)
+    env.close()
+
+
 def test_kill_between_two_turns(folder):
     """SIGKILL from outside, while the model writes."""
     env = ProcessEnvironment(str(folder / "env.py"), 1024, 20.0)

@@ -1,11 +1,13 @@
-"""--env_sandbox: each environment in a process of its own, with a limit of memory and without a network.
+"""--env_sandbox: each environment in its own process, with a memory limit and without a network.
 
 The process may be killed, or hang, or run out of memory. That ends its episode and nothing else. It answers in JSON, so
-what runs in it cannot make the trainer run code. Files are not isolated: it has the rights of the user.
+the code in it cannot make the trainer run code. Files are not isolated: it has the rights of the user.
 """
 
+import asyncio
 import contextlib
 import ctypes
+import inspect
 import json
 import multiprocessing
 import os
@@ -19,7 +21,7 @@ from trainer.rollout.envs.environments import Failure, Response, Step, load_envi
 from trainer.rollout.rewards.reward_functions import told
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
-STARTS = 3  # processes that may be lost in `reset`, one after the other
+STARTS = 3  # processes that `reset` tries, one after the other
 LOST = {"lost": 1.0}  # a metric of every such environment
 
 
@@ -93,20 +95,20 @@ class ProcessEnvironment:
 
 def serve(connection: Any, name: str, memory_mb: int) -> None:
     """Answer requests until the trainer closes the connection."""
-    env = None
     try:
         _confine(memory_mb)
         env = load_environment(name)()
     except BaseException as error:
         connection.send_bytes(json.dumps({"error": f" raised {told(error)}"}).encode())
         return
+    runner = asyncio.Runner()  # one event loop: an environment may have tasks that live longer than a call
     while True:
         try:
             request = json.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
-            answer = _answer(env, request)
+            answer = _answer(env, request, runner)
         except MemoryError:
             os._exit(1)
         except BaseException as error:
@@ -114,30 +116,29 @@ def serve(connection: Any, name: str, memory_mb: int) -> None:
         connection.send_bytes(json.dumps(answer).encode())
 
 
-def _answer(env: Any, request: dict) -> dict:
+def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
     if "reset" in request:
-        messages = read_opening(_result(reset(env, request["reset"])))
+        messages = read_opening(_result(reset(env, request["reset"]), runner))
         return {"messages": messages, "tools": getattr(env, "tools", None)}
     asked = request["step"]
-    step = read_step(_result(env.step(Response(asked["text"], asked["raw"], asked["calls"], asked["finished"]))))
+    response = Response(asked["text"], asked["raw"], asked["calls"], asked["finished"])
+    step = read_step(_result(env.step(response), runner))
     metrics = getattr(env, "metrics", None)
     metrics = {name: float(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
     return {"messages": step.messages, "reward": step.reward, "done": step.done, "metrics": metrics}
 
 
-def _result(value: Any) -> Any:
-    if not hasattr(value, "__await__"):
-        return value
-    import asyncio
+def _result(value: Any, runner: asyncio.Runner) -> Any:
+    """The value that a plain or an async function of the environment gives."""
 
     async def awaited() -> Any:
         return await value
 
-    return asyncio.run(awaited())
+    return runner.run(awaited()) if inspect.isawaitable(value) else value
 
 
 def _confine(memory_mb: int) -> None:
-    """Limits of this process and of all that it starts. Raises OSError if there can be no network namespace."""
+    """Set the limits of this process and of all that it starts. Raises OSError without network namespaces."""
     end_with_parent()
     os.setsid()
     size = memory_mb << 20
