@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from trainer.entry import end_with_parent
 from trainer.rollout.envs.environments import Failure, Response, Step, load_environment, read_opening, read_step, reset
-from trainer.rollout.rewards.reward_functions import told
+from trainer.rollout.user_code import describe_error
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 STARTS = 3  # processes that `reset` tries, one after the other
@@ -99,7 +99,7 @@ def serve(connection: Any, name: str, memory_mb: int) -> None:
         _confine(memory_mb)
         env = load_environment(name)()
     except BaseException as error:
-        connection.send_bytes(json.dumps({"error": f" raised {told(error)}"}).encode())
+        connection.send_bytes(json.dumps({"error": f" raised {describe_error(error)}"}).encode())
         return
     runner = asyncio.Runner()  # one event loop: an environment may have tasks that live longer than a call
     while True:
@@ -112,7 +112,7 @@ def serve(connection: Any, name: str, memory_mb: int) -> None:
         except MemoryError:
             os._exit(1)
         except BaseException as error:
-            answer = {"error": f" raised {told(error)}"}
+            answer = {"error": f" raised {describe_error(error)}"}
         connection.send_bytes(json.dumps(answer).encode())
 
 

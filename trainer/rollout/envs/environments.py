@@ -1,14 +1,11 @@
 """Environments of the user: where their code comes from, how it is called, and what it may return.
 
-Every failure there becomes one UserError, as with reward functions.
+Every failure of that code becomes one UserError, as with reward functions.
 """
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +14,16 @@ from typing import Any, Optional
 
 from trainer.datasets.conversations.messages import messages_of
 from trainer.errors import UserError
-from trainer.rollout.rewards.reward_functions import check_scores, told
+from trainer.rollout.rewards.reward_functions import check_scores
+from trainer.rollout.user_code import describe_error, import_code
 
 FLAG = "--env"
-NAMES = ("Environment", "make_environment")  # one of them is looked for in a file or module
-SPARE_SECONDS = 5.0  # beyond the limits of all calls, until the loop that runs them counts as blocked
+NAMES = ("Environment", "make_environment")  # a file or module has one of them
+SPARE_SECONDS = 5.0  # after the limits of all calls, the loop that runs them counts as blocked
 
 
 class Response(str):
-    """The text of a turn without special tokens, and what else an environment may need to know about it."""
+    """The text of a turn without special tokens, and further facts about the turn."""
 
     raw: str  # with special tokens
     tool_calls: list[dict]  # [{"name": ..., "arguments": {...}}]
@@ -53,19 +51,7 @@ def load_environment(name: str) -> Callable[[], Any]:
     `name` is a Python file or a module, and may end with :NAME.
     """
     source, _, wanted = name.partition(":")
-    try:
-        if source.endswith(".py") and os.path.isfile(source):
-            spec = importlib.util.spec_from_file_location("environment_file", source)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        elif not source.endswith(".py") and importlib.util.find_spec(source):
-            module = importlib.import_module(source)
-        else:
-            raise UserError(FLAG, f"{source} is no file", "the path of a .py file, or a module")
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise UserError(FLAG, f"{source} cannot be imported: {told(error)}") from None
+    module = import_code(source, FLAG)
     names = [wanted] if wanted else NAMES
     factory = next((vars(module)[n] for n in names if callable(vars(module).get(n))), None)
     if factory is None:
@@ -79,7 +65,7 @@ def load_environment(name: str) -> Callable[[], Any]:
 
 
 class Caller:
-    """Calls functions of environments, plain ones in threads and async ones in one event loop of the process."""
+    """Calls functions of environments: plain ones in threads, async ones in one event loop of the process."""
 
     def __init__(self, where: str, timeout: float, concurrency: int):
         self._where, self._timeout, self._concurrency = where, timeout, concurrency
@@ -128,14 +114,14 @@ class Caller:
 
 @dataclass
 class Failure:
-    """In place of a result: what went wrong in the user's code, which may raise anything, and call sys.exit()."""
+    """Replaces a result: what went wrong in the user's code, which may raise anything, and call sys.exit()."""
 
     found: str
     allowed: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        return cls(f" raised {told(error)}")
+        return cls(f" raised {describe_error(error)}")
 
 
 def _guarded(function: Callable) -> Any:
@@ -155,7 +141,7 @@ async def _awaited(value) -> Any:
 
 
 def reset(env: Any, task: dict) -> Any:
-    """Call `reset(task)`; of an environment in Gymnasium's form, `reset(options=task)`."""
+    """Call `reset(task)`, or `reset(options=task)` if the environment has Gymnasium's form."""
     options = inspect.signature(env.reset).parameters.get("options")
     if options is not None and options.kind is options.KEYWORD_ONLY:
         return env.reset(options=task)

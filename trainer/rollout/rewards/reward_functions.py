@@ -1,6 +1,5 @@
 """Scores from Python functions. Every failure there becomes one UserError. HTTP endpoints are in remote_rewards.py."""
 
-import importlib.util
 import inspect
 import itertools
 import numbers
@@ -11,14 +10,15 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.rollout.rewards.math_reward import exact_match, math_reward
+from trainer.rollout.user_code import describe_error, import_code
 
 BUILT_IN = {"math": math_reward, "exact_match": exact_match}
 FLAG = "--reward_func"
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
-ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column of such a name is not handed over
+ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column with one of these names is not passed
 RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
 # score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
-# `finished` says whether the response ended with a stop token. The text does not show this. `columns` are of the dataset.
+# `finished` says whether the response ended with a stop token, which the text does not show. `columns`: of the dataset.
 Scorer = Callable[[list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float], dict[str, list[float]]]]
 
 
@@ -45,7 +45,7 @@ def short_name(name: str) -> str:
 
 
 def extra_arguments(function: Callable) -> tuple[list[str], list[str], bool]:
-    """The arguments after (prompts, responses, labels): all names, those without a default, and whether it takes any."""
+    """The arguments after (prompts, responses, labels): all names, names without a default, and whether it takes any."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a function that is not written in Python
@@ -77,21 +77,16 @@ def load_reward_function(name: str) -> Callable:
         return BUILT_IN[name]
     if not (name.endswith(".py") and os.path.isfile(name)):
         raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
-    spec = importlib.util.spec_from_file_location("reward_function_file", name)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise UserError(FLAG, f"{name} cannot be imported: {told(error)}") from None
-    if not callable(getattr(module, "reward_func", None)):
+    function = vars(import_code(name, FLAG)).get("reward_func")
+    if not callable(function):
         raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
-    return module.reward_func
+    return function
 
 
 def function_scorer(name: str, function: Callable, timeout: float) -> Scorer:
     """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
 
-    The function also gets `finished` and columns of the dataset, as far as it has arguments of these names.
+    The function also gets `finished` and the columns of the dataset for which it has arguments.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
@@ -136,24 +131,18 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
     if thread.is_alive():
         raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
     if "error" in outcome:
-        raise UserError(where, f"raised {told(outcome['error'])}")
+        raise UserError(where, f"raised {describe_error(outcome['error'])}")
     return outcome["value"]
 
 
 def _realized(result: Any, limit: int) -> Any:
-    """A reward's result with lists in place of lazy values, such as a generator or a `map`. They run here, where errors
-    and time are guarded; of an endless one, `limit` values are taken."""
+    """A reward's result with lists in place of lazy values, such as a generator or a `map`.
+
+    They run here, where errors are caught and time is limited. At most `limit` values of an endless one are taken.
+    """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         return _realized(result[0], limit), {name: _realized(value, limit) for name, value in result[1].items()}
     return list(itertools.islice(result, limit)) if isinstance(result, Iterator) else result
-
-
-def told(error: BaseException) -> str:
-    trace, line = error.__traceback__, None
-    while trace:
-        line, trace = trace.tb_lineno, trace.tb_next
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
 
 
 def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict[str, list[float]]]:
