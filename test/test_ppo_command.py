@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from launch import read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file, save_file
 from serve_load import serving
@@ -279,9 +280,9 @@ def test_a_reward_model_that_gives_nan_ends_the_run_in_one_line(folder, reward_m
 
 def test_a_reward_server_is_told_which_responses_ended(folder, reward_model):
     """With eos, that is: nothing stands behind those that were cut, or ended by a stop text, as in the policy's tokens."""
-    from trainer.cli.serve_rm import RewardServer, ServeArguments
+    from trainer.rollout.rewards.model_scorer import ModelScorer
 
-    server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", device="cpu"))
+    server = ModelScorer(str(reward_model), dtype=torch.float32, device="cpu")
     score, asked = server.score, []
     server.score = lambda *request: asked.append(request) or score(*request)
     line = flags(folder, "served", *text_prompts(folder), "--stop", "7")
@@ -308,9 +309,9 @@ def test_a_reward_server_is_told_which_responses_ended(folder, reward_model):
 def test_a_reward_server_scores_conversations_as_train_rm_saw_them(folder, reward_model):
     from transformers import AutoTokenizer
 
-    from trainer.cli.serve_rm import RewardServer, ServeArguments
+    from trainer.rollout.rewards.model_scorer import ModelScorer
 
-    server = RewardServer(ServeArguments(reward_pretrain=str(reward_model), param_dtype="fp32", batch_size=2))
+    server = ModelScorer(str(reward_model), dtype=torch.float32, batch_size=2)
     tokenizer, model = AutoTokenizer.from_pretrained(reward_model), load_scorer(reward_model)
     prompts, responses, expected = [], [], []
     for row in [json.loads(line) for line in (folder / "demo/pairs_eval.jsonl").read_text().splitlines()[:5]]:

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launch import ROOT, _environment, run_process
 from serve_load import TEXTS, ask, load, message, request, serving
 
-from trainer.cli.serve_rm import RewardServer, ServeArguments
 from trainer.datasets.demos.demo import make_demo
 from trainer.models.reward import make_initial_reward_model
+from trainer.rollout.rewards.model_scorer import ModelScorer
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_two_hundred_clients_of_which_some_are_bad(reward_model):
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors, errors
-    direct = RewardServer(ServeArguments(reward_pretrain=str(folder / "rm"), param_dtype="fp32", device="cpu"))
+    direct = ModelScorer(str(folder / "rm"), dtype=torch.float32, device="cpu")
     expected = direct.score(*map(list, zip(*TEXTS)))
     assert len(answers) == 1200 and sum(kind != "good" for kind, *_ in answers) == 60
     for kind, number, status, answer in answers:

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from trainer.cli.serve_rm import RewardServer, ServeArguments
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.samples.answers import collate_sequences
 from trainer.errors import UserError
@@ -17,6 +16,7 @@ from trainer.models.losses.sequence_sums import sum_by_sequence
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
 from trainer.reports.score_plot import plot_scores
 from trainer.rollout.micro_batches import collate_samples
+from trainer.rollout.rewards.model_scorer import ModelScorer
 
 
 def save_with_head(folder, name: str, head: torch.Tensor) -> str:
@@ -117,7 +117,7 @@ def test_a_saved_classifier_and_its_server_score_where_training_did(tmp_path, pa
     assert classifier.config.pad_token_id == padding
     sequences = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in ("1 2 3 4 5", "6 7")]
     expected = [classifier(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in sequences]
-    server = RewardServer(ServeArguments(reward_pretrain=str(folder), param_dtype="fp32", device="cpu"))
+    server = ModelScorer(str(folder), dtype=torch.float32, device="cpu")
     assert server.score(["1 2 3", "6"], [" 4 5", " 7"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 

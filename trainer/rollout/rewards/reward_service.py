@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import secrets
+import signal
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -21,8 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-BODIES_HELD = 16  # bodies of all requests together take at most this many times the largest body
-GRACEFUL_SECONDS = 10  # at shutdown, requests that are being answered get so long
+from trainer.errors import UserError
+
+BODIES_HELD = 16  # all requests together hold at most this many times the largest body
+GRACEFUL_SECONDS = 10  # for running requests at shutdown
 CLOSE = {"Connection": "close"}  # so that no connection waits for a second request, which uvicorn would not time
 # score(prompts, responses, finished) -> one number per response
 Score = Callable[[list[str], list[str], list[bool]], list[float]]
@@ -62,7 +66,7 @@ class Job:
 
 
 class Batcher:
-    """Scores texts of waiting jobs in common batches. Each job gets an equal share of a batch, so none waits for a large one."""
+    """Scores texts of waiting jobs in common batches. Jobs share a batch equally, so none waits for a large one."""
 
     def __init__(self, score: Score, limits: Limits):
         self._score, self._limits = score, limits
@@ -82,7 +86,7 @@ class Batcher:
         self._arrived.set()
         try:
             return await job.done
-        finally:  # also if the client is gone: what it asked is then not scored
+        finally:  # also if the client is gone: its texts are then not scored
             self.queued -= len(responses) - job.taken
             job.taken = len(responses)
 
@@ -263,7 +267,7 @@ def make_server(score: Score, limits: Limits) -> uvicorn.Server:
     """A uvicorn server of the service. `run(sockets=[...])` answers until SIGTERM or SIGINT, or `should_exit` is set."""
 
     class Protocol(H11Protocol):
-        """uvicorn's own, with a limit of time until the head of the request is there. uvicorn has none."""
+        """uvicorn's own, with a deadline for the head of a request. uvicorn has none."""
 
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
@@ -284,3 +288,22 @@ def make_server(score: Score, limits: Limits) -> uvicorn.Server:
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return uvicorn.Server(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address. Raises UserError if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError("--port", f"{host}:{port}: {error.strerror}") from None
+
+
+def serve(score: Score, limits: Limits, listening: socket.socket, host: str) -> None:
+    """Print the address, with the name `host`, and answer requests until SIGTERM or SIGINT."""
+    server = make_server(score, limits)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has shut down
+        signal.signal(number, lambda *_: None)
+    host = f"[{host}]" if ":" in host else host
+    print(f"scoring at http://{host}:{listening.getsockname()[1]}", flush=True)
+    server.run(sockets=[listening])
