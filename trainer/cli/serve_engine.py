@@ -43,10 +43,10 @@ def run(argv: list[str]) -> None:
         raise UserError("--pretrain", "missing", "a model folder")
     if importlib.util.find_spec("vllm") is None:
         raise UserError("serve_engine", "vllm is not installed", "pip install -e '.[vllm]'")
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, by which weights come
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /collective_rpc, which receives weights
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # so that its processes run the end of this file
-    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main  # an optional extra
 
     sys.argv = ["serve_engine", *server_flags(args)]
     threading.Thread(target=end_with_engine, daemon=True).start()
@@ -54,9 +54,9 @@ def run(argv: list[str]) -> None:
 
 
 def end_with_engine() -> None:
-    """End this process with status 1 once a process that it has started is gone; the others then end with it.
+    """End this process with status 1 once a process that it has started is gone. The others then end with it.
 
-    vLLM's server would go on to listen, and notice a lost engine only when it is asked for tokens.
+    vLLM's server would continue to listen, and notice a lost engine only at the next request.
     """
     begun: set[int] = set()
     while begun <= (running := {process.pid for process in multiprocessing.active_children()}):
@@ -69,7 +69,7 @@ def end_with_engine() -> None:
 
 def server_flags(args: EngineArguments) -> list[str]:
     """The flags of `vllm serve`."""
-    import torch
+    import torch  # --help does not need it, nor what follows
 
     from trainer.rollout.engines.vllm_cpu import cpu_cache_bytes
 
@@ -87,7 +87,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     flags += ["--max-model-len", str(args.max_len), "--tensor-parallel-size", str(args.tensor_parallel_size)]
     flags += ["--worker-extension-cls", WORKER, "--enable-scale-out", "--generation-config", "vllm", "--seed", "0"]
     flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    flags += ["--no-enable-prefix-caching"]  # a cache would be of older weights
+    flags += ["--no-enable-prefix-caching"]  # a cache would belong to older weights
     if args.trust_remote_code:
         flags += ["--trust-remote-code"]
     if torch.cuda.is_available():
@@ -101,7 +101,7 @@ def main() -> None:
     run_command(run)
 
 
-if __name__ == "__mp_main__":  # in vLLM's own processes; those of a killed server would keep its GPU memory
+if __name__ == "__mp_main__":  # in vLLM's own processes: without a server, they would keep its GPU memory
     end_with_parent()
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Rollouts with an environment: the model and the environment take turns, and what was generated is kept as it is.
+"""Rollouts with an environment: the model and the environment take turns, and generated tokens stay as they are.
 
-The tokens of an episode are a prompt, then turns of the model and of the environment, each appended to those before it.
-Nothing is decoded and tokenized again, so the tokens that are trained are those that the engine generated.
+The tokens of an episode are a prompt, then turns of the model and of the environment, appended one after the other.
+Nothing is decoded and tokenized again, so training sees exactly the tokens that the engine generated.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ class Episode:
     opening: list[dict] = field(default_factory=list)
     tools: Optional[list] = None
     prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # behind the prompt
+    ids: list[int] = field(default_factory=list)  # after the prompt
     log_probs: list[float] = field(default_factory=list)  # of generated tokens, like kept_ids
     kept_ids: list[list[int]] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     score: float = 0.0
     done: bool = False  # the environment has ended it
-    over: bool = False  # it is done, or has no room or turn left
+    over: bool = False  # it is done, or has no tokens or turns left
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_turn(self, completion: Completion) -> None:
@@ -96,13 +96,13 @@ def generate_episodes(
     rollout: int,
     first: int = 0,
 ) -> list[Sample]:
-    """`num_each` episodes of each prompt, as samples with scores, numbered from `first`. Every rank gets all of them, but
-    tokens only of its own (see `placement.share`).
+    """`num_each` episodes of each prompt, as samples with scores, numbered from `first`. Every rank gets all samples, but
+    only its own have tokens (see `placement.share`).
 
-    All engines share the work. `sampling.max_new_tokens` is the limit of everything behind the prompt. The first rank of an
-    engine calls the environments. After each turn, it tells the other ranks of its engine what they answered, and all
-    ranks whether any episode goes on (all-to-all and all-gather over the world). The score of an episode is the sum of
-    its rewards.
+    All engines share the work. `sampling.max_new_tokens` limits all tokens after the prompt, also those of the
+    environment. The first rank of an engine calls the environments. After each turn, it sends their answers to the other
+    ranks of its engine, and all ranks learn whether any episode continues (all-to-all and all-gather over the world).
+    The score of an episode is the sum of its rewards.
 
     Raises:
         UserError: an environment or an engine failed on one rank. All ranks raise the same error.
@@ -114,9 +114,9 @@ def generate_episodes(
     mine = contiguous_slice(list(enumerate(asked, start=first)), number_of_engine, num_engines)
 
     def exchanged(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
-        """What the first rank of this engine answers, and whether any engine has an answer that is not the end.
+        """(the answers from the first rank of this engine, whether any episode of any engine continues).
 
-        Raises the `problem` that a rank brings, on all ranks.
+        If a rank has a `problem`, all ranks raise it.
         """
         own = []
         if rank_in_engine == 0 and problem is None:
@@ -131,10 +131,10 @@ def generate_episodes(
             raise problem
         if per_engine > 1:
             leader, ranks = dist.get_rank() - rank_in_engine, range(dist.get_world_size())
-            told = [
+            sent = [
                 own if rank_in_engine == 0 and rank in range(leader, leader + per_engine) else None for rank in ranks
             ]
-            own = exchange_objects(told)[leader]
+            own = exchange_objects(sent)[leader]
         return own, any(going for _, going in found)
 
     episodes = _play(environments, engine, mine, sampling, seed, rollout, exchanged)
@@ -216,7 +216,7 @@ def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[lis
 def _answer(
     environments: Environments, going: list[Episode], completions: list[Completion], sampling: Sampling, is_last: bool
 ) -> list[tuple[list[int], float, bool, dict]]:
-    """Hand each response to its environment. Returns (ids that follow, reward, done, metrics); no ids end an episode."""
+    """Give each response to its environment. Returns (ids that follow, reward, done, metrics). No ids end an episode."""
     tokenizer = environments.tokenizer
     responses = [_response(tokenizer, completion) for completion in completions]
     pairs = list(zip(going, responses))
@@ -228,7 +228,7 @@ def _answer(
             ids: list[int] = []
             if step.messages and not is_last:
                 ids = _next_ids(tokenizer, episode, response, completion, step, sampling)
-            # a turn that follows needs room for one token or more
+            # the next turn needs room for at least one token
             ids = ids if response.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
         answers.append((ids, step.reward, step.done))
         if not ids:
@@ -258,7 +258,7 @@ def _next_ids(
 
 
 def _metrics(environments: Environments, episode: Episode) -> dict[str, float]:
-    """The dict `metrics` of an environment, if it has one: one number each."""
+    """The dict `metrics` of an environment, if it has one: a number for each name."""
     metrics = getattr(episode.env, "metrics", None)
     if not isinstance(metrics, dict):
         return {}

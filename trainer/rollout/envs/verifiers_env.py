@@ -1,7 +1,7 @@
 """Environments of the package `verifiers` (its API up to 0.1: `load_environment`, rollouts by an OpenAI client).
 
-Such an environment asks a client for the model's turns. Here the client waits until the trainer has a turn. So the
-environment runs unchanged, as a coroutine of its own, and `reset` and `step` are between its requests.
+Such an environment asks a client for the model's turns. Here, the client waits until the trainer has a turn. So the
+environment runs unchanged, in its own task. `reset` and `step` run between its requests.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class VerifiersEnvironment:
         self._env, self.tools = env, getattr(env, "oai_tools", None) or None
         self.metrics: dict[str, float] = {}
         self._requests: asyncio.Queue = asyncio.Queue()
-        self._seen: list[dict] = []  # messages of the last request
+        self._seen: list[dict] = []  # the messages of the last request
         self._turn: Optional[asyncio.Future] = None  # the answer that the environment waits for
         self._episode: Optional[asyncio.Task] = None
         self.chat = self.completions = self  # the environment calls client.chat.completions.create
@@ -48,7 +48,7 @@ class VerifiersEnvironment:
         return found[len(seen) + 1 :]
 
     async def close(self) -> None:
-        """End an episode that a limit has cut."""
+        """End an episode that a limit has stopped."""
         if self._episode is not None and not self._episode.done():
             self._episode.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Compare two answers as formulas by math-verify (extra `math`), in a separate process that may hang and be killed.
+"""Compare two answers as formulas with math-verify (extra `math`), in a separate process that may hang and be killed.
 
 As a script, it reads a JSON list of [found, wanted] and prints 1 or 0 for each. A policy may write 10^{10^{10}}. sympy
 never returns from it and never lets another thread run. So a watchdog ends the process, and a new one continues.
@@ -22,13 +22,13 @@ def equal_as_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
         command, rest = [sys.executable, __file__], json.dumps(pairs[len(verdicts) :])
         done = subprocess.run(command, input=rest, capture_output=True, text=True)
         verdicts += [line == "1" for line in done.stdout.split()]
-        if done.returncode:  # a pair without a verdict, or a process that cannot start: never try the same pair again
+        if done.returncode:  # this pair has no verdict, or the process cannot start: do not try it again
             verdicts.append(False)
     return verdicts
 
 
 def main() -> None:
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # an optional extra
 
     for found, wanted in json.load(sys.stdin):
         faulthandler.dump_traceback_later(SECONDS, exit=True)

@@ -39,7 +39,9 @@ def _last_boxed(text: str) -> str | None:
 
 def as_number(text: str) -> Fraction | None:
     """The exact value of 1,234.50, $7, -3/4, \\frac{3}{4}, 1e3 or 50%. None for anything else.
-    1e999999999 also gives None: Fraction would hang on it, and no other thread could run."""
+
+    1e999999999 also gives None: Fraction would hang on it, and no other thread could run.
+    """
     if len(text) > MOST_CHARACTERS:
         return None
     plain = re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", text)

@@ -15,7 +15,7 @@ from trainer.rollout.rewards.reward_functions import Scorer, check_scores
 
 FLAG = "--remote_rm_url"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-RETRIED = (408, 425, 429)  # of 4xx: another time, the same request may succeed
+RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
 
 
 def read_key(flag: str, path: str) -> str:
@@ -31,7 +31,7 @@ def read_key(flag: str, path: str) -> str:
 
 
 def split_urls(urls: str) -> list[str]:
-    """The addresses of --remote_rm_url. Raises UserError for one that is not of HTTP."""
+    """The addresses of --remote_rm_url. Raises UserError for one without http:// or https://."""
     found = [url.strip() for url in urls.split(",")]
     for url in found:
         if not url.startswith(("http://", "https://")):
@@ -44,10 +44,10 @@ def remote_scorer(
 ) -> Scorer:
     """A scorer that POSTs {"prompts", "responses", "labels", "finished"} as JSON.
 
-    The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call; if
+    The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call. If
     one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
     pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a time-out,
-    a status other than 200, or an answer that cannot be understood. A request that a server calls wrong (4xx) is not sent again.
+    a status other than 200, or an answer of a wrong form. A request that a server calls wrong (4xx) is not sent again.
     """
     addresses = split_urls(urls)
 
@@ -58,7 +58,7 @@ def remote_scorer(
         order = addresses[first:] + addresses[:first]
         for attempt in range(retries + 1):
             if attempt:
-                time.sleep(wait * random.uniform(0.75, 1.25))  # so that ranks do not come back together
+                time.sleep(wait * random.uniform(0.75, 1.25))  # so that ranks do not all return at once
                 wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
             for url in order:
                 try:
