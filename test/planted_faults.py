@@ -257,10 +257,10 @@ def autotp_part_loaded_wrongly() -> None:
 
 def vocabulary_offset() -> None:
     """Every tp rank takes its part of the vocabulary for the first."""
-    from trainer.models.losses import vocab_parallel
+    from trainer.models.losses import token_losses
 
     wrap(
-        vocab_parallel,
+        token_losses,
         "vocab_parallel_nll",
         lambda original, logits, targets, _, group: original(logits, targets, 0, group),
     )

@@ -60,7 +60,7 @@ UNDONE = [
     Undone("7", "ZeRO 0 in bf16 computes in fp32", "trainer/strategies/on_deepspeed/zero_0.py", "parameter.data = parameter.data.to(dtype)",
            "parameter.data = parameter.data.float()", "test/strategies/test_strategies.py -k deepspeed"),
     Undone("8a", "policy losses with all logits", "trainer/models/losses/policy_values.py",
-           "elif _head_is_last(type(config), config.to_json_string(False)):", "elif False:", "test/models/test_policy_values.py"),
+           "elif head_is_last(type(config), config.to_json_string(False)):", "elif False:", "test/models/test_policy_values.py"),
     Undone("8b", "SFT with tp upcasts all logits", "trainer/models/losses/token_losses.py", "if labels.numel() <= chunk_tokens:", "if True:",
            "test/models/test_policy_values.py"),
     Undone("9", "any folder flash_attn is flash-attn 2", "trainer/models/attention/flash.py",

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.datasets.batches.packing import collate_packed
 from trainer.datasets.batches.sequence_split import split_micro_batch
-from trainer.models.attention.split_attention import register_ring_attention
+from trainer.models.attention.choice import register_ring_attention
 from trainer.models.losses.token_losses import label_log_probs
 
 CONFIG = {

@@ -94,7 +94,7 @@ def loss_of(model, labels, monkeypatch):
         asked.append(are_losses)
         return values, are_losses
 
-    monkeypatch.setattr(linear_loss, "token_nll", noted)
+    monkeypatch.setattr(token_losses, "token_nll", noted)
     positions = torch.arange(20).repeat(2, 1)
     batch = {"input_ids": torch.arange(40).view(2, 20) % 97, "position_ids": positions, "labels": labels}
     return -token_losses.label_log_probs(model, batch).sum(), any(asked)

@@ -1,4 +1,6 @@
-"""Collectives with gradients, for blocks whose heads are shared out over ranks."""
+"""Collectives with gradients, for layers whose heads, experts or tokens are sharded over ranks."""
+
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,31 @@ def _own_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     own = tensor.new_empty(len(tensor) // group.size(), *tensor.shape[1:])
     dist.reduce_scatter_single(own, tensor.contiguous(), group=group)
     return own
+
+
+class AllToAll(torch.autograd.Function):
+    """The rows that the ranks of `group` send to this one, in the order of the ranks. Backward sends gradients back.
+
+    This rank sends its first `send_sizes[0]` rows to rank 0, and so on. It receives `receive_sizes[0]` rows of rank 0.
+    With None for both, every rank sends the same number of rows to each rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        rows: torch.Tensor,
+        group: dist.ProcessGroup,
+        receive_sizes: Optional[list[int]],
+        send_sizes: Optional[list[int]],
+    ) -> torch.Tensor:
+        ctx.group, ctx.receive_sizes, ctx.send_sizes = group, receive_sizes, send_sizes
+        received = rows.new_empty(len(rows) if receive_sizes is None else sum(receive_sizes), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return AllToAll.apply(grad, ctx.group, ctx.send_sizes, ctx.receive_sizes), None, None, None
 
 
 class Sum(torch.autograd.Function):

@@ -1,14 +1,14 @@
-"""Expert parallelism: the experts of a layer are shared out over the ep and tp ranks, and tokens travel to them.
+"""Expert parallelism: experts are sharded over ep x tp, and an all-to-all over ep sends tokens to them.
 
-The ep axis is folded out of fsdp (dp_shard x sp): fsdp = efsdp x ep, and ep is the inner axis. 8 fsdp ranks with ep 4
-are two groups of four neighbours. Each group holds all experts, a quarter of them on each rank. Each expert is on two
-ranks, and FSDP cuts it over these two. The rest of the model does not know of ep.
+The ep axis is a part of fsdp (dp_shard x sp): fsdp = efsdp x ep, and ep is the inner axis. 8 fsdp ranks with ep 4 are two
+groups of four neighbours. Each group holds all experts, a quarter of them on each rank. Each expert is on two ranks, and
+FSDP shards it over these two. The rest of the model does not know about ep.
 
 A token goes to the rank of each of its experts and comes back by all-to-all, as in GShard (Lepikhin et al. 2020). No
 token is dropped, and nothing is padded. Routing weights are applied where the token comes from.
 
-The tp ranks have the same tokens, so no token travels between them. Each one sees to some whole experts, and their
-outputs are summed. Experts that are cut inside would make narrow matrices: 768 columns over tp 8 are 96.
+The tp ranks have the same tokens, so no token travels between them. Each one computes some whole experts, and their
+outputs are summed. Experts that are sharded inside would make narrow matrices: 768 columns over tp 8 are 96.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.distributed.gradient_collectives import Sum, SumGradients
+from trainer.distributed.gradient_collectives import AllToAll, Sum, SumGradients
 from trainer.distributed.mesh import MeshSizes
 from trainer.distributed.sharded_tensors import even_dim
 from trainer.errors import UserError
+from trainer.model_folders.model_folder import has_adapter
 
 FLAG = "--expert_parallel_size"
 SEE_ALL_TOKENS = {"Llama4TextExperts"}  # each expert computes all tokens, which its caller has weighted
@@ -42,7 +43,7 @@ def _see_all_tokens(module: nn.Module) -> bool:
 
 
 def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
-    """Raise UserError unless the experts of `model` can be shared out over `ep` x tp ranks of a mesh of these sizes."""
+    """Raise UserError unless the experts of `model` can be sharded over `ep` x tp ranks of a mesh of these sizes."""
     fsdp, kind = sizes.dp_shard * sizes.sp, type(model).__name__
     if fsdp % ep:
         fits = ", ".join(str(size) for size in range(1, fsdp + 1) if fsdp % size == 0)
@@ -70,16 +71,16 @@ def _expert_mesh(sizes: MeshSizes, ep: int, device_type: str, world: dist.Proces
 
 
 def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str, fsdp_options: dict) -> None:
-    """Share the experts of `model`, which is on the meta device, out over ep and tp. FSDP cuts them over efsdp.
+    """Shard the experts of `model`, which is on the meta device, over ep and tp, and with FSDP over efsdp.
 
-    `fsdp_options` are those of the other layers. Call this before the layers get their own `fully_shard`. All ranks
-    call it together, because it makes process groups.
+    `fsdp_options` are the options of the other layers. Call this before the layers get their own `fully_shard`. All
+    ranks call it together, because it makes process groups.
     """
     experts = [module for module in model.modules() if are_experts(module)]
     if not experts:
         return
     mesh = _expert_mesh(sizes, ep, device_type, dist.group.WORLD)
-    # the router's weights stay as precise as without ep: FSDP would round them at the door of the experts
+    # without this, FSDP would round the router's weights, which are inputs of the experts
     policy = fsdp_options["mp_policy"]
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
 
@@ -96,26 +97,24 @@ def shard_experts(model: nn.Module, sizes: MeshSizes, ep: int, device_type: str,
         groups = mesh.get_group("ep"), mesh.get_group("tp")
         module.forward = forward_of_part(module, *groups)
         fully_shard(module, **fsdp_options | options)
-    if hasattr(model, "peft_config"):
-        from trainer.model_parallel.expert_adapters import share_out_updates
-
-        share_out_updates(model, mesh.get_local_rank("ep") * sizes.tp + mesh.get_local_rank("tp"))
+    if has_adapter(model):
+        _shard_updates(model, mesh.get_local_rank("ep") * sizes.tp + mesh.get_local_rank("tp"))
 
 
 def forward_of_part(module: nn.Module, ep_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup) -> Callable:
-    """Return the forward of experts that holds only those of this ep and tp rank."""
+    """Return the forward of experts for a module that holds only the experts of this ep and tp rank."""
     if _see_all_tokens(module):
         forward = functools.partial(_all_tokens_forward, module, module.forward, tp_group)
     else:
         forward = functools.partial(local_experts_forward, module, module.forward, ep_group, tp_group)
-    # --compile leaves experts out; this holds for the exchange of their tokens too
+    # --compile skips experts, and so the exchange of their tokens
     return torch.compiler.disable(forward) if hasattr(module.forward, "_torchdynamo_disable") else forward
 
 
 def _all_tokens_forward(module, local_forward: Callable, tp_group, hidden_states: torch.Tensor) -> torch.Tensor:
     """Compute this tp rank's experts for (experts * tokens, hidden), one copy of the tokens for each expert of the layer.
 
-    The caller sums the outputs over the experts. So the sum over all of them stands in the first place, before zeros.
+    The caller sums the outputs over the experts. So this returns the sum over all of them, followed by zeros.
     """
     num_local = module.num_experts
     copies = SumGradients.apply(tp_group, hidden_states)[0].unflatten(0, (tp_group.size() * num_local, -1))
@@ -160,14 +159,14 @@ def local_experts_forward(
 
 
 def _exchange(rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], group) -> torch.Tensor:
-    """Send the first rows to the first rank of `group`, and so on. Returns those of all ranks (all-to-all)."""
-    return rows if group is None or group.size() == 1 else _AllToAll.apply(rows, receive_sizes, send_sizes, group)
+    """Send the first rows to the first rank of `group`, and so on. Return the rows that arrive (all-to-all)."""
+    return rows if group is None or group.size() == 1 else AllToAll.apply(rows, group, receive_sizes, send_sizes)
 
 
 def _local_outputs(module, local_forward, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Run the experts of this rank on (n, hidden) tokens, one expert each.
 
-    Without tokens, one row of zeros runs. So every parameter has a gradient, which FSDP reduces on all ranks.
+    Without tokens, one row of zeros runs. So every parameter has a gradient, which FSDP reduces over all ranks.
     """
     num_tokens = len(tokens)
     if not num_tokens:
@@ -191,8 +190,8 @@ def _plain_parameters(module: nn.Module) -> Iterator[None]:
 def _local(parameter: DTensor) -> torch.Tensor:
     """Return this rank's experts. Their gradient is divided by ep.
 
-    It is the sum over all ranks of an ep group, as each one sends its tokens. FSDP averages it over efsdp and
-    dp_replicate only, where other weights get the average over all ranks.
+    It is the sum over all ranks of an ep group, because each one sends its tokens. FSDP averages it over efsdp and
+    dp_replicate only, but the gradients of other weights over all ranks.
     """
     local = parameter.to_local(grad_placements=parameter.placements)
     return _ScaleGradient.apply(local, 1 / parameter.device_mesh["ep"].size())
@@ -211,17 +210,34 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows for each rank of `group` for rows of each rank. Backward sends the gradients back."""
+# --- adapters on experts
 
-    @staticmethod
-    def forward(ctx, rows: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], group) -> torch.Tensor:
-        ctx.sizes, ctx.group = (receive_sizes, send_sizes), group
-        received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)
-        return received
 
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        receive_sizes, send_sizes = ctx.sizes
-        return _AllToAll.apply(grad, send_sizes, receive_sizes, ctx.group), None, None, None
+def _shard_updates(model: nn.Module, place: int) -> None:
+    """Let each rank add the update of its own experts. `place` is this rank's number among the ep x tp ranks.
+
+    peft wraps the experts of a layer once for each adapted tensor. Its matrices hold all experts, and FSDP gathers them
+    with the layer. peft's own forward pass would add whole updates to weights that FSDP has not gathered yet.
+    """
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "get_delta_factors"):
+            module.forward = functools.partial(_adapted_forward, module, place)
+
+
+def _adapted_forward(wrapper, place: int, *args, **kwargs) -> torch.Tensor:
+    experts = wrapper.get_base_layer()
+    updates = vars(experts).setdefault("weight_updates", {})
+    if not wrapper.disable_adapters:
+        updates[wrapper.parameter_name] = functools.partial(_updated, wrapper, place)
+    try:
+        return wrapper.base_layer(*args, **kwargs)
+    finally:
+        updates.clear()
+
+
+def _updated(wrapper, place: int, weight: torch.Tensor) -> torch.Tensor:
+    """W + alpha / rank * B A of the experts in `weight`, (experts here, rows, columns)."""
+    *factors, scale = wrapper.get_delta_factors(wrapper.active_adapters[0])
+    left, right = (factor.narrow(0, place * len(weight), len(weight)).to(weight.dtype) for factor in factors)
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.baddbmm(weight, left, right, alpha=scale)

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.model_parallel.expert_parallel import are_experts
 
 # layers with a forward pass of their own that computes what nn.Linear computes: of Falcon, and of 4-bit models
@@ -34,7 +34,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     the meta device: `prepare` gives the adapter its values. Raises UserError for target modules that do not exist in
     the model, or that are not linear layers inside it.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model  # an extra, `.[lora]`, that may be absent
 
     heads = [name for name, _ in model.named_children() if name in HEADS]
     config = LoraConfig(
@@ -51,7 +51,7 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise UserError("--target_modules", str(error).splitlines()[0], _linear_names(model)) from None
+        raise UserError("--target_modules", one_line(error), _linear_names(model)) from None
     _validate_targets(model)
     # set only after peft's injection: the head itself is trained, not a copy of it
     config.modules_to_save = heads or None
@@ -65,7 +65,7 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
     peft's own switch would also freeze the adapter's parameters. Sharded models do not survive that.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # an extra, `.[lora]`, that may be absent
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     was_training = model.training
@@ -139,7 +139,7 @@ def _tied(model) -> set[str]:
 
 def _means_experts(name: str, model) -> bool:
     """Whether peft gives the experts an adapter if `name` is a target: they had layers of that name in transformers 4."""
-    from peft import LoraConfig
+    from peft import LoraConfig  # an extra, `.[lora]`, that may be absent
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(target_modules=[name])
@@ -151,7 +151,7 @@ def _means_experts(name: str, model) -> bool:
 
 
 def _validate_targets(model) -> None:
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer  # an extra, `.[lora]`, that may be absent
 
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():

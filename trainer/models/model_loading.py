@@ -1,16 +1,20 @@
-"""What a run needs from a model folder in addition to weights: the folder, its tokenizer, a model without dropout."""
+"""What a run needs of a model besides its weights: its folder, its tokenizer, its class, no dropout."""
 
 import copy
 import json
 import os
 from pathlib import Path
+from typing import Optional
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
+from trainer.model_folders.model_folder import INDEX, SINGLE
+from trainer.models.folder_faults import tokenizer_fault, unreadable
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
 
 
@@ -18,7 +22,7 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     """Return the local folder of a model: `name` itself, or the snapshot of a hub name.
 
     Raises:
-        UserError: there is no such model, or a file is broken. The error names `flag`, the flag that asked for it.
+        UserError: there is no such model, or a file is broken. `flag` is the flag that named it.
     """
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
@@ -26,21 +30,17 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
         return _readable(name, flag)
     if os.path.exists(name) or name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
-    from huggingface_hub import snapshot_download
-
     try:
         return _readable(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS), flag)
     except UserError:
         raise
     except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(flag, f"{name} is not a folder, and the hub does not give it ({reason})") from None
+        found = f"{name} is not a folder, and the hub does not give it ({one_line(error)})"
+        raise UserError(flag, found) from None
 
 
 def _readable(folder: str, flag: str) -> str:
     """`folder`, after a look into its configs, its index, and the header of each file of weights."""
-    from transformers import AutoConfig, GenerationConfig
-
     try:
         held, stored = os.listdir(folder), set()
         names = [name for name in ("config.json", "generation_config.json", INDEX) if name in held]
@@ -58,21 +58,15 @@ def _readable(folder: str, flag: str) -> str:
         if "generation_config.json" in contents:
             GenerationConfig.from_pretrained(folder)
     except Exception as error:  # of many types: each reader has its own
-        from trainer.models.folder_faults import unreadable
-
         raise unreadable(folder, flag, error) from None
     return folder
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
-    """Load the tokenizer of a model folder. It pads with eos if it has no pad token."""
-    from transformers import AutoTokenizer
-
+    """Load the tokenizer of a model folder. It pads with eos if it has no pad token. Raises UserError if it is broken."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many types: a broken tokenizer.json raises a bare Exception
-        from trainer.models.folder_faults import tokenizer_fault
-
         raise tokenizer_fault(folder, error) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -81,25 +75,29 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
 
 def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
     """Whether transformers computes this model's attention correctly with sdpa, which drops soft caps (Gemma 2)."""
-    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    found = model_class(config, auto_class._model_mapping)
+    if found is None:  # code of the model folder
+        return True
+    return found._supports_sdpa and not getattr(config.get_text_config(), "attn_logit_softcapping", None)
 
-    config, classes = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), auto_class._model_mapping
-    if type(config) not in classes or getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return type(config) not in classes
-    found = classes[type(config)]
-    return (found[0] if isinstance(found, tuple) else found)._supports_sdpa
+
+def model_class(config, mapping) -> Optional[type]:
+    """The class of transformers for a config, from the mapping of an auto class. None: code of the model folder."""
+    found = mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Switch off, in place, dropout, jitter and sampled experts of a transformers model: they would depend on micro-batch
-    and rank. The config that is saved with the model keeps its rates."""
-    from transformers import PreTrainedConfig, PreTrainedModel
+    """Switch off dropout, jitter and sampled experts of a transformers model, in place.
 
+    They would depend on micro-batch and rank. The config that is saved with the model keeps its rates.
+    """
     without_rates = {}  # id of a config that layers read in their forward pass -> its copy
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        if type(module).__name__ in ("PhimoeTopKRouter", "Gemma3nTextAltUp"):  # which draw experts and cut weights
+        if type(module).__name__ in ("PhimoeTopKRouter", "Gemma3nTextAltUp"):  # they sample experts and clip weights
             module.eval().train = lambda mode=True, module=module: module
         for name in _rates(module):
             setattr(module, name, 0.0)

@@ -12,10 +12,13 @@ import shutil
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from trainer.datasets.batches.packing import model_inputs
 from trainer.errors import UserError
-from trainer.models.model_loading import INDEX, SINGLE, load_tokenizer
+from trainer.model_folders.model_folder import INDEX, SINGLE
+from trainer.models.model_loading import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 HEAD = "score.weight"  # transformers' name; the checkpoint that a run starts from may use another name
@@ -69,9 +72,6 @@ def make_initial_reward_model(
     al. 2020, appendix B.1). Raises UserError if transformers has no sequence classifier for the model, or if `source`
     has no safetensors.
     """
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(flag, f"transformers has no sequence classifier for {config.model_type}", "another model")
@@ -115,8 +115,6 @@ def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) ->
 
 
 def _save_config(config, source: str, folder: str, trust_remote_code: bool) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     config.num_labels = 1
     # a critic may have no tokenizer; it is scored at every token
     if any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):

@@ -175,7 +175,7 @@ def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -
     from trainer.model_parallel.expert_parallel import validate_experts
     from trainer.model_parallel.tensor_parallel import validate_tp_sizes
     from trainer.model_parallel.tp_plans import heads_divide
-    from trainer.models.attention.split_attention import validate_split_model
+    from trainer.models.attention.choice import validate_split_model
     from trainer.strategies.options import StrategyOptions
     from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
 

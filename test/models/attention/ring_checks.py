@@ -25,7 +25,7 @@ from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_pad
 from trainer.datasets.batches.sequence_split import split_micro_batch, zigzag_shard
 from trainer.entry import end_well
 from trainer.errors import UserError
-from trainer.models.attention.split_attention import register_ring_attention
+from trainer.models.attention.choice import register_ring_attention
 from trainer.models.losses.token_losses import token_log_probs
 
 MODES = ("ring", "ulysses")

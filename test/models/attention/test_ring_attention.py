@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from trainer.errors import UserError
+from trainer.models.attention.choice import validate_split_model
 from trainer.models.attention.ring import find_segments
-from trainer.models.attention.split_attention import validate_split_model
 from trainer.models.attention.ulysses import validate_ulysses
 
 

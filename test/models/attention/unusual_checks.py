@@ -16,8 +16,7 @@ from unusual_models import MODELS, SAMPLES, alone, assert_same_gradients, make_c
 from trainer.datasets.batches.packing import collate_packed, collate_padded, model_inputs
 from trainer.datasets.batches.sequence_split import split_micro_batch, zigzag_shard
 from trainer.entry import end_well
-from trainer.models.attention.choice import fit_attention
-from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
+from trainer.models.attention.choice import fit_attention, register_ring_attention, validate_split_model
 from trainer.models.layers.activations import recompute_layers
 from trainer.models.layers.recurrent_layers import restart_at_documents
 from trainer.models.losses.token_losses import token_log_probs

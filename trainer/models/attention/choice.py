@@ -1,43 +1,55 @@
-"""Choose the attention function of a run, and check that the model fits it."""
+"""Choose the attention function of a run, register it with transformers, and check that the model fits it."""
 
 from typing import Optional
 
+import torch.distributed as dist
+from transformers import AttentionInterface, AutoConfig
+
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
+from trainer.model_parallel.tp_plans import heads_divide
+from trainer.models.attention import ring_package
+from trainer.models.attention.attention_call import read_call
+from trainer.models.attention.flash_limits import validate_flash_attention, validate_flash_model, validate_head_dims
+from trainer.models.attention.ring import ring_attention
+from trainer.models.attention.ulysses import ulysses_attention, validate_ulysses
+from trainer.models.attention.varlen import (
+    NAME,
+    register_varlen_attention,
+    validate_attention_layers,
+    validate_registered_attention,
+)
+from trainer.models.layers.model_call import remember_call
 
 PACKED = "sdpa, flash_attention_2, flash_attention_3"
+SPLIT = {"ring": ring_attention, "ulysses": ulysses_attention, "ring_package": ring_package.package_attention}
 
 
 def resolve_attention(
     attn_implementation: str, packed: bool, ring: bool = False, *, param_dtype: str = "bf16", device: str = "auto"
 ) -> str:
-    """Return the name of the attention function that transformers should call. Raises UserError if it cannot be used.
+    """Return the name of the attention function that transformers should call.
 
     With `ring`, `setup_attention` replaces it once the process groups exist.
+
+    Raises:
+        UserError: the function cannot be used with these flags, or on this machine.
     """
     if ring and attn_implementation in ("eager", "flash_attention_3"):
         found = f"{attn_implementation} with --ring_attn_size"
         raise UserError("--attn_implementation", found, "sdpa, flash_attention_2")
     if attn_implementation.startswith("flash"):
-        from trainer.models.attention.flash_limits import validate_flash_attention
-
         validate_flash_attention(attn_implementation, param_dtype, device)
         return attn_implementation
     if not packed:
         return attn_implementation
     if attn_implementation == "eager":
         raise UserError("--attn_implementation", "eager with --packing_samples", PACKED)
-    from trainer.models.attention.varlen import register_varlen_attention
-
     return register_varlen_attention()
 
 
 def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:
     """Raise UserError if packed documents would see each other. `attention` is the function's name, if it is known."""
-    from transformers import AutoConfig
-
-    from trainer.models.attention.varlen import NAME, validate_attention_layers, validate_registered_attention
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_attention_layers(config, "--packing_samples", "leave it out")
     if attention == NAME:
@@ -55,10 +67,6 @@ def validate_model(folder: str, trust_remote_code: bool, attention: str, packed:
     if packed:
         validate_packed_model(folder, trust_remote_code, attention)
     if attention.startswith("flash"):
-        from transformers import AutoConfig
-
-        from trainer.models.attention.flash_limits import validate_flash_model, validate_head_dims
-
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         validate_head_dims(config, attention)
         validate_flash_model(config, auto_class, attention)
@@ -74,7 +82,7 @@ def setup_attention(
     ring_attn_kernel: str,
     param_dtype: str,
     trust_remote_code: bool,
-) -> tuple:
+) -> tuple[str, Optional[dist.ProcessGroup]]:
     """Return (name of the attention function, ranks that split each sequence or None).
 
     `attention` is the name without splitting. `folder` is the model's. The other values are the flags of these names.
@@ -87,15 +95,9 @@ def setup_attention(
     if strategy.sizes.sp == 1:
         return attention, None
     sp_group = strategy.setup_ring_attn()
-    from transformers import AutoConfig
-
-    from trainer.models.attention.split_attention import register_ring_attention, validate_split_model
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
     if ring_attn_kernel != "native":
-        from trainer.models.attention import ring_package
-
         ring_package.validate_machine(param_dtype, strategy.device)
         ring_package.validate_model(config)
         return register_ring_attention(sp_group, "ring_package", packed), sp_group
@@ -104,11 +106,33 @@ def setup_attention(
     return register_ring_attention(sp_group, sp_mode, packed), sp_group
 
 
-def validate_heads(config, sp_size: int, tp_size: int) -> None:
-    """Raise UserError unless Ulysses attention can share the heads of every layer over `sp_size` ranks."""
-    from trainer.model_parallel.tp_plans import heads_divide
-    from trainer.models.attention.ulysses import validate_ulysses
+def register_ring_attention(group: dist.ProcessGroup, mode: str, packed: bool = False) -> str:
+    """Register attention over `group` with transformers. Return its name, for use as `attn_implementation`.
 
+    Mode "ring" passes keys and values around, for any number of heads. Mode "ulysses" exchanges heads for tokens. Mode
+    "ring_package" is the ring of ring-flash-attn; transformers would load a kernel for a name with "flash". All map
+    zigzag shards: query (rows, heads, tokens / sp, head_dim) to out (rows, tokens / sp, heads, head_dim). A model call
+    has `cu_seqlens` of the whole row if documents are `packed`. It never has an attention mask.
+    """
+    attention = SPLIT[mode]
+
+    def forward(module, query, key, value, attention_mask=None, **kwargs):
+        call = read_call(module, query, attention_mask, kwargs, "--ring_attn_size", "1", packed)
+        bounds = call.bounds(query.shape[2] * group.size())
+        return attention(call.query, key, value, bounds, call.window, call.scale, group, call.softcap, call.sinks), None
+
+    AttentionInterface.register(mode, forward)
+    return mode
+
+
+def validate_split_model(config) -> None:
+    """Raise UserError for a transformers config whose layers would silently compute wrong results from a shard."""
+    validate_attention_layers(config, "--ring_attn_size", "1")
+    validate_registered_attention(config, "--ring_attn_size", "1")
+
+
+def validate_heads(config, sp_size: int, tp_size: int) -> None:
+    """Raise UserError unless Ulysses attention can divide the heads of every layer over `sp_size` ranks."""
     tp_size = tp_size if heads_divide(config, tp_size) else 1  # otherwise every tp rank computes all heads
     for layer in layer_configs(config.get_text_config()):
         if hasattr(layer, "num_attention_heads"):  # Mamba has none
@@ -116,10 +140,11 @@ def validate_heads(config, sp_size: int, tp_size: int) -> None:
 
 
 def fit_attention(model, is_split: bool) -> None:
-    """Let attention of a loaded model know its documents and positions. Raise UserError for unfit split models."""
-    from trainer.models.attention.split_attention import validate_split_model
-    from trainer.models.layers.model_call import remember_call
+    """Give attention of a loaded model access to its documents and positions, in place.
 
+    Raises:
+        UserError: sequences are split, and the model does not fit.
+    """
     if is_split:
         validate_split_model(model.config)
     remember_call(model)

@@ -11,6 +11,8 @@ from typing import Optional
 
 import torch
 
+from trainer.errors import one_line
+
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 # flash-attn-4 installs into the same folder, flash_attn, as flash-attn 2, but it has none of its modules
@@ -27,7 +29,7 @@ def flash_fault(version: int) -> Optional[str]:
     except (ImportError, OSError) as error:
         others = ", ".join(name for other, name in PACKAGES.items() if other != version and _is_installed(name))
         if _is_installed(PACKAGES[version]):
-            return f"the installed {PACKAGES[version]} cannot be imported: {str(error).splitlines()[0]}"
+            return f"the installed {PACKAGES[version]} cannot be imported: {one_line(error)}"
         return f"flash-attn {version} is not installed{f', only {others}' if others else ''}"
 
 

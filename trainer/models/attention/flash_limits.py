@@ -5,6 +5,7 @@ import torch
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault
+from trainer.models.model_loading import model_class
 
 FLAG, OTHERS = "--attn_implementation", "sdpa, eager"
 SOURCES = {
@@ -47,11 +48,9 @@ def validate_head_dims(config, attention: str = "flash_attention_2") -> None:
 
 def validate_flash_model(config, auto_class, attention: str) -> None:
     """Raise UserError for a model that transformers does not compute with this kernel. It would take another one."""
-    classes = auto_class._model_mapping
-    if type(config) not in classes:  # code of the model folder
+    kind = model_class(config, auto_class._model_mapping)
+    if kind is None:
         return
-    found = classes[type(config)]
-    model_class = found[0] if isinstance(found, tuple) else found
-    compatible = model_class._compatible_flash_implementations
-    if not model_class._supports_flash_attn or (compatible is not None and attention not in compatible):
+    compatible = kind._compatible_flash_implementations
+    if not kind._supports_flash_attn or (compatible is not None and attention not in compatible):
         raise UserError(FLAG, f"{attention}, which {config.model_type} does not have in transformers", OTHERS)

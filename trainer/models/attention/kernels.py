@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.models.attention.flash import flash_fits, has_flash_attn, on_gpu
+from trainer.models.attention.soft_cap import capped_backward, capped_forward
 
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32  # efficient attention pads the rows of its log-sum-exp to a multiple of this many queries
@@ -36,8 +37,6 @@ def block_forward(
     lse is the logarithm of the softmax denominators.
     """
     if softcap is not None and not _capped_by_flash_attn(query, value, mask):
-        from trainer.models.attention.soft_cap import capped_forward
-
         return capped_forward(query, key, value, scale, causal, mask, softcap)
     if not on_gpu(query):
         query, key, value, mask = _in_fp32(query, key, value, mask)
@@ -48,7 +47,7 @@ def block_forward(
         return _efficient_forward(query, key, value, scale, causal, mask)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (batch, tokens, heads, head_dim)
     if has_flash_attn():
-        from flash_attn.flash_attn_interface import _flash_attn_forward
+        from flash_attn.flash_attn_interface import _flash_attn_forward  # an optional package
 
         out, lse, *_ = _flash_attn_forward(
             query, key, value, dropout_p=0.0, softmax_scale=scale, causal=causal,
@@ -80,8 +79,6 @@ def block_backward(
     gradients of separate blocks simply add up (Dao et al. 2022, FlashAttention, algorithm 4).
     """
     if softcap is not None and not _capped_by_flash_attn(query, value, mask):
-        from trainer.models.attention.soft_cap import capped_backward
-
         return capped_backward(dout, query, key, value, out, lse, scale, causal, mask, softcap)
     if not on_gpu(query):
         dout, query, key, value, out, mask = _in_fp32(dout, query, key, value, out, mask)
@@ -96,6 +93,11 @@ def block_backward(
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Make head_dim contiguous. The CPU kernel ignores its stride and would silently give wrong results."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
     """Convert one block to fp32. Then partial results are not rounded, and the CPU kernel is faster than in bf16."""
     return [None if tensor is None else tensor.float() for tensor in tensors]
@@ -106,7 +108,7 @@ def _capped_by_flash_attn(query: torch.Tensor, value: torch.Tensor, mask: Option
 
 
 def _flash_attn_backward(dout, query, key, value, out, lse, scale, causal, softcap):
-    from flash_attn.flash_attn_interface import _flash_attn_backward as backward
+    from flash_attn.flash_attn_interface import _flash_attn_backward as backward  # an optional package
 
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     backward(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainer.models.attention.kernels import block_backward, block_forward
+from trainer.models.attention.kernels import block_backward, block_forward, unit_stride
 
 TILE = 1024  # queries that share one window mask; a long document with a window takes many masks, not a huge one
 
@@ -66,7 +66,7 @@ class Segment(NamedTuple):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, bounds, window, scale, softcap, group):
-        query, key, value = (_unit_stride(tensor) for tensor in (query, key, value))
+        query, key, value = (unit_stride(tensor) for tensor in (query, key, value))
         ctx.bounds, ctx.window, ctx.scale, ctx.softcap, ctx.group = bounds, window, scale, softcap, group
         rank, size = _place(group)
         out = torch.zeros_like(query, dtype=torch.float32)
@@ -94,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        group, window, dout = ctx.group, ctx.window, _unit_stride(dout)
+        group, window, dout = ctx.group, ctx.window, unit_stride(dout)
         rank, size = _place(group)
         dquery = torch.zeros_like(query, dtype=torch.float32)
         finish_sums = None
@@ -218,8 +218,3 @@ def _start_shift(tensor: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Ca
         return received
 
     return finish
-
-
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Make head_dim contiguous. The CPU kernel ignores its stride and would silently give wrong results."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -20,6 +20,7 @@ from trainer.datasets.batches.global_batches import copied
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault
+from trainer.models.attention.kernels import unit_stride
 from trainer.models.attention.varlen import MODELS_WITH_SINKS
 
 FLAG, NAME, ALLOWED = "--ring_attn_kernel", "ring_flash_attn", "native"
@@ -100,7 +101,7 @@ def package_attention(
     }  # fmt: skip
     if len(bounds) == 2:
         ring = _package("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
-        return ring(*(_unit_stride(tensor) for tensor in tensors), **options)
+        return ring(*(unit_stride(tensor) for tensor in tensors), **options)
     gathering = _package("llama3_flash_attn_varlen")
     rank, size = group.rank(), group.size()
     ends = torch.tensor(bounds, dtype=torch.int32)  # in host memory: the package reads its numbers
@@ -114,10 +115,6 @@ def package_attention(
             )
         )
     return _Exchange.apply(torch.stack(outputs), group, False)
-
-
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Attention over a split sequence by exchanging heads for tokens (Jacobs et al. 2023, DeepSpeed Ulysses).
 
-One all-to-all gives each rank all tokens of its share of the heads. A second one takes the result back. Between them,
-attention works as for a packed row on one rank.
+One all-to-all gives each rank all tokens of its heads. A second one takes the result back. Between them, attention
+works as for a packed row on one rank.
 """
 
 import math
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_order
+from trainer.distributed.gradient_collectives import AllToAll
 from trainer.errors import UserError
 from trainer.models.attention.varlen import varlen_attention_forward
 
 
 def validate_ulysses(num_heads: int, sp_size: int) -> None:
-    """Raise UserError unless `sp_size` ranks can share the query heads evenly. Under tp, `num_heads` is per tp rank."""
+    """Raise UserError unless `sp_size` divides the query heads. Under tp, `num_heads` is per tp rank."""
     if num_heads % sp_size:
         fits = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
         found = f"ulysses over {sp_size} ranks, which do not divide {num_heads} heads"
@@ -37,7 +38,7 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """Compute attention over the ranks of `group`, as trainer.models.attention.ring.ring_attention specifies."""
     validate_ulysses(query.shape[1], group.size())
-    # where the ranks do not divide the KV heads, each of these is sent several times, next to itself
+    # where the ranks do not divide the KV heads, each KV head is repeated, next to itself
     repeats = math.lcm(key.shape[1], group.size()) // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     module = torch.nn.Module()  # gives the head ratio to transformers' sdpa, which repeats KV heads if needed
@@ -56,27 +57,12 @@ def ulysses_attention(
 def _gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Zigzag order (rows, heads, tokens / sp, head_dim) -> token order (rows, heads / sp, tokens, head_dim)."""
     by_rank = torch.stack(tensor.chunk(group.size(), dim=1))
-    received = _AllToAll.apply(by_rank, group)  # (sp, rows, heads / sp, tokens / sp, head_dim)
+    received = AllToAll.apply(by_rank, group, None, None)  # (sp, rows, heads / sp, tokens / sp, head_dim)
     return natural_order(torch.cat(received.unbind(), dim=2), group.size(), dim=2)
 
 
 def _gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Token order (rows, tokens, heads / sp, head_dim) -> zigzag order (rows, tokens / sp, heads, head_dim)."""
     by_rank = torch.stack(zigzag_order(tensor, group.size()).chunk(group.size(), dim=1))
-    received = _AllToAll.apply(by_rank, group)  # (sp, rows, tokens / sp, heads / sp, head_dim)
+    received = AllToAll.apply(by_rank, group, None, None)  # (sp, rows, tokens / sp, heads / sp, head_dim)
     return torch.cat(received.unbind(), dim=2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send slice r of the first dimension to rank r. The gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _AllToAll.apply(grad.contiguous(), ctx.group), None

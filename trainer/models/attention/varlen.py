@@ -8,13 +8,17 @@ import itertools
 from typing import Optional
 
 import torch
-from transformers import AttentionInterface
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.datasets.batches.global_batches import copied
 from trainer.errors import UserError
 from trainer.models.attention.attention_call import CHUNKED_MODELS, AttentionCall, read_call
 from trainer.models.attention.flash import flash_fits, on_gpu
+from trainer.models.attention.ring import ring_attention
+from trainer.models.layers.recurrent_layers import known_layers
+from trainer.models.model_loading import model_class
 
 NAME = "varlen"
 # the attributes in which configs name the kinds of their layers, and the kinds that this attention can serve
@@ -39,8 +43,6 @@ def varlen_attention_forward(
     """
     call = read_call(module, query, attention_mask, kwargs, "--packing_samples", "leave it out", packed=True)
     if call.softcap is not None or call.sinks is not None:
-        from trainer.models.attention.ring import ring_attention
-
         bounds = call.bounds(query.shape[2])
         return ring_attention(
             call.query, key, value, bounds, call.window, call.scale, None, call.softcap, call.sinks
@@ -61,8 +63,6 @@ def _has_kernel(call: AttentionCall, value: torch.Tensor) -> bool:
 
 
 def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     tokens_first = (tensor[0].transpose(0, 1) for tensor in (call.query, key, value))
     left = -1 if call.window is None else call.window - 1  # the kernel does not count the query itself
     cu_seqlens, max_length = call.cu_seqlens, call.max_length
@@ -82,8 +82,6 @@ def validate_attention_layers(config, flag: str, allowed: str) -> None:
     text = config.get_text_config()
     layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()} - ATTENTION_LAYERS
     if layers:
-        from trainer.models.layers.recurrent_layers import known_layers
-
         layers -= known_layers(config)
     for found in sorted(layers):
         raise UserError(flag, f"{config.model_type} has layers of {found}", allowed)
@@ -93,22 +91,19 @@ def validate_registered_attention(config, flag: str, allowed: str) -> None:
     """Raise UserError for a transformers config whose model does not fit a registered attention function.
 
     Such a model calls no registered function, or needs more than causal attention within a window."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or ()
     if "chunked_attention" in layers and text.model_type not in CHUNKED_MODELS:
         raise UserError(flag, f"{config.model_type} has layers of chunked_attention", allowed)
     if layers and set(layers) == {"linear_attention"}:  # no attention at all; `validate_attention_layers` knows these
         return
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # remote code: only a call can show whether it fits
+    kind = model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    if kind is None:  # only a call can show whether it fits
         return
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model_class = found[0] if isinstance(found, tuple) else found
     # Other models without sdpa have inputs that attention here does not know. Models whose implementation cannot be set
     # have attention code in the layer itself. That code sees neither documents nor shards.
-    fits = model_class._supports_sdpa or text.model_type in MODELS_WITH_SINKS
-    if not (fits and model_class._can_set_attn_implementation()):
+    fits = kind._supports_sdpa or text.model_type in MODELS_WITH_SINKS
+    if not (fits and kind._can_set_attn_implementation()):
         raise UserError(flag, f"{config.model_type} has its own kind of attention", allowed)
 
 

@@ -7,6 +7,7 @@ the model runs. FSDP and ZeRO-3 still gather the head's weight as they do for lo
 import contextlib
 import functools
 import json
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ class _LinearNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, chunk_rows: int):
         nll, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
-        for rows in _slices(len(hidden), chunk_rows):
+        for rows in row_slices(len(hidden), chunk_rows):
             logits = F.linear(hidden[rows], weight, bias).float()  # (chunk, vocab)
             lse[rows] = logits.logsumexp(1)
             nll[rows] = lse[rows] - logits.gather(1, targets[rows, None]).squeeze(1)
@@ -40,7 +41,7 @@ class _LinearNLL(torch.autograd.Function):
         # fp32: sums over chunks must not round to bf16 each time
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
-        for rows in _slices(len(hidden), ctx.chunk_rows):
+        for rows in row_slices(len(hidden), ctx.chunk_rows):
             logits = F.linear(hidden[rows], weight, bias).float()
             probabilities = logits.sub_(lse[rows, None]).exp_()
             probabilities.scatter_add_(1, targets[rows, None], torch.full_like(lse[rows, None], -1.0))
@@ -61,27 +62,33 @@ class _LinearNLL(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _slices(length: int, size: int):
+def row_slices(length: int, size: int) -> Iterator[slice]:
+    """Slices of up to `size` rows: 5 rows by 2 are 0:2, 2:4, 4:6."""
     return (slice(start, start + size) for start in range(0, length, size))
 
 
 def linear_nll(hidden, weight, bias, targets, chunk_rows: int) -> torch.Tensor:
     """Return -log p(target), (rows,) fp32, from hidden states (rows, width) and a head (vocab, width).
 
-    Logits exist for `chunk_rows` rows at a time. This costs four matrix products instead of three. Under autocast, the
-    product has the dtype of autocast, as in a Linear.
+    Logits exist for `chunk_rows` rows at a time. This costs four matrix products instead of three.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _LinearNLL.apply(hidden, weight, bias, targets, chunk_rows)
+    return _LinearNLL.apply(*as_autocast(hidden, weight, bias), targets, chunk_rows)
+
+
+def as_autocast(hidden, weight, bias) -> tuple:
+    """Under autocast, convert the three inputs of a head to its dtype, as a Linear does. `bias` may be None."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def token_nll(model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chunk_rows: int):
-    """Run a causal language model whose head is a torch.nn.Linear. `kept` (n,) are the places of the labels in all rows.
+    """Run a causal language model whose head is a torch.nn.Linear, for `labels` (rows, tokens).
 
-    Returns fp32 -log p(labels), (rows, tokens), 0 where IGNORE, and True. In two cases it must return logits and False:
-    a head sharded over tp, or a model that changes its logits after the head (soft caps, scales).
+    `kept` (n,) are the places of the labels in all rows. Returns fp32 -log p(labels), (rows, tokens), 0 where IGNORE,
+    and True. In two cases it must return logits (rows, tokens, vocab) and False: a head sharded over tp, or a model that
+    changes its logits after the head (soft caps, scales).
     """
     language_model = model.get_output_embeddings.__self__  # without the wrappers of DeepSpeed and peft
     head, gave_losses = language_model.get_output_embeddings(), False
@@ -90,19 +97,20 @@ def token_nll(model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chu
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal gave_losses
         weight, bias = head.weight, head.bias
-        if isinstance(weight, DTensor) or not _head_is_last(type(config), config.to_json_string(False)):
+        if isinstance(weight, DTensor) or not head_is_last(type(config), config.to_json_string(False)):
             return torch.nn.Linear.forward(head, hidden)
         gave_losses = True
         losses = linear_nll(hidden.flatten(0, -2)[kept], weight, bias, flat_labels[kept], chunk_rows)
         return losses.new_zeros(flat_labels.shape).index_put((kept,), losses).view(*labels.shape, 1)
 
-    with _forward_of(head, forward):
+    with forward_replaced(head, forward):
         output = model(**inputs).logits
     return (output.squeeze(-1), True) if gave_losses else (output, False)
 
 
 @contextlib.contextmanager
-def _forward_of(module: torch.nn.Module, forward):
+def forward_replaced(module: torch.nn.Module, forward: Callable) -> Iterator[None]:
+    """Call `forward` in place of the module's own, inside this context."""
     module.forward = forward  # found before the `forward` of the class; hooks still run
     try:
         yield
@@ -111,7 +119,7 @@ def _forward_of(module: torch.nn.Module, forward):
 
 
 @functools.cache
-def _head_is_last(config_class: type, config_json: str) -> bool:
+def head_is_last(config_class: type, config_json: str) -> bool:
     """Return whether a model returns the output of its head unchanged. A copy without weights or layers is tried."""
     config = config_class.from_dict(json.loads(config_json))
     outputs = []

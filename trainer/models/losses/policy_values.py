@@ -1,7 +1,7 @@
 """Log-probs and entropies of a policy without the logits of a whole micro-batch: (tokens, vocabulary) never exists.
 
 As in `linear_loss`, the head of the model returns results instead of logits. Here they are two numbers per token. The head
-may also be cut over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of the logits of a chunk.
+may also be sharded over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of the logits of a chunk.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from trainer.datasets.batches.packing import model_inputs
 from trainer.distributed.gradient_collectives import SumGradients
-from trainer.models.losses.linear_loss import _forward_of, _head_is_last, _slices
+from trainer.models.losses.linear_loss import as_autocast, forward_replaced, head_is_last, row_slices
 from trainer.models.losses.token_losses import (
     causal_lm_logits,
     places_of_labels,
@@ -29,24 +29,19 @@ def policy_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the labels and entropies, both (rows, tokens) fp32, 0 without a label.
 
-    They are of the distribution that tokens were drawn from: at this temperature, and within `kept_sets`. Few labels take
-    the plain route over all logits. So does a model that changes its logits after the head, or has an adapter on it.
+    They belong to the distribution that the rollout sampled from: at this temperature, and within `kept_sets`, see
+    `truncation.within_sets`. Few labels take the plain route over all logits. So does a model that changes its logits
+    after the head, or that has an adapter on it.
     """
     labels, head = micro_batch["labels"], model.get_output_embeddings()
     kept, options = places_of_labels(micro_batch), {"temperature": temperature}
-    sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has cut over tp
+    sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has sharded over tp
     if isinstance(head, torch.nn.Linear) or sharded_logits:
-        vocab_size = (
-            head.vocab_size
-            if sharded_logits
-            else head.weight.shape[0]
-            if isinstance(head.weight, DTensor)
-            else head.out_features
-        )
-        chunk_rows, config = rows_of_a_chunk(vocab_size, labels.device), model.get_output_embeddings.__self__.config
+        chunk_rows = rows_of_a_chunk(_vocab_size(head), labels.device)
+        config = model.get_output_embeddings.__self__.config
         if len(kept) <= chunk_rows:
             options |= {"chunk_tokens": labels.numel(), "kept": kept}
-        elif _head_is_last(type(config), config.to_json_string(False)):
+        elif head_is_last(type(config), config.to_json_string(False)):
             return _by_chunks(model, micro_batch, kept, chunk_rows, temperature)
     logits = causal_lm_logits(model, micro_batch)
     if "kept_sets" in micro_batch:
@@ -56,10 +51,17 @@ def policy_values(
         return log_probs, token_entropies(logits, labels, **options)
 
 
+def _vocab_size(head: torch.nn.Module) -> int:
+    """The number of rows of the whole head, also if this rank holds only a part of them."""
+    if "sharded_logits" in vars(head):
+        return head.vocab_size
+    return head.weight.shape[0] if isinstance(head.weight, DTensor) else head.out_features
+
+
 def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, temperature: float):
     labels = micro_batch["labels"]
     targets, sets = labels.flatten()[kept], micro_batch.get("kept_sets")
-    if sets is not None:  # where the sets of each chunk begin: a GPU is waited for once
+    if sets is not None:  # where the sets of each chunk begin; the host waits once for a GPU
         starts = [*torch.searchsorted(sets[0], kept[::chunk_rows].contiguous()).tolist(), sets.shape[1]]
     head = model.get_output_embeddings.__self__.get_output_embeddings()  # without the wrappers of DeepSpeed and peft
 
@@ -77,13 +79,11 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
             values = token_log_probs(logits, here, **options), token_entropies(logits, here, **options)
             return torch.stack(values, -1)[0]  # (chunk, 2)
 
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden, weight, bias = as_autocast(hidden, weight, bias)
         values = _Chunks.apply(hidden.flatten(0, -2)[kept], weight, bias, of_chunk, chunk_rows)
         return as_output(values.new_zeros(labels.numel(), 2).index_put((kept,), values).view(*labels.shape, 2))
 
-    with _forward_of(head, forward):
+    with forward_replaced(head, forward):
         output = model(**model_inputs(micro_batch)).logits
     output = output.to_local() if isinstance(output, DTensor) else output
     return output[..., 0], output[..., 1]
@@ -92,7 +92,10 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
 def _local_head(
     head, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Callable, Callable]:
-    """This rank's (hidden states, weight, bias) of a head, and what makes logits and the head's output of local results."""
+    """This rank's (hidden states, weight, bias) of a head, and two functions of local results.
+
+    The first one makes logits, the second one the output of the head.
+    """
     weight, bias = head.weight, head.bias
     if "sharded_logits" in vars(head):
         return SumGradients.apply(head.mp_group, hidden)[0], weight, bias, head.sharded_logits, lambda output: output
@@ -124,7 +127,7 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.of_chunk, ctx.chunk_rows = of_chunk, chunk_rows
         return torch.cat(
-            [of_chunk(F.linear(hidden[rows], weight, bias), rows) for rows in _slices(len(hidden), chunk_rows)]
+            [of_chunk(F.linear(hidden[rows], weight, bias), rows) for rows in row_slices(len(hidden), chunk_rows)]
         )
 
     @staticmethod
@@ -132,7 +135,7 @@ class _Chunks(torch.autograd.Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         # fp32: sums over chunks must not round to bf16 each time
         sums = [torch.zeros_like(t, dtype=torch.float32) if need else None for t, need in zip(tensors, needed)]
-        for rows in _slices(len(grad), ctx.chunk_rows):
+        for rows in row_slices(len(grad), ctx.chunk_rows):
             leaves = [None if tensor is None else tensor.detach() for tensor in (tensors[0][rows], *tensors[1:])]
             leaves = [leaf.requires_grad_() if need else leaf for leaf, need in zip(leaves, needed)]
             with torch.enable_grad():

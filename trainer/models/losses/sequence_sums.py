@@ -1,26 +1,11 @@
-"""Sums over the tokens of whole sequences. A mesh may have split these sequences over sp."""
+"""Sums over the tokens of whole sequences, which may be split over sp."""
 
 from typing import Optional
 
 import torch
 import torch.distributed as dist
 
-
-class _SumOverGroup(torch.autograd.Function):
-    """Sum over `group`. Every rank gets the result. Backward sums too, because each rank's loss may use the result."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, group) -> torch.Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+from trainer.distributed.gradient_collectives import Sum, SumGradients
 
 
 def sum_by_sequence(
@@ -35,7 +20,7 @@ def sum_by_sequence(
     sums = torch.zeros(max(num_sequences, 1), *values.shape[2:], dtype=torch.float64, device=values.device)
     sums = sums.index_add(0, sequence_ids.flatten(), values.flatten(0, 1).double())
     if sp_group is not None and sp_group.size() > 1:
-        sums = _SumOverGroup.apply(sums, sp_group)
+        sums = Sum.apply(*SumGradients.apply(sp_group, sums), sp_group)  # backward sums too: any rank may use the sum
     return sums[:num_sequences]
 
 

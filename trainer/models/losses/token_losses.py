@@ -15,6 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.batches.packing import IGNORE, model_inputs
+from trainer.models.losses.linear_loss import token_nll
+from trainer.models.losses.vocab_parallel import vocab_parallel_entropy, vocab_parallel_nll
 
 # bytes of fp32 logits that exist at a time; a micro-batch that fits takes the plain route, which is faster
 CHUNK_BYTES = 2**27
@@ -32,7 +34,7 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
 
 
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
-    """Run one forward pass; return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
+    """Run one forward pass. Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
     labels, head = micro_batch["labels"], model.get_output_embeddings()
     kept = places_of_labels(micro_batch)
     if not isinstance(head, torch.nn.Linear):  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
@@ -40,8 +42,6 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     chunk_rows = rows_of_a_chunk(head.out_features, labels.device)
     if len(kept) <= chunk_rows:
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel(), kept=kept)
-    from trainer.models.losses.linear_loss import token_nll
-
     values, are_losses = token_nll(model, model_inputs(micro_batch), labels, kept, chunk_rows)
     return -values if are_losses else token_log_probs(values, labels, kept=kept)
 
@@ -54,13 +54,11 @@ def token_log_probs(
     `logits` (rows, tokens, vocab) of any float dtype are divided by `temperature`. A DTensor is sharded over the
     vocabulary (all-reduces over tp). Logits are upcast to fp32 `chunk_tokens` at a time, and again in backward. So the
     fp32 logits of a large batch never exist. A batch of a single chunk is upcast once. The default chunk depends on the
-    whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` are the places of the
-    labels, if they are known.
+    whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` (n,) are the places of the
+    labels in all rows, if they are known.
     """
     nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
-        from trainer.models.losses.vocab_parallel import vocab_parallel_nll
-
         _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
         group = logits.device_mesh.get_group()
         logits = logits.to_local()
@@ -77,8 +75,6 @@ def token_entropies(
     """Return -sum p log p over the vocabulary at every position, 0 where IGNORE; otherwise like `token_log_probs`."""
     entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
-        from trainer.models.losses.vocab_parallel import vocab_parallel_entropy
-
         group = logits.device_mesh.get_group()
         logits = logits.to_local()
 
@@ -89,7 +85,7 @@ def token_entropies(
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
-    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). Waits once for a GPU."""
+    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). The host waits once for a GPU."""
     if labels.numel() <= chunk_tokens:
         kept = places_of_labels({"labels": labels}) if kept is None else kept
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), kept, function).view(labels.shape)
@@ -104,7 +100,7 @@ def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_token
 
 
 def places_of_labels(micro_batch: dict) -> torch.Tensor:
-    """Return the places of the labels in all rows, (n,). The loader found them, or else a GPU is waited for."""
+    """Return the places of the labels in all rows, (n,). If the loader has not found them, the host waits for the GPU."""
     if "kept" in micro_batch:
         return micro_batch["kept"]
     return (micro_batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)

@@ -42,7 +42,7 @@ def within_sets(logits: torch.Tensor, kept_sets: torch.Tensor) -> torch.Tensor:
         local = logits.to_local()
     flat, (places, tokens) = local.flatten(0, -2), kept_sets
     size = flat.shape[1]
-    # tokens of other ranks go to one more column: a GPU would have to be waited for to leave them out
+    # tokens of other ranks go to one more column: to leave them out, the host would wait for the GPU
     columns = torch.where((tokens >= start) & (tokens < start + size), tokens - start, size)
     outside = flat.new_zeros(len(flat), size + 1, dtype=torch.bool).index_fill_(0, places, True)
     outside[places, columns] = False

@@ -1,7 +1,14 @@
-"""Cross-entropy of logits that are split by vocabulary over the tp ranks. Full logits are never gathered."""
+"""Cross-entropy and entropy of logits that are sharded by vocabulary over tp. Full logits are never gathered."""
 
 import torch
 import torch.distributed as dist
+
+
+def _minus_maximum(logits: torch.Tensor, group) -> torch.Tensor:
+    """Logits (rows, local vocab) minus the maximum of each row over all ranks of `group` (all-reduce)."""
+    maximum = logits.amax(1) if logits.shape[1] else logits.new_full((logits.shape[0],), float("-inf"))
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    return logits - maximum[:, None]
 
 
 class _VocabParallelNLL(torch.autograd.Function):
@@ -9,12 +16,9 @@ class _VocabParallelNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, group) -> torch.Tensor:
-        num_local = logits.shape[1]
-        maximum = logits.amax(1) if num_local else logits.new_full((logits.shape[0],), float("-inf"))
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - maximum[:, None]  # (rows, local vocab)
+        shifted = _minus_maximum(logits, group)
         local_targets = targets - vocab_start
-        is_local = (local_targets >= 0) & (local_targets < num_local)
+        is_local = (local_targets >= 0) & (local_targets < logits.shape[1])
         rows = is_local.nonzero().squeeze(1)
         columns = local_targets[rows]
         target_logits = shifted.new_zeros(shifted.shape[0])
@@ -38,10 +42,7 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, group) -> torch.Tensor:
-        num_local = logits.shape[1]
-        maximum = logits.amax(1) if num_local else logits.new_full((logits.shape[0],), float("-inf"))
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - maximum[:, None]  # (rows, local vocab)
+        shifted = _minus_maximum(logits, group)
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(1), (exponentials * shifted).sum(1)])  # (2, rows)
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
