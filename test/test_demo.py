@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from trainer.datasets.demos.demo import SFT_DEFAULTS, make_demo
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SEED = 3
 SET_NAMES = ["sft", "sft_eval", "pairs", "pairs_eval", "prompts", "prompts_eval"]
 
-# Another process, with another hash seed, and with a check that importing the module alone does not import torch.
+# Another process, with another hash seed, and with a check that the demo's flags do not import torch.
 GENERATE_AGAIN = """
 import sys
-from trainer.datasets.demos.demo import make_demo
+import trainer.datasets.demos.demo_flags
 assert not {"torch", "transformers", "tokenizers"} & set(sys.modules)
+from trainer.datasets.demos.demo import make_demo
 make_demo(sys.argv[1], int(sys.argv[2]))
 """
 

@@ -1,4 +1,7 @@
-"""`make_demo`: write the embedded demo (a tiny model, its tokenizer, data for SFT, preferences and RL), or that with images."""
+"""`make_demo`: write the embedded demo: a tiny model, its tokenizer, and data for SFT, preferences and RL.
+
+python -m trainer.cli.make_demo --output_dir demo [--vision]
+"""
 
 import os
 from dataclasses import dataclass
@@ -20,15 +23,13 @@ class DemoArguments:
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(DemoArguments, "make_demo", argv)
+    # after the flags are read: --help must not import torch
+    from trainer.datasets.demos.demo import make_demo
+    from trainer.datasets.demos.vision_demo import make_vision_demo
     from trainer.runs.outputs import make_writable
 
-    if args.vision:
-        from trainer.datasets.demos.vision_demo import make_vision_demo as make_demo
-    else:
-        from trainer.datasets.demos.demo import make_demo
-
     make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
-    make_demo(args.output_dir, args.seed)
+    (make_vision_demo if args.vision else make_demo)(args.output_dir, args.seed)
     print(f"demo written to {args.output_dir}")
 
 

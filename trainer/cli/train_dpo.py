@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 
 import functools
 
+from trainer.datasets.demos.demo_flags import DPO_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.preference_flags import DPOArguments
@@ -23,8 +24,6 @@ EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demos.demo import DPO_DEFAULTS
-
     return {**DPO_DEFAULTS, "dataset": "pairs.jsonl", "eval_dataset": "pairs_eval.jsonl", "pretrain": "model"}
 
 

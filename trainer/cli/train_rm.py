@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain M
 
 import os
 
+from trainer.datasets.demos.demo_flags import RM_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.preference_flags import RMArguments
@@ -16,8 +17,6 @@ EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demos.demo import RM_DEFAULTS
-
     return {**RM_DEFAULTS, "dataset": "pairs.jsonl", "eval_dataset": "pairs_eval.jsonl", "pretrain": "model"}
 
 

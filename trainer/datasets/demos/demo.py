@@ -10,56 +10,14 @@ import random
 import shutil
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 from trainer.errors import UserError
 
 # Raise this number if the same seed would give other bytes: an older folder must not be used as a newer one.
 GENERATOR_VERSION = 1
-
-# Recommended flags of train_sft on this demo. The loss falls from 5.6 to about 0.7. After 200 to 300 steps, the model
-# sorts half of the held-out lists.
-SFT_DEFAULTS: dict = {
-    "learning_rate": 2e-3,
-    "lr_scheduler": "constant",
-    "train_batch_size": 32,
-    "micro_train_batch_size": 16,
-    "max_steps": 60,
-    "max_len": 128,
-    "eval_steps": 20,
-    "apply_chat_template": True,
-}
-
-# Recommended flags of train_rm and train_dpo. They rank most held-out pairs right: see test_preference_demo.
-RM_DEFAULTS: dict = {
-    "learning_rate": 5e-4,
-    "lr_scheduler": "constant",
-    "train_batch_size": 32,
-    "micro_train_batch_size": 16,
-    "max_steps": 150,
-    "max_len": 128,
-    "eval_steps": 50,
-    "apply_chat_template": True,
-}
-DPO_DEFAULTS: dict = {**RM_DEFAULTS, "learning_rate": 1e-3, "beta": 0.1}
-
-# Recommended flags of train_ppo. It needs a model that sometimes answers right after train_sft:
-# --pretrain runs/.../model.
-PPO_DEFAULTS: dict = {
-    "advantage_estimator": "group_norm",
-    "reward_func": "exact_match",
-    "label_key": "label",
-    "rollout_batch_size": 16,
-    "n_samples_per_prompt": 8,
-    "micro_rollout_batch_size": 64,
-    "train_batch_size": 128,
-    "micro_train_batch_size": 64,
-    "prompt_max_len": 96,
-    "generate_max_len": 32,
-    "learning_rate": 2e-4,
-    "critic_learning_rate": 1e-3,
-    "lr_scheduler": "constant",
-    "max_steps": 40,
-    "eval_steps": 10,
-}
 
 NUM_ROWS = {
     "sft": 4000,
@@ -233,9 +191,6 @@ def _write_jsonl(path: Path, rows: list[dict]) -> None:
 
 def _write_tokenizer(folder: Path, rows: list[dict]) -> int:
     """Train a byte-level BPE on the text of the rows. Save it with the chat template. Returns the vocabulary size."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -261,9 +216,6 @@ def _write_tokenizer(folder: Path, rows: list[dict]) -> int:
 
 def _write_model(folder: Path, seed: int) -> tuple[int, int]:
     """Save a randomly initialised Qwen3 in fp32. Returns (its vocabulary size, its number of parameters)."""
-    import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocab_size = -(-len(tokenizer) // 8) * 8  # padded up, so that tp of 2, 4 and 8 divides it
     token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}

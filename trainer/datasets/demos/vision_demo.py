@@ -10,6 +10,11 @@ import random
 import shutil
 from pathlib import Path
 
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
 from trainer.datasets.demos.demo import CHAT_TEMPLATE, END_TOKEN, PAD_TOKEN, START_TOKEN
 from trainer.errors import UserError
 
@@ -94,8 +99,6 @@ def make_rows(folder: Path, seed: int) -> dict[str, list[dict]]:
 
 def drawn(digits: str, draw: random.Random):
     """A picture of the digits, each in its own cell: dark on bright, of changing place and shade."""
-    from PIL import Image, ImageDraw, ImageFont
-
     paper, ink, font = draw.randint(220, 255), draw.randint(0, 40), ImageFont.load_default(15)
     image = Image.new("RGB", (CELL * len(digits), CELL), (paper, paper, paper))
     pen = ImageDraw.Draw(image)
@@ -107,10 +110,6 @@ def drawn(digits: str, draw: random.Random):
 
 def write_model(folder: Path, seed: int) -> None:
     """Save the tokenizer, the image processor and a randomly initialised Qwen3-VL in fp32."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one token per byte
     words = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

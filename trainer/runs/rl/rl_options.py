@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+from trainer.datasets.demos.demo_flags import PPO_DEFAULTS
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.runs import run_training
@@ -12,8 +13,6 @@ EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demos.demo import PPO_DEFAULTS
-
     return {**PPO_DEFAULTS, "dataset": "prompts.jsonl", "eval_dataset": "prompts_eval.jsonl", "pretrain": "model"}
 
 
@@ -52,8 +51,6 @@ def validate(args: PPOArguments) -> None:
 
 
 def _refuse_idle(args: PPOArguments) -> None:
-    from trainer.datasets.demos.demo import PPO_DEFAULTS
-
     estimator = args.advantage_estimator
     rules = [
         ("lambd critic_learning_rate", estimator == "gae", "--advantage_estimator gae"),
