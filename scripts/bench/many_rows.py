@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_from_disk
+from datasets import Dataset, concatenate_datasets, load_from_disk
 from sft_speed import environment, machine, timed
 from transformers import AutoTokenizer
 
-from trainer.cli.prepare_data import OPTIONS
 from trainer.datasets.batches.global_batches import GlobalBatchLoader, epoch_order
-from trainer.datasets.rows import quiet
-from trainer.datasets.samples.prepared import write_facts
-from trainer.datasets.samples.sft_samples import _features
+from trainer.datasets.samples.prepared import OPTIONS, write_prepared
+from trainer.datasets.samples.sft_samples import sft_features
 
 LENGTH, CHUNK = 6, 1_000_000
 
@@ -55,7 +53,7 @@ def synthetic(first: int, count: int) -> Dataset:
         "digest": pa.array([f"{number:016x}" for number in numbers.tolist()]),
         "row": pa.array(numbers),
     }
-    features = _features()
+    features = sft_features()
     for name in set(features) - set(columns):
         columns[name] = pa.array(np.zeros(count, np.int64))
     table = pa.table({name: columns[name] for name in features})
@@ -64,11 +62,10 @@ def synthetic(first: int, count: int) -> Dataset:
 
 def prepare(folder: Path, num_rows: int, demo: Path) -> None:
     parts = [synthetic(first, min(CHUNK, num_rows - first)) for first in range(0, num_rows, CHUNK)]
-    with quiet():
-        DatasetDict({"train": concatenate_datasets(parts)}).save_to_disk(str(folder), num_proc=2)
     options = dict.fromkeys(OPTIONS) | {"max_len": 128, "multiturn": False, "pretrain_mode": False}
     options |= {"apply_chat_template": False}
-    write_facts(str(folder), AutoTokenizer.from_pretrained(demo / "model"), options, {})
+    tokenizer = AutoTokenizer.from_pretrained(demo / "model")
+    write_prepared(concatenate_datasets(parts), tokenizer, options, {}, str(folder), num_proc=2)
 
 
 def started(folder: Path, demo: Path, ranks: int) -> Start:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.datasets.conversations.messages import messages_of
-from trainer.datasets.files.json_faults import find_json_fault
 from trainer.datasets.files.loading import load_rows
+from trainer.datasets.files.read_faults import find_json_fault
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

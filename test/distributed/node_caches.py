@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 
-from trainer.datasets.rows import map_cached
+from trainer.datasets.library import map_cached
 from trainer.distributed.collectives import gather_objects, rank_0_first
 from trainer.entry import end_well
 

@@ -4,11 +4,9 @@ python -m trainer.cli.prepare_data --pretrain MODEL --dataset data.jsonl --outpu
 """
 
 import os
-import shutil
 from dataclasses import dataclass
 from typing import Optional
 
-from trainer.datasets.samples.prepared import OPTIONS
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments, arg, parse_arguments
@@ -33,6 +31,10 @@ class PrepareArguments(SFTDataArguments, LengthArguments, DataArguments, OutputA
 def run(argv: list[str]) -> None:
     args = parse_arguments(PrepareArguments, "prepare_data", argv)
     quiet_libraries()
+    # after the flags are read: --help must not import torch
+    from trainer.datasets.conversations.templates import load_chat_template
+    from trainer.datasets.samples.preparation import prepare_rows
+    from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.runs.outputs import make_writable
     from trainer.runs.run_training import load_flag_rows, refuse_idle
@@ -46,47 +48,11 @@ def run(argv: list[str]) -> None:
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
     make_writable("--output_dir", os.path.dirname(target))
     tokenizer = load_tokenizer(resolve_model_folder(args.pretrain), args.trust_remote_code)
-    if args.tokenizer_chat_template:
-        from trainer.datasets.conversations.templates import load_chat_template
-
-        load_chat_template(args.tokenizer_chat_template, tokenizer)
+    load_chat_template(args.tokenizer_chat_template, tokenizer)
     rows = load_flag_rows(args, args.dataset, args.dataset_split, "--dataset")
-    try:
-        prepare(rows, tokenizer, target, {name: vars(args)[name] for name in OPTIONS}, args)
-    except OSError as error:
-        shutil.rmtree(target + ".tmp", ignore_errors=True)
-        raise UserError("--output_dir", f"{target}: {error.strerror or error}", "a folder with free space") from None
-
-
-def prepare(rows, tokenizer, target: str, options: dict, args) -> None:
-    """Tokenize `rows` part by part, and write them to the folder `target`. Each part stays in the cache until then."""
-    import datasets
-
-    from trainer.datasets.rows import quiet
-    from trainer.datasets.samples.prepared import write_facts
-    from trainer.datasets.samples.sft_samples import tokenize_rows, tokenize_sft
-
-    if "stop_trained" in rows.column_names:
-        raise UserError("--dataset", "rows that are tokenized already", "texts")
-    parts, temporary = [], target + ".tmp"
-    for first in range(0, len(rows), args.rows_per_part):
-        end = min(first + args.rows_per_part, len(rows))
-        part, facts = rows.select(range(first, end)), {"flag": "--dataset", "first_row": first}
-        parts.append(tokenize_rows(part, tokenizer, num_proc=args.dataset_num_proc, **facts, **options))
-        print(f"{end} of {len(rows)} rows", flush=True)
-    samples = datasets.concatenate_datasets(parts)
-    shutil.rmtree(temporary, ignore_errors=True)
-    with quiet():
-        # several files: every rank maps them into memory, and the processes share the writing
-        datasets.DatasetDict({"train": samples}).save_to_disk(temporary, num_proc=args.dataset_num_proc)
-    write_facts(temporary, tokenizer, options, {})
-    written = datasets.load_from_disk(temporary)["train"]
-    _, ledger = tokenize_sft(written, tokenizer, flag="--dataset", **options)
-    write_facts(temporary, tokenizer, options, ledger.counts)
-    os.replace(temporary, target)
-    for part in parts:
-        for file in part.cache_files:
-            os.remove(file["filename"])
+    options = {name: vars(args)[name] for name in OPTIONS}
+    sizes = {"rows_per_part": args.rows_per_part, "num_proc": args.dataset_num_proc}
+    ledger = prepare_rows(rows, tokenizer, target, options, **sizes)
     print(f"{ledger.summary()}\nwritten to {target}")
 
 

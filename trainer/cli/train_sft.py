@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain MODEL --dataset data.jsonl ...
 """
 
+from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
 from trainer.flags.common_flags import SFTArguments
 from trainer.runs import run_training
@@ -11,8 +12,6 @@ COMMAND = "train_sft"
 
 
 def demo_defaults() -> dict:
-    from trainer.datasets.demos.demo import SFT_DEFAULTS
-
     return {**SFT_DEFAULTS, "dataset": "sft.jsonl", "eval_dataset": "sft_eval.jsonl", "pretrain": "model"}
 
 
@@ -23,18 +22,15 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def load_data(args: SFTArguments, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized samples, ledger) of --dataset or --eval_dataset."""
-    if args.streaming and flag == "--dataset":
-        from trainer.runs.streamed_run import open_stream
+    # after the flags are read: --help must not import torch
+    from trainer.datasets.samples.sft_samples import tokenize_sft
+    from trainer.runs.image_runs import tokenizer_of_rows
+    from trainer.runs.streamed_run import open_stream
 
+    if args.streaming and flag == "--dataset":
         return open_stream(args, tokenizer)
     rows = run_training.load_flag_rows(args, names, split, flag)
-    if "images" in rows.column_names:
-        from trainer.runs.image_runs import tokenizer_of_images
-
-        tokenize = tokenizer_of_images(args)
-    else:
-        from trainer.datasets.samples.sft_samples import tokenize_sft as tokenize
-    return tokenize(
+    return tokenizer_of_rows(args, rows, tokenize_sft)(
         rows,
         tokenizer,
         flag=flag,

@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch
 
-from trainer.datasets.rows import digest_of
+from trainer.datasets.conversations.tokens import digest_of
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,21 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import VisionArguments
 
 
-def tokenizer_of_images(args) -> Callable:
-    """`tokenize_images` for the model of --pretrain. It has the parameters of `tokenize_sft`."""
-    from trainer.datasets.images.image_samples import tokenize_images
-
-    return functools.partial(tokenize_images, **_of_model(args))
-
-
-def tokenizer_of_answers(args, rows, tokenize: Callable, answers: list[str]) -> Callable:
-    """`tokenize`, of pairs or of single answers in the columns `answers`, or of prompts; its form for rows with images."""
-    if "images" not in rows.column_names:
-        return tokenize
-    from trainer.datasets.images.image_answers import tokenize_image_answers
-
-    return functools.partial(tokenize_image_answers, tokenize=tokenize, answers=answers, **_of_model(args))
-
-
-def _of_model(args) -> dict:
+def tokenizer_of_rows(args, rows, tokenize: Callable) -> Callable:
+    """`tokenize`, or its form for rows with images and the model of --pretrain. See `tokenize_with_images`."""
+    from trainer.datasets.files.image_files import has_images
+    from trainer.datasets.images.image_samples import tokenize_with_images
     from trainer.models.model_loading import resolve_model_folder
 
-    return {
-        "folder": resolve_model_folder(args.pretrain),
-        "remote_code": args.trust_remote_code,
-        "own_template": bool(args.tokenizer_chat_template),
-    }
+    if not has_images(rows):
+        return tokenize
+    return functools.partial(
+        tokenize_with_images,
+        tokenize=tokenize,
+        folder=resolve_model_folder(args.pretrain),
+        remote_code=args.trust_remote_code,
+        own_template=bool(args.tokenizer_chat_template),
+    )
 
 
 class ImageRun:
@@ -115,14 +106,6 @@ class ImageRun:
     def tensors_of_prompt(self, sources: tuple) -> dict:
         """The processor's tensors of the images of one prompt."""
         return self.collate.tensors_of([list(map(self._decode, sources))])
-
-
-def prompts_with_images(prompts, rows, columns: list[str]):
-    """Prompts of `tokenizer_of_answers` with the `columns` of their rows that rewards take."""
-    from trainer.datasets.images.image_answers import ImagePrompts
-    from trainer.datasets.samples.prompts import with_columns
-
-    return ImagePrompts(with_columns(prompts.samples, rows, columns), prompts.rows, prompts.processor)
 
 
 def _refuse_flags(args, any_images: bool) -> None:

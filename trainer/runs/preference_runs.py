@@ -4,7 +4,7 @@ import functools
 
 from trainer.errors import UserError
 from trainer.runs import run_training
-from trainer.runs.image_runs import tokenizer_of_answers
+from trainer.runs.image_runs import tokenizer_of_rows
 
 
 def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
@@ -20,7 +20,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     from trainer.datasets.samples.preference import tokenize_preference
 
     rows = run_training.load_flag_rows(args, names, split, flag)
-    return tokenizer_of_answers(args, rows, tokenize_preference, [args.chosen_key, args.rejected_key])(
+    return tokenizer_of_rows(args, rows, tokenize_preference)(
         rows,
         tokenizer,
         flag=flag,
@@ -44,7 +44,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     keys = {args.chosen_key, args.rejected_key}
     if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
         rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
-    return tokenizer_of_answers(args, rows, tokenize_unpaired, [args.completion_key])(
+    return tokenizer_of_rows(args, rows, tokenize_unpaired)(
         rows,
         tokenizer,
         flag=flag,

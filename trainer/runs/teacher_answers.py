@@ -1,11 +1,9 @@
 """Answers of a teacher to the prompts of a dataset, as token samples that `train_sft` reads: the first half of `train_kd`."""
 
 import dataclasses
-import os
 import shutil
 from typing import Any
 
-from trainer.errors import UserError
 from trainer.runs import run_training
 
 PROMPTS_AT_A_TIME = 256  # on each rank; rank 0 gets the answers of so many
@@ -71,7 +69,7 @@ def _prompts(args, tokenizer):
 
 def as_row(sample, number: int, tokenizer) -> dict[str, Any]:
     """A sample of a rollout as a row of `sft_samples`, with loss on the answer."""
-    from trainer.datasets.rows import digest_of, is_stop_token
+    from trainer.datasets.conversations.tokens import digest_of, is_stop_token
 
     ids, answer = sample.prompt_ids + sample.response_ids, len(sample.response_ids)
     return {
@@ -90,23 +88,14 @@ def as_row(sample, number: int, tokenizer) -> dict[str, Any]:
 def _write(args, tokenizer, samples: list[dict[str, Any]], target: str) -> None:
     import datasets
 
-    from trainer.datasets.rows import quiet
-    from trainer.datasets.samples.prepared import OPTIONS, write_facts
-    from trainer.datasets.samples.sft_samples import _features
+    from trainer.datasets.samples.prepared import OPTIONS, write_prepared
+    from trainer.datasets.samples.sft_samples import sft_features
 
     unset = dict.fromkeys(OPTIONS) | {
         "multiturn": False,
         "apply_chat_template": False,
         "pretrain_mode": False,
     }
-    temporary = target + ".tmp"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)
-        with quiet():
-            rows = datasets.Dataset.from_list(samples, features=_features())
-            datasets.DatasetDict({"train": rows}).save_to_disk(temporary)
-        write_facts(temporary, tokenizer, unset | {"max_len": args.max_len}, {})
-        os.replace(temporary, target)
-    except OSError as error:
-        raise UserError("--output_dir", f"{target}: {error.strerror or error}", "a folder with free space") from None
+    shutil.rmtree(target, ignore_errors=True)
+    rows = datasets.Dataset.from_list(samples, features=sft_features())
+    write_prepared(rows, tokenizer, unset | {"max_len": args.max_len}, {}, target)

@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from trainer.datasets.batches.bin_packing import planned
 from trainer.datasets.batches.packing import IGNORE
+from trainer.datasets.batches.sequence_split import split_micro_batch
 
 
 @dataclass
@@ -164,8 +166,6 @@ class GlobalBatchLoader:
             falling = np.argsort(-sizes, kind="stable").tolist()
             plan = [balanced_rows(falling, rank, self.dp_size, self.micro_batch_size) for rank in ranks]
         else:
-            from trainer.datasets.batches.bin_packing import planned
-
             plan = planned(sizes, ranks, self.dp_size, **self._cut_sizes)
         return [[[sample_ids[place] for place in places] for places in of_rank] for of_rank in plan]
 
@@ -222,8 +222,6 @@ def setup_dataloader(
     def prepared(samples: list[dict]) -> dict:
         batch = collate(samples)
         if strategy.sizes.sp > 1:
-            from trainer.datasets.batches.sequence_split import split_micro_batch
-
             batch = split_micro_batch(batch, strategy.meshes.root.get_local_rank("sp"), strategy.sizes.sp)
         return batch
 

@@ -13,6 +13,8 @@ import inspect
 
 import numpy as np
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from trainer.datasets.batches.packing import IGNORE, collate_padded, shifted_labels
 from trainer.errors import UserError
@@ -76,9 +78,6 @@ def sizes_to_plan(samples: list) -> np.ndarray:
 
 def refuse_model(model) -> None:
     """Raise UserError if a layer of `model` takes no mask of which token sees which one, or the model no positions."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
     layers = DynamicCache(config=model.config).layers
     is_plain = layers and all(type(layer) is DynamicLayer for layer in layers)
     is_plain = is_plain and model.config._attn_implementation == "sdpa"

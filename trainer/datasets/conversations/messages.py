@@ -6,7 +6,7 @@ They raise UserError if a value has another type than its key needs.
 import json
 from typing import Any
 
-from trainer.datasets.rows import KINDS, AsWritten
+from trainer.datasets.rows import AsWritten, kind_of
 from trainer.errors import UserError
 
 ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversations` data
@@ -15,8 +15,7 @@ ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversation
 def messages_of(value: Any, where: str) -> list[dict]:
     """Return messages with role and content, also from {from, value}. Keys without a value are dropped."""
     if not isinstance(value, list):
-        found = "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
-        raise UserError(where, found, "a list of messages")
+        raise UserError(where, kind_of(value), "a list of messages")
     messages = []
     for number, message in enumerate(value, 1):
         message = _without_none(message)
@@ -33,6 +32,13 @@ def messages_of(value: Any, where: str) -> list[dict]:
             raise UserError(f"{where} message {number}", "its content is not a text", allowed)
         messages.append(message)
     return messages
+
+
+def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
+    """The messages under `key`, which the flag `key_flag` named. A text becomes one message of `role`."""
+    if isinstance(row[key], str):
+        return [{"role": role, "content": row[key]}]
+    return messages_of(row[key], f"{key_flag} {key}")
 
 
 def tools_of(row: Any) -> list[dict] | None:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from trainer.datasets.conversations import training_templates
-from trainer.datasets.rows import is_stop_token
+from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
@@ -237,9 +237,3 @@ def _squash(tokenizer: Any, ids: list[int]) -> str:
     """Decoded text without white space, which templates trim, and without the tags of thoughts, which prompts may hold."""
     text = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
     return text.replace("<think>", "").replace("</think>", "")
-
-
-def check_input_template(input_template: str | None) -> None:
-    """Check that --input_template has one {} for the text. Raises UserError otherwise."""
-    if input_template is not None and input_template.count("{}") != 1:
-        raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")

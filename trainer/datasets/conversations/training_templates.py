@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 FOLDER = Path(__file__).parent / "chat_templates"
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -75,8 +76,6 @@ def _text(template: str, messages: list[dict], options: dict) -> str | None:
 
 def render(template: str, messages: list[dict], tools: list | None, options: dict) -> tuple[str, list[tuple[int, int]]]:
     """The text and, for each assistant message, the first character of its block and the one after its last."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     marked = is_ours(template)
     texts, blocks = render_jinja_template(
         conversations=[messages],

@@ -8,7 +8,7 @@ import re
 from typing import Any, Optional
 
 from trainer.datasets.conversations.templates import render
-from trainer.datasets.rows import is_stop_token
+from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
 MARK = "Q7mark7Q"  # stands for the generated turn; where it ends in the rendered text, the next messages begin

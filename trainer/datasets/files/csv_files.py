@@ -3,24 +3,22 @@
 import csv
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import pandas as pd
 
 from trainer.errors import UserError
 
-if TYPE_CHECKING:
-    from datasets import DatasetDict
 
-
-def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str) -> "DatasetDict":
+def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str) -> datasets.DatasetDict:
     """Read the rows of each split from its CSV files.
 
-    patterns: by split, the file names for glob. names: the names of all files. All have the columns of the first file.
+    patterns: split -> glob patterns of its files. names: the names of all files. All have the columns of the first file.
     Every column is text: types guessed from the values would make "007" a 7 and "NA" a missing value.
 
     Raises: UserError for a header that does not name the columns. Errors of pandas pass through: see `find_csv_fault`.
     """
-    import pandas as pd
-
     columns = _columns(names, where)
     try:
         with warnings.catch_warnings():
@@ -32,9 +30,7 @@ def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str)
     return _load(patterns, columns, usecols=columns)  # the extra fields are all empty: the rows end with a comma
 
 
-def _load(patterns: dict[str, list[str]], columns: list[str], **options: Any) -> "DatasetDict":
-    import datasets
-
+def _load(patterns: dict[str, list[str]], columns: list[str], **options: Any) -> datasets.DatasetDict:
     features = datasets.Features({column: datasets.Value("string") for column in columns}) if columns else None
     # Without index_col=False, a row longer than the header would shift its values: the first ones become row names.
     options |= {"features": features, "keep_default_na": False, "index_col": False}

@@ -2,20 +2,18 @@
 
 import glob
 import os
-from typing import TYPE_CHECKING
 
-from trainer.datasets.files.files import FORMATS, read_files
-from trainer.datasets.rows import one_line
+import datasets
+from datasets.data_files import FILES_TO_IGNORE
+from huggingface_hub import DatasetCard
+
+from trainer.datasets.files.read_files import FORMATS, read_files
+from trainer.datasets.library import one_line
 from trainer.errors import UserError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
 
-
-def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
+def read_folder(folder: str, where: str) -> dict[str, datasets.Dataset]:
     """Read the splits of a folder of data files or one from `save_to_disk`. Every data file must belong to a split."""
-    import datasets
-
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(folder, name))]
     path = os.path.realpath(folder)
     if not saved and glob.escape(path) != path:
@@ -37,8 +35,6 @@ def read_folder(folder: str, where: str) -> dict[str, "Dataset"]:
 
 def _card_names_files(folder: str) -> bool:
     """Whether the folder's README (as in a set on the hub) says which files make up a set."""
-    from huggingface_hub import DatasetCard
-
     card = os.path.join(folder, "README.md")
     return os.path.exists(card) and bool(DatasetCard.load(card).data.to_dict().get("configs"))
 
@@ -48,8 +44,6 @@ def _refuse_unread_files(folder: str, files: dict[str, list[str]], where: str) -
 
     The library reads one format of a folder. If any file name shows a split, it reads only files with such names.
     """
-    from datasets.data_files import FILES_TO_IGNORE
-
     read = {os.path.realpath(name) for names in files.values() for name in names}
     unread = []
     for parent, folders, names in os.walk(folder, followlinks=True):

@@ -1,4 +1,4 @@
-"""The images of a row: paths, members of tar files, data URIs or bytes. Faults are found when a set is tokenized, and named with the row."""
+"""The images of a row: paths, members of tar files, data URIs or bytes. Errors come when a set is tokenized, with the row's number."""
 
 import base64
 import binascii
@@ -7,12 +7,12 @@ import hashlib
 import io
 import os
 import tarfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
+from PIL import Image, ImageOps
 
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 COLUMN, FOLDER = "images", "images_folder"
 ALLOWED = "a path, a data URI or bytes"
@@ -21,14 +21,19 @@ IN_TAR = ".tar::"  # shards/0.tar::7.png is the member 7.png of the file shards/
 SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 
 
-def with_folder(rows: "Dataset", path: str) -> "Dataset":
-    """The rows with a column that says where relative paths begin: the folder of the data, or that of its file."""
+def has_images(rows) -> bool:
+    """Whether rows or samples have a column of images. It may be empty throughout: see `rows_with_images`."""
+    return COLUMN in rows.column_names
+
+
+def with_folder(rows: Dataset, path: str) -> Dataset:
+    """The rows with a column for the folder where relative paths begin: the data's folder, or its file's."""
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     return rows.add_column(FOLDER, [os.path.abspath(folder)] * len(rows)) if os.path.exists(path) else rows
 
 
 def sources_of(row: Any) -> list:
-    """The images of a row's column, in order: each is a path from the root, a data URI or bytes."""
+    """The images in a row's column, in order. Each is an absolute path, a data URI or bytes."""
     value = row[COLUMN]
     items = [] if value is None else value if isinstance(value, list) else [value]
     return [_source(item, row.get(FOLDER)) for item in items]
@@ -76,7 +81,7 @@ def content_of(source: str | bytes) -> bytes:
 
 
 def _file_of(source: str) -> tuple[str, str]:
-    """The file, and the name of the member if the file is a tar."""
+    """(path of the file, name of the member if the file is a tar)."""
     if IN_TAR not in source:
         return source, ""
     path, _, member = source.partition(IN_TAR)
@@ -85,15 +90,13 @@ def _file_of(source: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def _members(path: str, *version: int) -> dict[str, tuple[int, int]]:
-    """Start and size of each file in a tar without compression. It is read once for each `version` of the tar."""
+    """Start and size, in bytes, of each file in a tar without compression. A new `version` of the tar is read again."""
     with tarfile.open(path, "r:") as tar:
         return {member.name.removeprefix("./"): (member.offset_data, member.size) for member in tar if member.isfile()}
 
 
 def decode(source: str | bytes, content: bytes | None = None):
-    """The image, upright and in RGB. `content` are its bytes if they were read before."""
-    from PIL import Image, ImageOps
-
+    """The PIL image, upright and in RGB. `content`: its bytes, if they were read before."""
     content = content_of(source) if content is None else content
     try:
         with Image.open(io.BytesIO(content)) as image:
@@ -104,7 +107,7 @@ def decode(source: str | bytes, content: bytes | None = None):
 
 
 def identity(source: str | bytes) -> list:
-    """What tells whether an image has changed since it was read: the time and size of its file."""
+    """The time and size of an image's file. They differ if the image has changed since it was read."""
     if isinstance(source, bytes) or source.startswith("data:"):
         return []  # its bytes are in the row
     try:

@@ -1,7 +1,7 @@
 """Read JSON and JSON Lines files as tables: texts and numbers with their types, lists and objects as unchanged JSON.
 
 The reader of the datasets library gives types to their content. 1 becomes 1.0 if another row has 1.5. Keys of one row
-become null in all others, and "2024-05-01" becomes a date. This module is imported only if a set needs it.
+become null in all others, and "2024-05-01" becomes a date.
 """
 
 import io
@@ -66,10 +66,10 @@ with warnings.catch_warnings():
 
 
 def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
-    """Read the rows of each split and cache them on disk. patterns: by split, the names of its JSON files, for glob.
+    """Read the rows of each split and cache them on disk. patterns: split -> glob patterns of its JSON files.
 
     Every row has the columns of all files, and None where it has no value. Raises the reader's own errors. They often
-    lack the file name and the line: see `json_faults`.
+    lack the file name and the line: see `read_faults`.
     """
     kept = _JsonBuilder(data_files=patterns, hash=READER_VERSION).cache_dir + ".columns.json"
     columns = None

@@ -1,12 +1,12 @@
-"""Join several sets into one dataset: columns get common types, and rows follow each other or are drawn by odds."""
+"""Join several sets into one dataset: columns get common types, and rows follow each other or are sampled with given odds."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset, Json, LargeList, List, Value, concatenate_datasets, interleave_datasets
+
+from trainer.datasets.files.json_files import JsonText
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 def parse_probs(probs: str, num_sets: int) -> list[float]:
@@ -22,18 +22,22 @@ def parse_probs(probs: str, num_sets: int) -> list[float]:
     return [p / sum(odds) for p in odds]
 
 
-def mix(sets: list["Dataset"], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> "Dataset":
+def mix(sets: list[Dataset], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> Dataset:
     """Join several sets into one dataset; see `load_rows`."""
-    import datasets
+    return joined(_with_common_types(sets, paths, flag), odds, seed)
 
-    sets = _with_common_types(sets, paths, flag)
+
+def joined(sets: list, odds: list[float] | None, seed: int):
+    """Datasets or streams of the same columns as one: they follow each other, or each next row is sampled with `odds`.
+
+    With odds, it ends when the first set is used up: every row occurs at most once, and the odds hold to the end.
+    """
     if odds is None:
-        return datasets.concatenate_datasets(sets)
-    # The dataset ends when the first set is used up: every row occurs at most once, and the odds hold to the end.
-    return datasets.interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
+        return concatenate_datasets(sets)
+    return interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
 
 
-def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> list["Dataset"]:
+def _with_common_types(sets: list[Dataset], paths: list[str], flag: str) -> list[Dataset]:
     """Give each column one type in all sets. Texts of any Arrow width are one type. Objects may have different keys."""
     for column in sorted({column for rows in sets for column in rows.column_names}):
         holders = [i for i, rows in enumerate(sets) if column in rows.column_names]
@@ -42,10 +46,8 @@ def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> li
             other = sets[i].features[column]
             common = _common_type(first, other)
             if common is None:
-                found = (
-                    f"column {column!r} is {_describe(first)} in {paths[holders[0]]}, {_describe(other)} in {paths[i]}"
-                )
-                raise UserError(flag, found, "one type per column")
+                kinds = f"{_describe(first)} in {paths[holders[0]]}, {_describe(other)} in {paths[i]}"
+                raise UserError(flag, f"column {column!r} is {kinds}", "one type per column")
             first = common
         for i in holders:
             if sets[i].features[column] != first:
@@ -55,10 +57,6 @@ def _with_common_types(sets: list["Dataset"], paths: list[str], flag: str) -> li
 
 def _common_type(a: Any, b: Any) -> Any:
     """The column type that holds the values of both types unchanged, or None."""
-    from datasets import Json, LargeList, List, Value
-
-    from trainer.datasets.files.json_files import JsonText
-
     if a == b or b == Value("null"):
         return a
     if a == Value("null"):
@@ -78,10 +76,6 @@ def _common_type(a: Any, b: Any) -> Any:
 
 
 def _describe(feature: Any) -> str:
-    from datasets import LargeList, List, Value
-
-    from trainer.datasets.files.json_files import JsonText
-
     if isinstance(feature, JsonText):
         return "lists or objects"
     if isinstance(feature, (List, LargeList)):

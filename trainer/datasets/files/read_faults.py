@@ -1,13 +1,18 @@
-"""Why a data file could not be read. This is used only after a reader has failed."""
+"""Find the line of a data file that could not be read. This is used only after a reader has failed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
 
 from trainer.datasets.files.csv_files import find_csv_fault
-from trainer.datasets.files.json_faults import find_json_fault
-from trainer.datasets.rows import one_line
+from trainer.datasets.files.json_files import DECODER, is_array
+from trainer.datasets.library import one_line
+from trainer.datasets.rows import KINDS
 from trainer.errors import UserError
 
 
 def explain(error: Exception, kind: str, names: list[str], where: str) -> UserError:
-    """Return what the user is told: the file and the line of the fault, if they can be found."""
+    """Return the error for the user. It names the file and the line of the fault, if they can be found."""
     find_fault = {"json": find_json_fault, "csv": find_csv_fault}.get(kind)
     for name in names if find_fault else []:
         fault = find_fault(name)
@@ -21,3 +26,58 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
 
 def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
     return UserError(f"{where} {place}" if where.endswith(name) else f"{where} {name} {place}", found)
+
+
+def find_json_fault(path: str) -> tuple[str, str] | None:
+    """Find the first bad row of a JSON or JSON Lines file: (place, what is wrong there), or None.
+
+    A bad row is a broken line, a row that is not an object, or a key whose type differs from earlier rows.
+    """
+    seen: dict[str, tuple[str, str]] = {}
+    rows = _json_rows(path)
+    while True:
+        try:
+            place, row = next(rows)
+        except StopIteration:
+            return None
+        except _Broken as fault:
+            return fault.args
+        if row is not None and not isinstance(row, dict):
+            return place, f"a {KINDS[type(row)]}, not an object with keys"
+        for key, value in (row or {}).items():
+            if value is None:
+                continue
+            kind = KINDS[type(value)]
+            first_kind, first_place = seen.setdefault(key, (kind, place))
+            if kind != first_kind:
+                return place, f"{key!r} is a {kind} here but a {first_kind} in {first_place}"
+
+
+class _Broken(Exception):
+    """args: place, what is wrong there."""
+
+
+def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) for each row. Raises _Broken where the text is not JSON."""
+    with open(path, "rb") as file:
+        if is_array(file):
+            rows = _parse(file.read(), first_line=1)
+            yield from ((f"item {number}", row) for number, row in enumerate(rows, 1))
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", _parse(line.rstrip(), first_line=number)
+
+
+def _parse(text: bytes, first_line: int) -> Any:
+    try:
+        return DECODER.decode(text.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        place = f"line {first_line + error.lineno - 1}"
+        raise _Broken(place, f"broken JSON ({error.msg}, column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise _Broken(f"line {first_line}", "not UTF-8 text") from None
+    except RecursionError:
+        raise _Broken(f"line {first_line}", "lists or objects are nested too deep") from None
+    except ValueError as error:
+        raise _Broken(f"line {first_line}", f"broken JSON ({error})") from None

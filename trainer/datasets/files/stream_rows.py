@@ -1,17 +1,20 @@
-"""Open data sets as streams: their files are read one after the other while the run trains, and never copied."""
+"""Open data sets as streams: the run reads their files one after the other while it trains, and never copies them."""
 
 import glob
 import hashlib
 import importlib.util
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.datasets.rows import AsWritten, one_line
+import datasets
+from datasets import data_files
+
+from trainer.datasets.files.mixing import joined, parse_probs
+from trainer.datasets.files.tar_files import open_tar_files
+from trainer.datasets.library import one_line
+from trainer.datasets.rows import AsWritten
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
 KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
@@ -23,20 +26,14 @@ ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folde
 
 def open_rows(
     names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
-) -> tuple["IterableDataset", str]:
+) -> tuple[datasets.IterableDataset, str]:
     """Return the rows of the comma-separated sets, and a hash of the names and local sizes of their files.
 
-    Without probs, the sets follow each other. With probs, each next row comes from a set drawn with these odds. The
-    stream ends when the first set is used up. Raises UserError for what is not there.
+    Without probs, the sets follow each other. With probs, each next row comes from a set sampled with these odds. The
+    stream ends when the first set is used up. Raises UserError for a file that does not exist or cannot be streamed.
     """
-    import datasets
-
     paths = [name.strip() for name in names.split(",") if name.strip()]
-    odds = None
-    if probs is not None:
-        from trainer.datasets.files.mixing import parse_probs
-
-        odds = parse_probs(probs, len(paths))
+    odds = None if probs is None else parse_probs(probs, len(paths))
     files = [_files_of(path, f"{flag} {path}", split) for path in paths]
     sets = [_open(found, f"{flag} {path}") for path, found in zip(paths, files, strict=True)]
     if max_samples:
@@ -47,19 +44,15 @@ def open_rows(
         return sets[0], digest
     if any(rows.features != sets[0].features for rows in sets):
         found = "sets whose files or columns are of two kinds"
-        raise UserError(
-            flag, found, "with --streaming: all jsonl, all tar, or all parquet with the same columns and types"
-        )
-    if odds is None:
-        return datasets.concatenate_datasets(sets), digest
-    options = {"probabilities": odds, "seed": seed, "stopping_strategy": "first_exhausted"}
-    return datasets.interleave_datasets(sets, **options), digest
+        allowed = "with --streaming: all jsonl, all tar, or all parquet with the same columns and types"
+        raise UserError(flag, found, allowed)
+    return joined(sets, odds, seed), digest
 
 
 def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
-    """The rows of a block of columns. JSON becomes the object that it is, with the text beside it in a tar file.
+    """The rows of a block of columns. JSON becomes its object, together with the text of the same name in a tar file.
 
-    Raises ValueError for JSON that is no object.
+    Raises ValueError for JSON that is not an object.
     """
     columns = [name for name in block if name != LINE]
     lines = block.get(LINE) or [None] * len(block[columns[0]])
@@ -73,15 +66,13 @@ def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
         elif line.strip():
             row = DECODER.decode(line)
             if not isinstance(row, dict):
-                raise ValueError(f"a line is no JSON object: {line[:80]}")
+                raise ValueError(f"a line is not a JSON object: {line[:80]}")
             rows.append({**row, **others})
     return rows
 
 
 def _files_of(path: str, where: str, split: str) -> list[str]:
     """The files of a set, in the order in which they are read."""
-    from datasets import data_files
-
     local = os.path.expanduser(path)
     is_folder = os.path.isdir(local) if "://" not in path else not _kind(path)
     if not is_folder and not _kind(path):
@@ -115,15 +106,11 @@ def _kind(name: str) -> str | None:
     return KINDS.get(os.path.splitext(stem)[1] if ending in COMPRESSED else ending)
 
 
-def _open(files: list[str], where: str) -> "IterableDataset":
-    import datasets
-
+def _open(files: list[str], where: str) -> datasets.IterableDataset:
     if any(name.endswith(".zst") for name in files) and not importlib.util.find_spec("zstandard"):
         raise UserError(where, "a .zst file needs the package zstandard", "pip install zstandard, or other files")
     kind = _kind(files[0])
     if kind == "tar":
-        from trainer.datasets.files.tar_files import open_tar_files
-
         return open_tar_files(files, LINE)
     options = {}
     if kind == "text":
@@ -136,5 +123,5 @@ def _open(files: list[str], where: str) -> "IterableDataset":
 
 
 def _facts_of(name: str) -> list:
-    """What tells a file from another one: its own name, and its size if it is local."""
+    """The name of a file, and its size if it is local: a resumed run compares them."""
     return [os.path.basename(name), os.path.getsize(name) if os.path.isfile(name) else None]

@@ -2,10 +2,9 @@
 
 import tarfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from datasets import IterableDataset
+import datasets
+import fsspec
 
 KINDS = ("json", "txt")
 
@@ -23,10 +22,8 @@ class _Header(tarfile.TarInfo):
             raise ValueError(f"the tar file is cut off or damaged: {error}") from None
 
 
-def open_tar_files(files: list[str], line: str) -> "IterableDataset":
+def open_tar_files(files: list[str], line: str) -> datasets.IterableDataset:
     """The rows of tar files, which may be URLs. The column `line` holds the JSON, the column `txt` the text."""
-    import datasets
-
     text = datasets.Value("string")
     features, options = datasets.Features({line: text, "txt": text}), {"files": files, "line": line}
     return datasets.IterableDataset.from_generator(_read, features=features, gen_kwargs=options)
@@ -39,9 +36,7 @@ def _read(files: list[str], line: str) -> Iterator[dict]:
 
 
 def _rows_of(name: str) -> Iterator[dict[str, str]]:
-    """The rows of a file. Raises ValueError for a member of another kind, or for one that comes twice."""
-    import fsspec
-
+    """The rows of a file. Raises ValueError for a member of another kind, and for two members of one name."""
     row, row_name = {}, None
     with (
         fsspec.open(name, "rb", compression="infer") as file,

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
 from trainer.errors import UserError
 
 # kind of model -> module and class of its processor. A kind is added with a parity test in test/test_parity_vision.py.
@@ -29,8 +33,6 @@ def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False)
 
     Parts for video and sound are left out: they need further packages. Raises UserError if the model reads no images.
     """
-    from transformers import AutoImageProcessor
-
     kind = _processor_class(folder)
     try:
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -57,8 +59,6 @@ def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False)
 
 def _processor_class(folder: str) -> type:
     """The class of processor of the folder's kind of model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         model_type = json.load(file).get("model_type")
     if model_type in PROCESSORS:
@@ -111,8 +111,6 @@ def image_token_ids(processor) -> list[int]:
 
 def blank_image():
     """A white image. Idefics3 takes images of zeros for padding."""
-    from PIL import Image
-
     return Image.new("RGB", BLANK, (255, 255, 255))
 
 

@@ -5,7 +5,11 @@ import json
 import os
 import threading
 
+import datasets
 import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from trainer.datasets.files.image_files import content_of, decode
 from trainer.datasets.images.image_processor import process_images, processor_state
@@ -19,10 +23,6 @@ class PixelCache:
 
     def __init__(self, processor):
         """Raises UserError if the tensors of an image depend on the images beside it: they could not be kept alone."""
-        import datasets
-        import transformers
-        from PIL import Image
-
         self._processor = processor
         state = json.dumps([transformers.__version__, processor_state(processor)])
         name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
@@ -42,8 +42,6 @@ class PixelCache:
     def _of(self, image) -> dict:
         if not isinstance(image, (str, bytes)):
             return self._made(image)  # the white image of a micro-batch without images
-        from safetensors.torch import load_file, save_file
-
         content = content_of(image)
         path = os.path.join(self._folder, f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.safetensors")
         if not os.path.exists(path):

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
-from trainer.datasets.conversations.messages import messages_of, tools_of
-from trainer.datasets.conversations.templates import chat_template, check_input_template, render_chat
-from trainer.datasets.rows import text_of, with_eos, with_special_tokens
+from trainer.datasets.conversations.messages import as_messages, tools_of
+from trainer.datasets.conversations.templates import chat_template, render_chat
+from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
+from trainer.datasets.rows import text_of
 from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 # what becomes of a row, in its column `fate`; only rows with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
@@ -22,16 +21,27 @@ KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Everything that decides, together with the tokenizer and the answer's key, what an answer becomes."""
+    """Everything that decides, together with the tokenizer, the tokens of the answers of a row."""
 
     chat: bool
     prompt_key: str | None
+    answer_keys: tuple[str, ...]
     input_template: str | None
     max_len: int
 
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The columns of a conversation before its answer, for images."""
+        return [self.prompt_key] if self.prompt_key else []
+
+    @property
+    def answer_columns(self) -> list[str]:
+        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        return list(self.answer_keys)
+
 
 def answer_options(
-    rows: "Dataset",
+    rows: Dataset,
     tokenizer: Any,
     prompt_key: str | None,
     answer_keys: tuple[str, ...],
@@ -48,7 +58,7 @@ def answer_options(
     if prompt_key is None and "prompt" in rows.column_names:
         prompt_key = "prompt"
     is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, *answer_keys) if key)
-    options = AnswerOptions(apply_chat_template or is_list, prompt_key, input_template, max_len)
+    options = AnswerOptions(apply_chat_template or is_list, prompt_key, answer_keys, input_template, max_len)
     if options.chat:
         chat_template(tokenizer)  # raises if there is none
     if input_template is not None and (options.chat or prompt_key is None):
@@ -71,14 +81,9 @@ def tokenize_answer(
 def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
     answer = text_of(row, key_flag, key)
     if options.prompt_key is None:  # whole texts: the part that both share cancels in every preference
-        input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, answer))
-        return input_ids, [1 if answer.strip() else 0] * len(input_ids)
+        return whole_text(tokenizer, answer)
     prompt = text_of(row, "--prompt_key", options.prompt_key)
-    if options.input_template is not None:
-        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    prompt_ids = with_special_tokens(tokenizer, prompt)
-    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1 if answer.strip() else 0] * len(answer_ids)
+    return prompt_and_answer(tokenizer, prompt, answer, options.input_template)
 
 
 def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
@@ -92,16 +97,9 @@ def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: Ans
     return render_chat(tokenizer, messages, multiturn=False, tools=tools)
 
 
-def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
-    """The messages under `key`. A text becomes one message of `role`."""
-    if isinstance(row[key], str):
-        return [{"role": role, "content": row[key]}]
-    return messages_of(row[key], f"{key_flag} {key}")
-
-
 def keep_answers(
-    samples: "Dataset", noun: str, sentence: str, fates: list[str], totals: dict[str, str], *, flag: str, max_len: int
-) -> tuple["Dataset", Ledger]:
+    samples: Dataset, noun: str, sentence: str, fates: list[str], totals: dict[str, str], *, flag: str, max_len: int
+) -> tuple[Dataset, Ledger]:
     """The samples whose fate is KEPT, and the ledger. Raises UserError if no `noun` is left.
 
     `fates` are counted: "cut away" as num_cut_away. `totals` are sums over the kept samples: name of a count -> column.

@@ -1,12 +1,9 @@
 """The ledger of a dataset: counts of what happened to its rows, printed at the start and stored with the run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from datasets import Dataset
 
 
 @dataclass
@@ -26,6 +23,6 @@ class Ledger:
         return self.sentence.format(**self.counts)
 
 
-def keep(samples: "Dataset", kept: np.ndarray) -> "Dataset":
+def keep(samples: Dataset, kept: np.ndarray) -> Dataset:
     """The samples where `kept` (samples,) is true. A set that is kept whole stays as it is, without indices."""
     return samples if kept.all() else samples.select(np.flatnonzero(kept))

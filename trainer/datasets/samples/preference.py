@@ -2,11 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset, Features, List, Value
 
-from trainer.datasets.rows import check_keys, digest_of, map_cached, tokenizer_state
+from trainer.datasets.conversations.messages import as_messages
+from trainer.datasets.conversations.tokens import digest_of, tokenizer_state
+from trainer.datasets.library import map_cached
+from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -14,7 +18,6 @@ from trainer.datasets.samples.answers import (
     KEPT,
     AnswerOptions,
     answer_options,
-    as_messages,
     collate_sequences,
     keep_answers,
     tokenize_answer,
@@ -22,9 +25,6 @@ from trainer.datasets.samples.answers import (
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
@@ -37,7 +37,7 @@ SENTENCE = (
 
 
 def tokenize_preference(
-    rows: "Dataset",
+    rows: Dataset,
     tokenizer: Any,
     *,
     flag: str,
@@ -51,7 +51,7 @@ def tokenize_preference(
     num_proc: int | None = None,
     mean_flag: str | None = None,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", Ledger]:
+) -> tuple[Dataset, Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
@@ -68,7 +68,6 @@ def tokenize_preference(
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
-    keys = {"chosen": chosen_key, "rejected": rejected_key}
     flags = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
     check_keys(rows.column_names, flag, {**flags, "--margin_key": margin_key})
     options = answer_options(
@@ -81,12 +80,11 @@ def tokenize_preference(
         rows,
         _tokenize_row,
         folder="trainer_preference",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), keys, margin_key],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), margin_key],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
-        keys=keys,
         margin_key=margin_key,
         flag=flag,
     )
@@ -95,9 +93,7 @@ def tokenize_preference(
     return keep_answers(pairs, "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
 
 
-def _features() -> "Features":
-    from datasets import Features, List, Value
-
+def _features() -> Features:
     ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
     masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
     numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
@@ -106,14 +102,13 @@ def _features() -> "Features":
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, keys: dict, margin_key: str | None, flag: str
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, margin_key: str | None, flag: str
 ) -> dict[str, Any]:
-    try:
-        _check_shared_turns(row, options, keys)
-        sides = {side: tokenize_answer(row, f"--{side}_key", keys[side], tokenizer, options) for side in SIDES}
+    keys = list(zip(SIDES, options.answer_keys, strict=True))
+    with within(f"{flag} row {index + 1}"):
+        _check_shared_turns(row, options)
+        sides = {side: tokenize_answer(row, f"--{side}_key", key, tokenizer, options) for side, key in keys}
         margin = _margin(row, margin_key)
-    except UserError as error:
-        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
     whole = {side: list(ids) for side, (ids, _) in sides.items()}
     result: dict[str, Any] = {"margin": margin, "row": index, "num_loss_tokens": 1, "fate": KEPT}
     for side, (ids, mask) in sides.items():
@@ -138,13 +133,15 @@ def _margin(row: Any, key: str | None) -> float:
     return float(row[key])
 
 
-def _check_shared_turns(row: Any, options: AnswerOptions, keys: dict[str, str]) -> None:
+def _check_shared_turns(row: Any, options: AnswerOptions) -> None:
     """Check that whole conversations on both sides share all but their last message."""
     if not options.chat or options.prompt_key is not None:
         return
-    sides = [as_messages(row, f"--{side}_key", keys[side], "assistant") for side in SIDES]
-    if sides[0][:-1] != sides[1][:-1]:
-        where = f"--chosen_key {keys['chosen']}"
+    chosen_key, rejected_key = options.answer_keys
+    chosen = as_messages(row, "--chosen_key", chosen_key, "assistant")
+    rejected = as_messages(row, "--rejected_key", rejected_key, "assistant")
+    if chosen[:-1] != rejected[:-1]:
+        where = f"--chosen_key {chosen_key}"
         raise UserError(where, "the conversations differ before their last message", "a shared prompt")
 
 

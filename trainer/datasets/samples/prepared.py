@@ -1,19 +1,59 @@
-"""Token samples that `prepare_data` wrote to a folder: the facts beside them, and the check that they fit a run."""
+"""A folder of token samples, as `prepare_data` writes it: the samples, the facts about them, and the check of both."""
 
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Any
+import shutil
+from typing import Any
 
-from trainer.datasets.rows import tokenizer_state
+from datasets import Dataset, DatasetDict
+
+from trainer.datasets.conversations.tokens import tokenizer_state
+from trainer.datasets.library import quiet
 from trainer.errors import UserError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 FACTS = "prepared.json"
+PREPARED = "stop_trained"  # a column that only tokenized rows have
 # the flags that decide the tokens
 OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
+
+
+def is_prepared(rows: Dataset) -> bool:
+    """Whether some of the rows are tokenized already."""
+    return PREPARED in rows.column_names
+
+
+def write_prepared(
+    samples: Dataset,
+    tokenizer: Any,
+    options: dict[str, Any],
+    counts: dict[str, int],
+    target: str,
+    num_proc: int | None = None,
+) -> None:
+    """Write tokenized rows and their facts to the new folder `target`. It gets its name when it is complete.
+
+    `options` are the values of OPTIONS, and `counts` those of the ledger. Raises UserError if the folder cannot be
+    written.
+    """
+    temporary = target + ".tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with quiet():
+            # several files: every rank maps them into memory, and the processes share the writing
+            DatasetDict({"train": samples}).save_to_disk(temporary, num_proc=num_proc)
+        write_facts(temporary, tokenizer, options, counts)
+        os.replace(temporary, target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError("--output_dir", f"{target}: {error.strerror or error}", "a folder with free space") from None
+
+
+def write_facts(folder: str, tokenizer: Any, options: dict[str, Any], counts: dict[str, int]) -> None:
+    """Write prepared.json: a hash of the tokenizer, the options and the counts of the ledger."""
+    facts = {"tokenizer": tokenizer_hash(tokenizer), "options": options, "ledger": counts}
+    with open(os.path.join(folder, FACTS), "w") as file:
+        json.dump(facts, file, indent=1)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -22,13 +62,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def write_facts(folder: str, tokenizer: Any, options: dict[str, Any], ledger: dict[str, int]) -> None:
-    facts = {"tokenizer": tokenizer_hash(tokenizer), "options": options, "ledger": ledger}
-    with open(os.path.join(folder, FACTS), "w") as file:
-        json.dump(facts, file, indent=1)
-
-
-def checked(rows: "Dataset", tokenizer: Any, flag: str, wanted: dict[str, Any], columns: set[str]) -> "Dataset":
+def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], columns: set[str]) -> Dataset:
     """Return prepared rows, numbered anew. `wanted` are the options of the run, and `columns` those of prepared rows.
 
     Raises UserError if the rows were made by another tokenizer or with other options. A flag that is not given takes

@@ -4,31 +4,22 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from trainer.datasets.conversations.messages import messages_of, tools_of
-from trainer.datasets.conversations.templates import chat_template, check_input_template, render_prompt
-from trainer.datasets.rows import (
-    check_keys,
-    digest_of,
-    map_cached,
-    text_of,
-    tokenizer_state,
-    with_special_tokens,
-)
+from trainer.datasets.conversations.messages import as_messages, tools_of
+from trainer.datasets.conversations.templates import chat_template, render_prompt
+from trainer.datasets.conversations.tokens import check_input_template, digest_of, prompt_tokens, tokenizer_state
+from trainer.datasets.library import map_cached
+from trainer.datasets.rows import check_keys, text_of, within
 from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
 TOKENIZER_VERSION = 3
 COLUMN = "column "  # before the name of a column that is kept for rewards
-
-
 SENTENCE = (
     "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len and {num_empty} empty; "
     "{num_tokens} tokens"
@@ -44,9 +35,19 @@ class _Options:
     label_key: str | None
     input_template: str | None
 
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The columns of a conversation before its answer, for images."""
+        return [self.input_key]
+
+    @property
+    def answer_columns(self) -> list[str]:
+        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        return []
+
 
 def tokenize_prompts(
-    rows: "Dataset",
+    rows: Dataset,
     tokenizer: Any,
     *,
     flag: str,
@@ -58,7 +59,7 @@ def tokenize_prompts(
     num_proc: int | None = None,
     needs_labels: bool = False,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", Ledger]:
+) -> tuple[Dataset, Ledger]:
     """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
@@ -109,10 +110,8 @@ def tokenize_prompts(
     return prompts, ledger
 
 
-def with_columns(prompts: "Dataset", rows: "Dataset", names: list[str]) -> "Dataset":
+def with_columns(prompts: Dataset, rows: Dataset, names: list[str]) -> Dataset:
     """Add the columns `names` of `rows` to their prompts, for `columns_of`."""
-    from datasets import concatenate_datasets
-
     if not names:
         return prompts
     columns = rows.select_columns(names).select(prompts["row"])
@@ -124,19 +123,15 @@ def columns_of(prompt: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(COLUMN): value for name, value in prompt.items() if name.startswith(COLUMN)}
 
 
-def _features() -> "Features":
-    from datasets import Features, List, Value
-
+def _features() -> Features:
     numbers = {name: Value("int64") for name in ("num_tokens", "row")}
     texts = {name: Value("string") for name in ("label", "digest")}
     return Features({"prompt_ids": List(Value("int32")), **numbers, **texts})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
-    try:
+    with within(f"{flag} row {index + 1}"):
         prompt_ids = (_chat_prompt if options.chat else _text_prompt)(row, tokenizer, options)
-    except UserError as error:
-        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
     label = row[options.label_key] if options.label_key else None
     return {
         "prompt_ids": prompt_ids,
@@ -149,20 +144,16 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
 
 def _text_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
     prompt = text_of(row, "--input_key", options.input_key)
-    if not prompt.strip():
-        return []
-    if options.input_template is not None:
-        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    return with_special_tokens(tokenizer, prompt)
+    return prompt_tokens(tokenizer, prompt, options.input_template) if prompt.strip() else []
 
 
 def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
-    value, where = row[options.input_key], f"--input_key {options.input_key}"
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, where)
+    messages = as_messages(row, "--input_key", options.input_key, "user")
     if not any(message["content"].strip() for message in messages):
         return []
     if messages[-1]["role"] == "assistant":
-        raise UserError(where, "ends with an assistant message", "a prompt that the model answers")
+        found = "ends with an assistant message"
+        raise UserError(f"--input_key {options.input_key}", found, "a prompt that the model answers")
     return render_prompt(tokenizer, messages, tools_of(row))
 
 

@@ -2,27 +2,31 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.batches.global_batches import column_of
-from trainer.datasets.rows import (
+from trainer.datasets.conversations.messages import as_messages, tools_of
+from trainer.datasets.conversations.templates import chat_template, render_chat
+from trainer.datasets.conversations.tokens import (
+    check_input_template,
     digest_of,
     is_stop_token,
-    map_cached,
-    text_of,
+    prompt_and_answer,
     tokenizer_state,
-    with_eos,
-    with_special_tokens,
+    whole_text,
 )
+from trainer.datasets.files.image_files import COLUMN
+from trainer.datasets.library import map_cached
+from trainer.datasets.rows import text_of, within
 from trainer.datasets.samples.ledger import Ledger, keep
+from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
@@ -46,10 +50,31 @@ class _Options:
     multiturn: bool
     max_len: int
 
+    @property
+    def chat(self) -> bool:
+        return self.mode == "chat"
+
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The columns of a conversation before its answer, for images."""
+        return [self.input_key] if self.input_key else []
+
+    @property
+    def answer_columns(self) -> list[str]:
+        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        return [self.output_key] if self.output_key else []
+
 
 def tokenize_sft(
-    rows: "Dataset", tokenizer: Any, *, flag: str, max_len: int, num_proc: int | None = None, **flags: Any
-) -> tuple["Dataset", Ledger]:
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    flag: str,
+    max_len: int,
+    num_proc: int | None = None,
+    map_rows: Callable = map_cached,
+    **flags: Any,
+) -> tuple[Dataset, Ledger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     `flags` are those of `options_of`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
@@ -59,18 +84,24 @@ def tokenize_sft(
     num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
     Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1).
     """
-    if "stop_trained" in rows.column_names:
-        from trainer.datasets.samples.prepared import checked
-
-        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(_features()))
+    if is_prepared(rows):
+        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(sft_features()))
     else:
-        samples = tokenize_rows(rows, tokenizer, flag=flag, max_len=max_len, num_proc=num_proc, **flags)
+        options = {"flag": flag, "max_len": max_len, "num_proc": num_proc, "map_rows": map_rows}
+        samples = tokenize_rows(rows, tokenizer, **options, **flags)
     return with_loss(samples, flag, max_len)
 
 
 def tokenize_rows(
-    rows: "Dataset", tokenizer: Any, *, flag: str, num_proc: int | None = None, first_row: int = 0, **flags: Any
-) -> "Dataset":
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    flag: str,
+    num_proc: int | None = None,
+    first_row: int = 0,
+    map_rows: Callable = map_cached,
+    **flags: Any,
+) -> Dataset:
     """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
 
     Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
@@ -81,8 +112,8 @@ def tokenize_rows(
     options = options_of(rows.column_names, tokenizer, flag, **flags)
     key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
     facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
-    cache = {"folder": "trainer_sft", "key": key, "features": _features()}
-    return map_cached(rows, tokenize_row, **cache, num_proc=num_proc, **facts)
+    cache = {"folder": "trainer_sft", "key": key, "features": sft_features()}
+    return map_rows(rows, tokenize_row, **cache, num_proc=num_proc, **facts)
 
 
 def options_of(
@@ -108,7 +139,7 @@ def options_of(
     return options
 
 
-def with_loss(samples: "Dataset", flag: str, max_len: int) -> tuple["Dataset", Ledger]:
+def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledger]:
     """The samples with a loss token, and the ledger. Raises UserError if none is left."""
     kept = column_of(samples, "num_loss_tokens") > 0
 
@@ -151,8 +182,6 @@ def _mode(
 def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
     """Check the keys against the columns, and refuse flags that the mode would ignore."""
     if options.mode == "chat":
-        from trainer.datasets.conversations.templates import chat_template
-
         chat_template(tokenizer)  # raises if there is none
         _refuse("a chat template", {"--input_template": options.input_template})
     else:
@@ -162,10 +191,7 @@ def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: 
     if options.mode == "keys" and options.output_key is None:
         needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
         raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
-    if options.input_template is not None:
-        from trainer.datasets.conversations.templates import check_input_template
-
-        check_input_template(options.input_template)
+    check_input_template(options.input_template)
     if options.input_key not in columns:
         found = f"no key {options.input_key!r} in the rows of {flag}" if options.input_key else f"needed for {flag}"
         raise UserError("--input_key", found, ", ".join(columns))
@@ -179,9 +205,8 @@ def _refuse(mode: str, flags: dict[str, Any]) -> None:
             raise UserError(flag, f"cannot be used with {mode}")
 
 
-def _features() -> "Features":
-    from datasets import Features, List, Value
-
+def sft_features() -> Features:
+    """The columns of tokenized rows, before `with_loss`."""
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
     names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
     return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
@@ -192,10 +217,8 @@ def tokenize_row(
 ) -> dict[str, Any]:
     index += first_row
     tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
-    try:
+    with within(f"{flag} row {index + 1}"):
         input_ids, loss_mask = tokenize(row, tokenizer, options)
-    except UserError as error:
-        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
     truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
@@ -216,39 +239,22 @@ def tokenize_row(
 def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
     prompt = text_of(row, "--input_key", options.input_key)
     answer = text_of(row, "--output_key", options.output_key)
-    if options.input_template is not None:
-        prompt = options.input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    prompt_ids = with_special_tokens(tokenizer, prompt)
-    answer_ids = with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-    trained = 1 if answer.strip() else 0  # an empty answer teaches only to stop: left out and counted
-    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [trained] * len(answer_ids)
+    return prompt_and_answer(tokenizer, prompt, answer, options.input_template)
 
 
 def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    text = text_of(row, "--input_key", options.input_key)
-    input_ids = with_eos(tokenizer, with_special_tokens(tokenizer, text))
-    return input_ids, [1 if text.strip() else 0] * len(input_ids)
+    return whole_text(tokenizer, text_of(row, "--input_key", options.input_key))
 
 
 def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    from trainer.datasets.conversations.messages import messages_of, tools_of
-    from trainer.datasets.conversations.templates import render_chat
-
-    value = row[options.input_key]
-    where = f"--input_key {options.input_key}"
-    if isinstance(value, str):
-        if options.output_key is None:
-            raise UserError(where, "a text, not a list of messages", "--output_key for the answer to the text")
-        messages = [{"role": "user", "content": value}]
-    else:
-        messages = messages_of(value, where)
+    if isinstance(row[options.input_key], str) and options.output_key is None:
+        found = "a text, not a list of messages"
+        raise UserError(f"--input_key {options.input_key}", found, "--output_key for the answer to the text")
+    messages = as_messages(row, "--input_key", options.input_key, "user")
     if options.output_key is not None:
-        answer = row[options.output_key]
-        if isinstance(answer, list):
-            messages = messages + messages_of(answer, f"--output_key {options.output_key}")
-        else:
-            answer = text_of(row, "--output_key", options.output_key)
-            messages = [*messages, {"role": "assistant", "content": answer}]
+        if not isinstance(row[options.output_key], list):
+            text_of(row, "--output_key", options.output_key)  # raises for a value that is not a text
+        messages = messages + as_messages(row, "--output_key", options.output_key, "assistant")
     return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools_of(row))
 
 
@@ -263,4 +269,4 @@ def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
         pieces.append(f"[[{piece}]]" if is_target else piece)
         before = text
     text = "".join(pieces)
-    return re.sub(r"(<[^<>]+>|\[\w+\])\1{3,}", r"\1...", text) if "images" in sample else text  # tokens of an image
+    return re.sub(r"(<[^<>]+>|\[\w+\])\1{3,}", r"\1...", text) if COLUMN in sample else text  # tokens of an image

@@ -13,9 +13,11 @@ from itertools import islice
 from typing import Any
 
 from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoader, epoch_order
+from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.files.stream_rows import parsed
-from trainer.datasets.rows import one_line
+from trainer.datasets.library import one_line
 from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
 from trainer.errors import UserError
 
@@ -56,7 +58,7 @@ class SampleStream:
         self.tokenizer = copy.deepcopy(tokenizer)  # it works in a thread while a checkpoint writes the other one
         self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
         self.column_names = list(self._first_row())
-        for column, cure in (("images", "rows of text"), ("stop_trained", "the folder of prepare_data")):
+        for column, cure in ((COLUMN, "rows of text"), (PREPARED, "the folder of prepare_data")):
             if column in self.column_names:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)

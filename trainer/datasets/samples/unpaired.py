@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset, Features, List, Value
 
-from trainer.datasets.rows import check_keys, digest_of, map_cached, quiet, tokenizer_state
+from trainer.datasets.conversations.tokens import digest_of, tokenizer_state
+from trainer.datasets.library import map_cached, quiet
+from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -21,9 +24,6 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
-
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
 SENTENCE = (
@@ -33,7 +33,7 @@ SENTENCE = (
 )
 
 
-def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> "Dataset":
+def unpair(rows: Dataset, chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> Dataset:
     """Turn each pair into two rows: the chosen answer (label true), then the rejected answer (label false)."""
 
     def two_rows(batch: dict) -> dict:
@@ -48,7 +48,7 @@ def unpair(rows: "Dataset", chosen_key: str, rejected_key: str, completion_key: 
 
 
 def tokenize_unpaired(
-    rows: "Dataset",
+    rows: Dataset,
     tokenizer: Any,
     *,
     flag: str,
@@ -60,7 +60,7 @@ def tokenize_unpaired(
     max_len: int,
     num_proc: int | None = None,
     map_rows: Callable = map_cached,
-) -> tuple["Dataset", Ledger]:
+) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     Prompt and answer become tokens as in `trainer.datasets.samples.preference`. Columns: input_ids (int32), loss_mask (int8),
@@ -78,12 +78,11 @@ def tokenize_unpaired(
         rows,
         _tokenize_row,
         folder="trainer_unpaired",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), completion_key, label_key],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), label_key],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
-        completion_key=completion_key,
         label_key=label_key,
         flag=flag,
     )
@@ -91,9 +90,7 @@ def tokenize_unpaired(
     return keep_answers(samples, "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
 
 
-def _features() -> "Features":
-    from datasets import Features, List, Value
-
+def _features() -> Features:
     numbers = {name: Value("int64") for name in ("start", "num_tokens", "num_loss_tokens", "row")}
     tokens = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}
     flags = {"label": Value("bool"), "truncated": Value("bool")}
@@ -101,15 +98,13 @@ def _features() -> "Features":
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, completion_key: str, label_key: str, flag: str
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, label_key: str, flag: str
 ) -> dict[str, Any]:
-    try:
-        ids, mask = tokenize_answer(row, "--completion_key", completion_key, tokenizer, options)
+    with within(f"{flag} row {index + 1}"):
+        ids, mask = tokenize_answer(row, "--completion_key", options.answer_keys[0], tokenizer, options)
         label = row[label_key]
         if label not in (0, 1):  # True and False are among them
             raise UserError(f"--label_key {label_key}", repr(label), "true or false, 1 or 0")
-    except UserError as error:
-        raise UserError(f"{flag} row {index + 1}: {error.where}", error.found, error.allowed) from None
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
     fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
     return {

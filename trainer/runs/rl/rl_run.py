@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.flags.presets import told
 from trainer.flags.rl_flags import PPOArguments
 from trainer.runs import run_training
-from trainer.runs.image_runs import prompts_with_images, tokenizer_of_answers
+from trainer.runs.image_runs import tokenizer_of_rows
 from trainer.runs.rl.rl_options import ppo_options, refuse_with_images
 
 COMMAND = "train_ppo"
@@ -19,12 +19,13 @@ COMMAND = "train_ppo"
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):
     """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
+    from trainer.datasets.images.image_samples import prompts_with_images
     from trainer.datasets.samples.prompts import tokenize_prompts, with_columns
     from trainer.rollout.rewards.reward_functions import needs_labels, wanted_columns
 
     rows = run_training.load_flag_rows(args, names, split, flag)
     columns = rows.column_names if args.env else wanted_columns(functions or {}, rows.column_names, flag)
-    prompts, ledger = tokenizer_of_answers(args, rows, tokenize_prompts, [])(
+    prompts, ledger = tokenizer_of_rows(args, rows, tokenize_prompts)(
         rows,
         tokenizer,
         flag=flag,

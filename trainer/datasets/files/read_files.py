@@ -2,17 +2,18 @@
 
 import glob
 import os
-from typing import TYPE_CHECKING
 
+import datasets
+
+from trainer.datasets.files.csv_files import read_csv_files
+from trainer.datasets.files.json_files import read_json_files
+from trainer.datasets.files.read_faults import explain
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
-def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:
+def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Dataset]:
     """Read the rows of each split from its files. All files have one format."""
     names = [name for split in files.values() for name in split]
     kind = FORMATS.get(os.path.splitext(names[0])[1].lower())
@@ -26,16 +27,12 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, "Dataset"]:
     except UserError:
         raise
     except Exception as error:  # the reader's errors name neither file nor line: search for them here
-        from trainer.datasets.files.read_faults import explain
-
         raise explain(error, kind, names, where) from None
     return splits
 
 
-def _validate_once(rows: "Dataset") -> None:
-    """Find bytes that are not UTF-8: Arrow takes them for text until they are read. An empty file tells later runs."""
-    import datasets
-
+def _validate_once(rows: datasets.Dataset) -> None:
+    """Find bytes that are not UTF-8: Arrow finds them only when it reads them. An empty file marks the rows as checked."""
     folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_validated")
     marker = os.path.join(folder, rows._fingerprint)
     if not os.path.exists(marker):
@@ -44,15 +41,9 @@ def _validate_once(rows: "Dataset") -> None:
         open(marker, "w").close()
 
 
-def _read_kind(kind: str, patterns: dict[str, list[str]], names: list[str], where: str) -> dict[str, "Dataset"]:
+def _read_kind(kind: str, patterns: dict[str, list[str]], names: list[str], where: str) -> dict[str, datasets.Dataset]:
     if kind == "json":
-        from trainer.datasets.files.json_files import read_json_files
-
         return read_json_files(patterns)
     if kind == "csv":
-        from trainer.datasets.files.csv_files import read_csv_files
-
         return read_csv_files(patterns, names, where)
-    import datasets
-
     return datasets.load_dataset(kind, data_files=patterns)

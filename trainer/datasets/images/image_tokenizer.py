@@ -1,0 +1,100 @@
+"""The tokenizer for one row with images: its chat template shows each image as the tokens that the processor gives it."""
+
+import bisect
+import re
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.datasets.conversations.training_templates import special_tokens
+from trainer.datasets.images.image_marks import MARK
+from trainer.datasets.images.image_processor import image_token_ids
+from trainer.errors import UserError
+
+
+class ImageTokenizer:
+    """A tokenizer whose chat template shows MARK as the tokens of the row's next image.
+
+    `replacements` are the texts of the row's images, in order; see `process_images`.
+    """
+
+    def __init__(self, tokenizer: Any, processor: Any, replacements: list[str]):
+        self._tokenizer, self._processor, self._replacements = tokenizer, processor, replacements
+        self.num_images = 0  # in the longest text so far
+        self.num_image_tokens = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._tokenizer(*args, **kwargs)
+
+    def apply_chat_template(
+        self, messages: list[dict], *, tokenize=True, return_dict=True, return_assistant_tokens_mask=False, **options
+    ):
+        """Like the tokenizer's own. `assistant_masks` cover the text with all image tokens."""
+        template = self._tokenizer.get_chat_template(tools=options.get("tools"))
+        num_marks = sum(message["content"].count(MARK) for message in messages if message.get("content"))
+        texts, blocks = render_jinja_template(
+            conversations=[[_with_parts(message, template) for message in messages]],
+            chat_template=template,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **special_tokens(self._tokenizer),
+            **options,
+        )
+        shown = texts[0].count(self._processor.image_token)
+        if shown != num_marks:
+            found = f"shows {shown} marks {self._processor.image_token} for {num_marks} images"
+            raise UserError("the chat template", found, "a template for images, and no such text in messages")
+        changed, moves = self._processor.get_text_with_replacements([texts[0]], self._replacements[:shown])
+        if not tokenize:
+            return changed[0]
+        encoded = self._tokenizer(changed[0], add_special_tokens=False, return_offsets_mapping=True)
+        input_ids = list(encoded["input_ids"])
+        if shown >= self.num_images:
+            self.num_images, self.num_image_tokens = shown, self.count(input_ids)
+        out = {"input_ids": input_ids}
+        if return_assistant_tokens_mask:
+            spans = [tuple(_moved(place, moves[0] if moves else []) for place in span) for span in blocks[0]]
+            offsets = encoded["offset_mapping"]
+            out["assistant_masks"] = [int(any(a < end and b > start for start, end in spans)) for a, b in offsets]
+        return out if return_dict else input_ids
+
+    def count(self, input_ids: list[int]) -> int:
+        """The number of image tokens."""
+        own = set(image_token_ids(self._processor))
+        return sum(token in own for token in input_ids)
+
+
+def _moved(place: int, moves: list[dict]) -> int:
+    """The new place of a character, after the marks before it are replaced.
+
+    If a mark at [2, 3) became the text at [2, 6), place 5 becomes 8.
+    """
+    ends = [move["span"][1] for move in moves]
+    gained = [0, *(move["new_span"][1] - move["span"][1] for move in moves)]
+    return place + gained[bisect.bisect_right(ends, place)]
+
+
+def _with_parts(message: dict, template: str) -> dict:
+    """The message with a list of parts, which templates want for images. A text stays if the template shows texts."""
+    content = message.get("content")
+    if not content or (MARK not in content and _shows_texts(template)):
+        return message
+    pieces = [piece for piece in re.split(f"({MARK})", content) if piece]
+    return {**message, "content": [{"type": "image"} if p == MARK else {"type": "text", "text": p} for p in pieces]}
+
+
+_shown: dict[str, bool] = {}  # by template: rendering the probe for every message would be slow
+
+
+def _shows_texts(template: str) -> bool:
+    """Whether a template accepts a message whose content is a text. SmolVLM's takes only lists of parts."""
+    if template not in _shown:
+        try:
+            probe = [[{"role": "user", "content": "probe"}]]
+            _shown[template] = "probe" in render_jinja_template(conversations=probe, chat_template=template)[0][0]
+        except (TemplateError, TypeError, ValueError):
+            _shown[template] = False
+    return _shown[template]
