@@ -118,7 +118,7 @@ def change_prepared(change: Callable) -> None:
         change(getattr(model, "module", model), optimizer)
         return model, optimizer, scheduler
 
-    wrap(run_training, "prepare_training", around)
+    wrap(run_training, "shard_model", around)
 
 
 # --- data

@@ -21,7 +21,10 @@ from reference import add_lora, balance_loss, dump, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from types import SimpleNamespace
+
 from trainer.cli.train_ppo import parse
+from trainer.flags.parse_flags import flat
 from trainer.models.reward import make_initial_reward_model
 
 
@@ -171,7 +174,7 @@ def read(path: str) -> list[list[dict]]:
 
 
 def main(argv: list[str]) -> None:
-    args, _ = parse(argv)
+    args = SimpleNamespace(**flat(parse(argv)[0]))
     os.makedirs(args.output_dir, exist_ok=True)
     model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
     if args.routing_replay:

@@ -19,10 +19,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
+from types import SimpleNamespace
+
 from reference import add_lora, balance_loss, dump, trained
 
+from trainer.compare.certificates.plain_replay import LOADERS
 from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.conversations.templates import load_chat_template
+from trainer.flags.parse_flags import flat
 from trainer.models.reward import make_initial_reward_model
 
 
@@ -99,10 +103,11 @@ def reward_pair_loss(args, model, pair: dict) -> torch.Tensor:
 
 def main(argv: list[str]) -> None:
     command = importlib.import_module(f"trainer.cli.{argv[0]}")
-    args, _ = command.parse(argv[1:])
+    groups, _ = command.parse(argv[1:])
+    args = SimpleNamespace(**flat(groups))
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
-    pairs, _ = command.load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    pairs, _ = LOADERS[argv[0]](groups, tokenizer, args.dataset, args.dataset_split, "--dataset")
     os.makedirs(args.output_dir, exist_ok=True)
     if argv[0] == "train_rm":
         make_initial_reward_model(args.pretrain, f"{args.output_dir}/initial", args.seed)

@@ -20,9 +20,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_scheduler
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-from trainer.cli.train_sft import load_data, parse
+from types import SimpleNamespace
+
+from trainer.cli.train_sft import parse
 from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.conversations.templates import load_chat_template
+from trainer.flags.parse_flags import flat
+from trainer.runs.run_data import load_sft as load_data
 
 
 def sample_loss(model, sample: dict) -> torch.Tensor:
@@ -164,14 +168,15 @@ def dump(tensors: dict, folder: str, name: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    args, is_demo = parse(argv)
+    groups, is_demo = parse(argv)
+    args = SimpleNamespace(**flat(groups))
     if is_demo:
         from trainer.datasets.demos.demo import make_demo
 
         make_demo("demo")
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
-    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    samples, _ = load_data(groups, tokenizer, args.dataset, args.dataset_split, "--dataset")
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32, **quantization(args))
 
     if getattr(model.config, "attn_logit_softcapping", None):

@@ -121,9 +121,10 @@ def test_an_unknown_backend_is_an_error():
 
 def test_every_option_of_a_strategy_is_a_flag_with_the_same_default():
     from trainer.flags.common_flags import SFTArguments
+    from trainer.flags.parse_flags import flat
     from trainer.strategies.options import StrategyOptions
 
-    flags, options = vars(SFTArguments()), dataclasses.asdict(StrategyOptions())
+    flags, options = flat(SFTArguments()), dataclasses.asdict(StrategyOptions())
     assert {name: flags[name] for name in options} == options
 
 
@@ -148,19 +149,13 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
                 raise AssertionError(f"{name}:{node.lineno} names the backend {node.value!r}")
 
 
-def test_a_command_reads_only_flags_that_it_has():
-    from trainer.flags.common_flags import SFTArguments
-    from trainer.flags.kd_flags import KDArguments
-    from trainer.flags.preference_flags import DPOArguments, RMArguments
-    from trainer.flags.rl_flags import PPOArguments
+def test_no_two_groups_of_a_command_have_a_flag_of_the_same_name():
+    from trainer.flags.parse_flags import flags_of
+    from trainer.flags.rules import COMMANDS
 
-    kinds = {"sft": SFTArguments, "rm": RMArguments, "dpo": DPOArguments, "ppo": PPOArguments, "kd": KDArguments}
-    flags = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in kinds.items()}
-    for path in (PACKAGE / "cli").glob("*.py"):
-        commands = [name for name in flags if path.stem in (f"train_{name}", f"{name}_flags", f"{name}_models")]
-        for node in ast.walk(ast.parse(path.read_text())) if commands else ():
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
-                assert node.attr in flags[commands[0]], f"{path.name}:{node.lineno} reads args.{node.attr}"
+    for name, command in COMMANDS.items():
+        names = Counter(field.name for field, _ in flags_of(command))
+        assert not [flag for flag, count in names.items() if count > 1], name
 
 
 def test_flags_are_not_read_by_getattr():

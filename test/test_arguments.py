@@ -1,24 +1,26 @@
 """Every flag does what it says: what is given on the command line or in a config file is what the command sees."""
 
-import dataclasses
 import typing
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.common_flags import SFTArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.parse_flags import flags_of, flat, parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rl_flags import PPOArguments
 
-FIELDS = dataclasses.fields(SFTArguments)
-HINTS = typing.get_type_hints(SFTArguments)
+FIELDS = [field for field, _ in flags_of(SFTArguments)]
+HINTS = {field.name: hint for field, hint in flags_of(SFTArguments)}
 
 
-def parse(*argv: str) -> SFTArguments:
-    return parse_arguments(SFTArguments, "train_sft", list(argv))
+def parse(*argv: str) -> SimpleNamespace:
+    """The flags of train_sft, flat."""
+    return SimpleNamespace(**flat(parse_arguments(SFTArguments, "train_sft", list(argv))))
 
 
 def other_value(field, hints=HINTS):
@@ -63,7 +65,7 @@ def test_every_flag_reaches_the_command(field, tmp_path):
 
 
 OWN_FIELDS = {
-    command: [f for f in dataclasses.fields(command) if f.name not in HINTS]
+    command: [field for field, _ in flags_of(command) if field.name not in HINTS]
     for command in (RMArguments, DPOArguments, PPOArguments, OnlineDPOArguments, KDArguments)
 }
 
@@ -72,13 +74,13 @@ OWN_FIELDS = {
 def test_flags_of_the_other_commands_reach_them(command, tmp_path):
     """All that train_sft lacks, set together; each keeps its own value, from the command line and from a file."""
     assert OWN_FIELDS[command]
-    hints, argv, expected = typing.get_type_hints(command), [], {}
+    hints, argv, expected = {field.name: hint for field, hint in flags_of(command)}, [], {}
     for field in OWN_FIELDS[command]:
         given, expected[field.name] = ([], True) if hints[field.name] is bool else other_value(field, hints)
         argv += [f"--{field.name}", *given]
     args, default = (parse_arguments(command, "command", flags) for flags in (argv, []))
     for name, value in expected.items():
-        assert getattr(args, name) == value != getattr(default, name), name
+        assert flat(args)[name] == value != flat(default)[name], name
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(expected))
     assert parse_arguments(command, "command", ["--config", str(config)]) == args
@@ -95,8 +97,8 @@ def test_aliases_are_the_same_flag(field):
 
 @pytest.mark.parametrize("flag", ["--ref_offload", "--offload_ref"])
 def test_the_reference_is_offloaded_by_either_name(flag):
-    assert parse_arguments(DPOArguments, "train_dpo", [flag]).ref_offload
-    assert parse_arguments(PPOArguments, "train_ppo", [flag]).offload_ref
+    assert parse_arguments(DPOArguments, "train_dpo", [flag]).preference.ref_offload
+    assert parse_arguments(PPOArguments, "train_ppo", [flag]).kl.offload_ref
 
 
 def test_a_switch_takes_nothing_but_true_and_false():

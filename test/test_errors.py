@@ -117,12 +117,13 @@ def test_help_is_grouped_quick_and_imports_no_torch():
 
 def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
     from trainer.errors import UserError
-    from trainer.flags.common_flags import SFTArguments, parse_arguments
+    from trainer.flags.common_flags import SFTArguments
+    from trainer.flags.parse_flags import parse_arguments
 
     config = tmp_path / "config.yaml"
     config.write_text("learning_rate: 0.5\ntrain_batch_size: 8\npacking_samples: true\n")
     args = parse_arguments(SFTArguments, "train_sft", ["--config", str(config), "--train_batch_size", "4"])
-    assert (args.learning_rate, args.train_batch_size, args.packing_samples) == (0.5, 4, True)
+    assert (args.optimizer.learning_rate, args.batch.train_batch_size, args.batch.packing_samples) == (0.5, 4, True)
     config.write_text("learning_rat: 0.5\n")
     with pytest.raises(UserError, match="did you mean --learning_rate"):
         parse_arguments(SFTArguments, "train_sft", ["--config", str(config)])
@@ -130,10 +131,11 @@ def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
 
 @pytest.mark.parametrize("text", ["### {}\n### Answer: ", "# {}", "1e-5", "null", "~", "[1]", "{a: b}", "007", "true"])
 def test_a_text_is_taken_as_it_stands_and_config_yaml_repeats_it(text, tmp_path):
-    from trainer.flags.common_flags import SFTArguments, parse_arguments
+    from trainer.flags.common_flags import SFTArguments
+    from trainer.flags.parse_flags import parse_arguments
 
     args = parse_arguments(SFTArguments, "train_sft", ["--input_template", text, "--output_dir", text])
-    assert args.input_template == args.output_dir == text
+    assert args.data.input_template == args.output.output_dir == text
     config = tmp_path / "config.yaml"
     config.write_text(yaml.dump(dataclasses.asdict(args), Dumper=ConfigDumper, sort_keys=False))
     assert parse_arguments(SFTArguments, "train_sft", ["--config", str(config)]) == args

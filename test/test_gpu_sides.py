@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, masking_utils
 
-from trainer import strategies
 from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import whole_shard
 from trainer.cli import serve_engine
@@ -20,16 +19,18 @@ from trainer.distributed import determinism, mesh
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.preference_flags import PreferenceArguments
+from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
 from trainer.models.attention import flash_limits
 from trainer.planning import auto_layout, doctor_findings, doctor_machine, layout_plan
 from trainer.rollout.engines import vllm
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm import VLLMEngine
-from trainer.runs import gpu_settings, precompute
-from trainer.runs.gpu_settings import set_up_gpu
-from trainer.runs.rl import rl_roles
-from trainer.runs.run_training import set_up
+from trainer.runs import precompute, run_setup
+from trainer.runs.rl import rl_engines
+from trainer.runs.run_setup import set_up, set_up_gpu
 from trainer.training import loop
 from trainer.training.checkpointing import Progress
 
@@ -165,9 +166,9 @@ def test_the_doctor_reads_the_cards(calls, name, capability, state, text):
 
 def test_vllm_needs_a_gpu_for_each_rank(calls, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    args = SimpleNamespace(vllm_gpu_memory_utilization=None)
+    args = SimpleNamespace(rollout=RolloutArguments())
     with pytest.raises(UserError, match="vllm with 4 ranks on 2 GPUs"):
-        rl_roles._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
+        rl_engines._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
 
 
 def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
@@ -237,8 +238,11 @@ def test_the_memory_of_a_reference_is_free_before_the_policy_trains(calls, tmp_p
     (tmp_path / "config.json").write_text("{}")
     calls.note(torch.cuda, "empty_cache")
     calls.note(dist, "get_world_size", 1)
-    setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD, is_rank_0=lambda: True))
-    assert precompute.with_reference(None, setup, str(tmp_path), None, [None]) == [None]
+    setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD, is_rank_0=lambda: True), folder=str(tmp_path))
+    args = SimpleNamespace(preference=PreferenceArguments())
+    run = SimpleNamespace(setup=setup, args=args, samples=None, eval_samples=None)
+    precompute.add_log_probs(run)
+    assert run.samples is None
     assert calls.found[-1] == ("empty_cache",)
 
 
@@ -246,18 +250,18 @@ def test_a_run_on_a_gpu_is_set_up_for_it(calls, monkeypatch, tmp_path):
     make_demo(str(tmp_path))
     strategy = SimpleNamespace(device=CARD, sizes=SimpleNamespace(dp=1, world_size=1))
     strategy.setup_distributed = lambda: calls.found.append(("setup_distributed",))
-    monkeypatch.setattr(strategies, "get_strategy", lambda backend, options: strategy)
+    monkeypatch.setattr(run_setup, "get_strategy", lambda backend, options: strategy)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
     calls.note(dist, "get_world_size", 1)
     calls.note(dist, "get_rank", 0)
-    calls.note(gpu_settings, "set_up_gpu")
-    args = SFTArguments(pretrain=str(tmp_path / "model"), adam_offload=True)
-    setup = set_up(args, is_demo=False, vllm=False)
+    calls.note(run_setup, "set_up_gpu")
+    args = from_flat(SFTArguments, {"pretrain": str(tmp_path / "model"), "adam_offload": True})
+    setup = set_up("train_sft", args, longest=8)
     made = [call for call in calls.found if call[0].startswith("set")]
     assert made == [("setup_distributed",), ("set_up_gpu", True, False)] and setup.attention == "sdpa"
-    args.cpu_matmul = "mkl"
-    with pytest.raises(UserError, match="--cpu_matmul: mkl on cuda"):
-        set_up(args, is_demo=False)
+    args.layout.cpu_matmul = "mkl"
+    with pytest.raises(UserError, match="--cpu_matmul mkl on a GPU"):
+        set_up("train_sft", args, longest=8)
 
 
 def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):

@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,10 @@ import compare_backends
 from trainer.compare.locate.locate import locate as run_locate
 from trainer.compare.locate.traced_pair import TracedRun, constant_ratio
 from trainer.errors import UserError
-from trainer.runs.module_trace import PARTS, _CompiledHook, _signs, trace_first_step
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rules import refuse
+from trainer.runs.module_trace import PARTS, _CompiledHook, _signs
 
 CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
           "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps",
@@ -156,22 +158,15 @@ def test_wrong_use_is_one_line(arguments, message, capsys):
     "wrong",
     [
         {"param_dtype": "fp16"},
-        {"load_checkpoint": "latest"},
+        {"load_checkpoint": "latest", "output_dir": "runs/x"},
         {"verify_resume": 1},
-        {"compile": True},
+        {"compile": True, "tensor_parallel_size": 2},
         {"aux_loss_coef": 0.1},
     ],
 )
 def test_what_cannot_be_traced_is_refused(wrong):
-    usual = {
-        "param_dtype": "fp32",
-        "load_checkpoint": None,
-        "verify_resume": None,
-        "compile": False,
-        "aux_loss_coef": 0.0,
-    }
-    with pytest.raises(UserError, match="--parity_trace: with"):
-        trace_first_step(SimpleNamespace(**usual | wrong), SimpleNamespace(sizes=SimpleNamespace(tp=2)), None)
+    with pytest.raises(UserError, match="--parity_trace folder with"):
+        refuse("train_sft", from_flat(SFTArguments, {"parity_trace": "folder", **wrong}))
 
 
 def test_a_compiled_module_is_noted_behind_its_code():

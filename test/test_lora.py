@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,9 @@ from test_parity_preference import assert_equals_the_plain_loop
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer.errors import UserError
-from trainer.runs.lora_flags import validate_adapter_flags
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.runs.run_training import check_flags
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
     "fsdp2": ["--backend", "fsdp2"]
@@ -270,30 +271,25 @@ def test_qlora_equals_the_plain_loop_of_peft_or_names_the_extra(tmp_path, shared
 # --- what is refused
 
 
-def flags(**given):
-    defaults = {"lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0, "target_modules": None}
-    defaults |= {"lora_experts": False, "load_in_4bit": False, "compile": False}
-    return SimpleNamespace(**{**defaults, "tensor_parallel_size": 1, "ring_attn_size": 1, **given})
-
-
 @pytest.mark.parametrize(
     "given, where",
     [
-        ({"lora_dropout": 0.1}, "--lora_dropout: 0.1 without --lora_rank"),
-        ({"target_modules": "q_proj"}, "--target_modules: q_proj without --lora_rank"),
-        ({"lora_rank": 8, "lora_dropout": 0.1, "tensor_parallel_size": 2}, "--lora_dropout: 0.1 with --tensor_par"),
-        ({"lora_rank": 8, "lora_dropout": 0.1, "ring_attn_size": 2}, "--lora_dropout: 0.1 with --ring_attn_size 2"),
+        ({"lora_dropout": 0.1}, "--lora_dropout 0.1 without --lora_rank"),
+        ({"target_modules": "q_proj"}, "--target_modules q_proj without --lora_rank"),
+        ({"lora_rank": 8, "lora_dropout": 0.1, "tensor_parallel_size": 2}, "--lora_dropout 0.1 with --tensor_par"),
+        ({"lora_rank": 8, "lora_dropout": 0.1, "ring_attn_size": 2}, "--lora_dropout 0.1 with --ring_attn_size 2"),
         ({"lora_rank": 8, "lora_dropout": 1.0}, "--lora_dropout: 1"),
         ({"lora_rank": 8, "target_modules": " , "}, "--target_modules"),
-        ({"lora_experts": True}, "--lora_experts: True without --lora_rank"),
-        ({"lora_rank": 8, "lora_experts": True, "lora_dropout": 0.1}, "--lora_experts: with --lora_dropout 0.1"),
-        ({"lora_rank": 8, "lora_experts": True, "tensor_parallel_size": 2}, "--lora_experts: with --tensor_par"),
-        ({"lora_rank": 8, "lora_experts": True, "compile": True}, "--lora_experts: with --compile"),
+        ({"lora_experts": True}, "--lora_experts without --lora_rank"),
+        ({"lora_rank": 8, "lora_experts": True, "lora_dropout": 0.1}, "--lora_experts with --lora_dropout 0.1"),
+        ({"lora_rank": 8, "lora_experts": True, "tensor_parallel_size": 2}, "--lora_experts with --tensor_par"),
+        ({"lora_rank": 8, "lora_experts": True, "compile": True}, "--lora_experts with --compile"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(given, where):
     with pytest.raises(UserError, match=where):
-        validate_adapter_flags(flags(**given))
+        args = from_flat(SFTArguments, {"pretrain": "m", "dataset": "d", **given})
+        check_flags("train_sft", args, ())
 
 
 @pytest.mark.parametrize(

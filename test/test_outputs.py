@@ -15,7 +15,7 @@ from trainer.cli import train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.runs.outputs import make_writable
-from trainer.runs.saved_models import check_saved_models
+from trainer.runs.run_training import check_outputs
 
 GENERATION = {
     "eos_token_id": [2, 5],
@@ -113,10 +113,10 @@ def test_only_models_of_runs_are_replaced(flags, expected, tmp_path, monkeypatch
         (tmp_path / name / held).write_text("{}")
     (tmp_path / "linked").symlink_to("proj/model")
     with pytest.raises(UserError, match="^" + re.escape(expected)):
-        check_saved_models(args_of(train_sft, *flags.split()))
-    check_saved_models(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj", "--overwrite"))
+        check_outputs(args_of(train_sft, *flags.split()))
+    check_outputs(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj", "--overwrite"))
     (tmp_path / "proj/metrics.jsonl").write_text("{}\n")
-    check_saved_models(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj"))
+    check_outputs(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj"))
 
 
 def test_the_average_has_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -124,9 +124,9 @@ def test_the_average_has_a_folder_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "out_ema").mkdir()
     (tmp_path / "out_ema/thesis.txt").write_text("precious")
     flags = ["--pretrain", "m", "--reward_func", "math", "--save_path", "out"]
-    check_saved_models(args_of(train_ppo, *flags))
+    check_outputs(args_of(train_ppo, *flags))
     with pytest.raises(UserError, match="--save_path: out_ema holds no model"):
-        check_saved_models(args_of(train_ppo, *flags, "--ema_beta", "0.9"))
+        check_outputs(args_of(train_ppo, *flags, "--ema_beta", "0.9"))
 
 
 def test_what_cannot_be_written_is_told_before_the_first_step(folder):

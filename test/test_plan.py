@@ -13,15 +13,16 @@ from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
 from trainer.errors import UserError
-from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments
+from trainer.flags.rules import refuse
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
 from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
 from trainer.planning.plan_traffic import Machine, Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
 from trainer.runs import chosen_layout
-from trainer.strategies import StrategyOptions, get_strategy
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +153,7 @@ def test_commands_are_accepted_by_the_trainer():
         line = plan_report.command(choice.layout, machine, work, "deepseek-v3")
         flags = line.split("trainer.cli.train_sft ")[1].split()
         parsed = parse_arguments(SFTArguments, "train_sft", flags)
-        assert parsed.expert_parallel_size == choice.layout.ep and parsed.zero_stage == 3
-
-
-def strategy_of(args):
-    return get_strategy(args.backend, StrategyOptions.from_flags(vars(args)))
+        assert parsed.layout.expert_parallel_size == choice.layout.ep and parsed.layout.zero_stage == 3
 
 
 def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monkeypatch):
@@ -168,9 +165,11 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
 
     def choose(*more: str, gpus: int = 8, kind=SFTArguments) -> tuple[dict, str]:
         args = parse_arguments(kind, "command", [*flags, *more])
-        model, machine, work = meta_model("qwen3-8b"), plan_report.machine_of(gpus), chosen_layout.work_of(args)
-        check = functools.partial(chosen_layout.check_layout, args, check=strategy_of)
-        return auto_layout.first_choice(model, machine, work, check)
+        kinds = {SFTArguments: ("train_sft", 1, False), DPOArguments: ("train_dpo", 2, True)}
+        command, *work = kinds[kind]
+        model, machine = meta_model("qwen3-8b"), plan_report.machine_of(gpus)
+        check = functools.partial(chosen_layout.check_layout, args, command)
+        return auto_layout.first_choice(model, machine, chosen_layout.work_of(args, *work), check)
 
     found, line = choose()
     assert found == plan_report.layout_flags(Layout("fsdp2", 3, dp_shard=8))
@@ -185,10 +184,12 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UserError, match=r"--layout: auto: no layout fits; the smallest, .*: step needs"):
         choose("--max_len", "131072", gpus=1)
-    for more, found in ((["--zero_stage", "2"], "auto with --zero_stage 2"), (["--load_in_4bit"], "--load_in_4bit")):
+    for more, found in (
+        (["--zero_stage", "2"], "--zero_stage 2 with --layout auto"),
+        (["--load_in_4bit", "--lora_rank", "8"], "--layout auto with --load_in_4bit"),
+    ):
         with pytest.raises(UserError, match=found):
-            args = parse_arguments(SFTArguments, "train_sft", [*flags, *more])
-            chosen_layout.set_layout(args, False, strategy_of)
+            refuse("train_sft", parse_arguments(SFTArguments, "train_sft", [*flags, *more]))
 
 
 def test_the_command_and_its_errors(tmp_path):

@@ -531,7 +531,7 @@ WRONG = {
 @pytest.mark.parametrize("flag", WRONG)
 def test_flags_that_do_not_go_together(flag, tmp_path):
     from trainer.cli.train_ppo import parse
-    from trainer.runs.rl.rl_options import validate
+    from trainer.runs.rl.rl_checks import validate
 
     args, _ = parse(flags(tmp_path, "wrong", *WRONG[flag]))
     with pytest.raises(UserError) as error:
@@ -571,7 +571,7 @@ def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, foun
 
 def test_the_reference_of_an_adapter_cannot_be_offloaded(tmp_path):
     from trainer.cli.train_ppo import parse
-    from trainer.runs.rl.rl_options import validate
+    from trainer.runs.rl.rl_checks import validate
 
     line = ["--lora_rank", "4", "--init_kl_coef", "0.1", "--offload_ref"]
     args, _ = parse(flags(tmp_path, "wrong", *line))

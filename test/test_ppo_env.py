@@ -153,7 +153,7 @@ def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(folder):
 def test_flags_that_do_not_go_together(flag, more, tmp_path):
     from trainer.cli.train_ppo import parse
     from trainer.errors import UserError
-    from trainer.runs.rl.rl_options import validate
+    from trainer.runs.rl.rl_checks import validate
 
     args, _ = parse(flags(tmp_path, "wrong", *GROUP, *more))
     with pytest.raises(UserError) as error:

@@ -13,7 +13,7 @@ from trainer.cli.train_ppo import parse
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.prompt_order import PromptOrder
-from trainer.runs.rl.rl_options import validate
+from trainer.runs.rl.rl_checks import validate
 from trainer.runs.rl.rl_roles import count_steps
 
 # samples of a prompt get different scores if its first digit is 4 or less, else equal ones inside the range
@@ -127,7 +127,7 @@ def test_learnable_draws_prompts_by_their_weights():
 )
 def test_a_curriculum_that_would_do_nothing_is_refused(tmp_path, more):
     args, _ = parse([*flags(tmp_path, "x"), "--reward_func", "exact_match", "--advantage_estimator", "dr_grpo", *more])
-    args.curriculum = "learnable"
+    args.rollout.curriculum = "learnable"
     with pytest.raises(UserError, match="curriculum"):
         validate(args)
 
@@ -135,8 +135,8 @@ def test_a_curriculum_that_would_do_nothing_is_refused(tmp_path, more):
 @pytest.mark.parametrize("prompts, more, largest", [(60, [], 8), (3, [], 6), (60, ["--max_steps", "5"], 8)])
 def test_an_optimizer_step_larger_than_a_rollout_is_one_line(tmp_path, prompts, more, largest):
     args, _ = parse(flags(tmp_path, "x", "--train_batch_size", str(largest + 1), *more))
-    order = PromptOrder([{}] * prompts, batch_size=args.rollout_batch_size, seed=0, shuffle=True)
+    order = PromptOrder([{}] * prompts, batch_size=args.rollout.rollout_batch_size, seed=0, shuffle=True)
     with pytest.raises(UserError, match=f"--train_batch_size: {largest + 1}, but a rollout has {largest} responses"):
         count_steps(args, order, None)
-    args.train_batch_size = largest
+    args.batch.train_batch_size = largest
     assert count_steps(args, order, None) > 0

@@ -11,22 +11,24 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.load_balance import experts_per_token
 from trainer.models.model_loading import load_tokenizer
+from trainer.runs.preference_runs import load_dpo
+from trainer.runs.run_training import check_flags
 
 REFUSED = {
-    "--precompute_ref_logps --loss kto": "--precompute_ref_logps: with --loss kto",
-    "--precompute_ref_logps --ref_offload": "--ref_offload: with --precompute_ref_logps",
-    "--precompute_ref_logps --loss simpo": "--precompute_ref_logps: with --loss simpo",
-    "--ref_offload --loss orpo": "--ref_offload: with --loss orpo",
-    "--ref_model m --loss orpo": "--ref_model: with --loss orpo",
-    "--loss kto --train_batch_size 1 --micro_train_batch_size 1": "--train_batch_size: 1 with --loss kto",
-    "--loss kto --nll_loss_coef 0.5": "--nll_loss_coef: with --loss kto",
-    "--desirable_weight 2": "--desirable_weight, --undesirable_weight: 2.0, 1.0 with --loss dpo",
-    "--simpo_gamma 0.7": "--simpo_gamma: 0.7 would do nothing here",
-    "--label_key good": "--label_key: good would do nothing here",
-    "--eval_steps 5": "--eval_steps: 5 would do nothing here",
-    "--save_path model --no_save": "--save_path: model would do nothing here",
-    "--lr_scheduler linear --min_lr_ratio 0.2": "--min_lr_ratio: 0.2 would do nothing here",
-    "--lr_scheduler constant --lr_warmup_ratio 0.1": "--lr_warmup_ratio: 0.1 would do nothing here",
+    "--precompute_ref_logps --loss kto": "--precompute_ref_logps with --loss kto: kto pairs prompts",
+    "--precompute_ref_logps --ref_offload": "--ref_offload with --precompute_ref_logps: the reference is freed",
+    "--precompute_ref_logps --loss simpo": "--precompute_ref_logps with --loss simpo: this loss has no reference. Remove the flag.",
+    "--ref_offload --loss orpo": "--ref_offload with --loss orpo: ",
+    "--ref_model m --loss orpo": "--ref_model m with --loss orpo: ",
+    "--loss kto --train_batch_size 1 --micro_train_batch_size 1": "--train_batch_size 1 with --loss kto: ",
+    "--loss kto --nll_loss_coef 0.5": "--nll_loss_coef 0.5 with --loss kto: ",
+    "--desirable_weight 2": "--desirable_weight 2.0 with --loss dpo: only kto has single answers",
+    "--simpo_gamma 0.7": "--simpo_gamma 0.7 with --loss dpo: ",
+    "--label_key good": "--label_key good with --loss dpo: ",
+    "--eval_steps 5": "--eval_steps 5 without --eval_dataset: nothing is evaluated",
+    "--save_path model --no_save": "--save_path model with --no_save: no model is written",
+    "--lr_scheduler linear --min_lr_ratio 0.2": "--min_lr_ratio 0.2 with --lr_scheduler linear: this schedule has no lowest rate",
+    "--lr_scheduler constant --lr_warmup_ratio 0.1": "--lr_warmup_ratio 0.1 with --lr_scheduler constant: this schedule has no warm-up",
     "--save_path test": "--save_path: test holds no model",
     "--save_path setup.py": "--save_path: setup.py is a file",
     "--save_path m": "--save_path: m would replace --pretrain",
@@ -40,8 +42,13 @@ REFUSED = {
     "--loss kto --loss_weights 1": "--loss_weights: 1 with --loss kto",
     "--loss nca --f_divergence js": "--f_divergence: js with --loss nca",
     "--loss kto --f_divergence js": "--f_divergence: js with --loss kto",
-    "--f_alpha 0.3": "--f_alpha: 0.3 would do nothing here",
+    "--f_alpha 0.3": "--f_alpha 0.3 with --f_divergence reverse_kl: ",
 }
+
+
+def check(args) -> None:
+    method = train_dpo.method_of(args)
+    check_flags(method.command, args, method.eval_metrics, **method.facts)
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -49,7 +56,7 @@ def test_contradictions_are_named(flags, monkeypatch):
     monkeypatch.chdir(ROOT)
     args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError) as error:
-        train_dpo.validate(args)
+        check(args)
     assert str(error.value).startswith(REFUSED[flags])
 
 
@@ -70,7 +77,7 @@ def load_pair(demo, row: dict, line: str):
     path = demo / "pairs_of_this_test.jsonl"
     path.write_text(json.dumps(row) + "\n")
     args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", str(path), *line.split()])
-    return train_dpo.load_data(args, load_tokenizer(str(demo / "model")), str(path), "train", "--dataset")[0][0]
+    return load_dpo(args, load_tokenizer(str(demo / "model")), str(path), "train", "--dataset")[0][0]
 
 
 @pytest.mark.parametrize("flags", MEANS)
@@ -104,4 +111,4 @@ def test_what_is_not_contradictory_is_accepted():
         "--save_path out --output_dir runs/mine",
     ):
         args, _ = train_dpo.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
-        train_dpo.validate(args)
+        check(args)

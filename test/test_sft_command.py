@@ -10,8 +10,8 @@ from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_man
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from trainer.datasets.demos.demo import make_demo
-from trainer.runs import gpu_settings
-from trainer.runs.cpu_cores import idle_cores, share_cores
+from trainer.runs import run_setup
+from trainer.runs.run_setup import idle_cores, share_cores
 
 RUNS = {
     "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],
@@ -215,13 +215,13 @@ def test_compare_tool_passes_on_these_runs(runs):
 
 
 def test_memory_of_gpus_is_expandable_unless_somebody_chose(monkeypatch):
-    for name in gpu_settings.VARIABLES:
+    for name in run_setup.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     kinds = []
     for chosen, vllm in (("", False), ("", True), ("expandable_segments:False", False)):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         if chosen:
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
-        gpu_settings.set_up_gpu(adam_offload=False, vllm=vllm)
+        run_setup.set_up_gpu(adam_offload=False, vllm=vllm)
         kinds.append(torch._C._accelerator_getAllocatorSettings())
     assert kinds == ["expandable_segments:True", "expandable_segments:False", "expandable_segments:False"]

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.cli import train_kd, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.flags.rules import refuse
+from trainer.runs.run_data import load_sft
 
 STEPS, BATCH, RATE, COEF, TEMPERATURE = 3, 4, 1e-3, 0.7, 2.0
 FLAGS = f"--param_dtype fp32 --max_samples 12 --no_save --max_len 64 --no_shuffle --train_batch_size {BATCH} --max_steps {STEPS} "
@@ -82,8 +84,8 @@ def plain_loop(folder, samples: list[dict], coef: float, temperature: float) -> 
 def expected(folder):
     line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/sft.jsonl", "--max_samples", "12"]
     args, _ = train_sft.parse([*line, "--max_len", "64"])
-    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
-    samples, _ = train_sft.load_data(args, tokenizer, args.dataset, "train", "--dataset")
+    tokenizer = AutoTokenizer.from_pretrained(args.model.pretrain)
+    samples, _ = load_sft(args, tokenizer, args.data.dataset, "train", "--dataset")
     drawn = plain_loop(folder, answers_of(folder, "drawn"), 1.0, 1.0)
     return {
         "kl": plain_loop(folder, list(samples), COEF, TEMPERATURE),
@@ -127,6 +129,7 @@ def test_answers_do_not_depend_on_the_layout(folder):
     [
         ["--kd_coef", "0"],
         ["--generate_max_len", "9"],
+        ["--teacher_answers", "1", "--max_len", "512"],
         ["--streaming", "--max_steps", "3"],
         ["--eval_dataset", "e", "--teacher_answers", "1"],
         ["--output_key", "o", "--teacher_answers", "1"],
@@ -137,4 +140,4 @@ def test_answers_do_not_depend_on_the_layout(folder):
 )
 def test_flags_that_do_not_fit_are_refused(flags):
     with pytest.raises(UserError, match=re.escape(flags[0])):
-        train_kd.validate(train_kd.parse(["--pretrain", "m", "--dataset", "d", "--teacher", "t", *flags]))
+        refuse("train_kd", train_kd.parse(["--pretrain", "m", "--dataset", "d", "--teacher", "t", *flags]))

@@ -10,20 +10,21 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from trainer.cli import train_ppo, train_sft
 from trainer.datasets.demos import vision_demo
 from trainer.errors import UserError
+from trainer.flags.rules import refuse
 from trainer.models.layers.vision import check_tower
 from trainer.runs.image_runs import ImageRun
-from trainer.runs.rl.rl_options import refuse_with_images
+from trainer.runs.rl.rl_checks import refuse_with_images
 
 REFUSED = {
-    "--expert_parallel_size 2": "--expert_parallel_size: with rows that have images",
-    "--tensor_parallel_size 2 --sequence_parallel": "--sequence_parallel: with rows that have images",
-    "--load_in_4bit --lora_rank 2": "--load_in_4bit: with rows that have images",
-    "--compile": "--compile: with rows that have images",
-    "--aux_loss_coef 0.1": "--aux_loss_coef: with rows that have images",
-    "--parity_trace x": "--parity_trace: with rows that have images",
-    "--lora_rank 2 --freeze_vision false": "--freeze_vision: false with --lora_rank",
-    "--vision_learning_rate 1e-4": "--vision_learning_rate: with a frozen vision tower",
-    "--vision_learning_rate 1e-4 --freeze_vision false --optim muon": "--vision_learning_rate: with --optim muon",
+    "--expert_parallel_size 2": "--expert_parallel_size 2 with rows that have images",
+    "--tensor_parallel_size 2 --sequence_parallel": "--sequence_parallel with rows that have images",
+    "--load_in_4bit --lora_rank 2": "--load_in_4bit with rows that have images",
+    "--compile": "--compile with rows that have images",
+    "--aux_loss_coef 0.1": "--aux_loss_coef 0.1 with rows that have images",
+    "--parity_trace x": "--parity_trace x with rows that have images",
+    "--lora_rank 2 --freeze_vision false": "--freeze_vision false with --lora_rank",
+    "--vision_learning_rate 1e-4": "--vision_learning_rate 0.0001 with a frozen vision tower",
+    "--vision_learning_rate 1e-4 --freeze_vision false --optim muon": "--vision_learning_rate 0.0001 with --optim muon",
 }
 
 
@@ -36,15 +37,15 @@ class WithImages:
 def test_flags_that_do_not_work_with_images_are_refused(flags):
     args, _ = train_sft.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError) as found:
-        ImageRun(args, None, WithImages())
+        refuse("train_sft", args, has_images=True)
     assert str(found.value).startswith(REFUSED[flags])
 
 
 @pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--cache_pixels"])
 def test_flags_of_the_tower_are_refused_without_images(flags):
     args, _ = train_sft.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
-    with pytest.raises(UserError, match="would do nothing here: no row has an image"):
-        ImageRun(args, None)
+    with pytest.raises(UserError, match="without images: no row has an image"):
+        refuse("train_sft", args, no_images=True)
 
 
 REFUSED_BY_PPO = {

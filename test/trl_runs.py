@@ -42,7 +42,11 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as RewardCollat
 from trl.trainer.utils import pad
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from types import SimpleNamespace
+
+from trainer.compare.certificates.plain_replay import LOADERS
 from trainer.datasets.images.image_processor import load_processor
+from trainer.flags.parse_flags import flat
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rollouts_file import read_rollouts
 
@@ -128,7 +132,7 @@ def make_config(config_class, args, batch_size: int, options: dict):
 
 def train_grpo(argv: list[str], options: dict) -> None:
     """GRPOTrainer on the samples and scores of --rollouts_from, one optimizer step to a whole rollout and pass over it."""
-    args, _ = importlib.import_module(f"trainer.cli.{argv[0]}").parse(argv[1:])
+    args = SimpleNamespace(**flat(importlib.import_module(f"trainer.cli.{argv[0]}").parse(argv[1:])[0]))
     os.makedirs(args.output_dir, exist_ok=True)
     rollouts, losses, grads = iter(read_rollouts(args.rollouts_from)), [], {}
 
@@ -169,7 +173,7 @@ def train_sft_on_images(argv: list[str]) -> None:
 
     Only the processor is loaded by this project: transformers cannot load it without torchvision.
     """
-    args, _ = importlib.import_module("trainer.cli.train_sft").parse(argv[1:])
+    args = SimpleNamespace(**flat(importlib.import_module("trainer.cli.train_sft").parse(argv[1:])[0]))
     os.makedirs(args.output_dir, exist_ok=True)
     processor, losses = load_processor(args.pretrain, AutoTokenizer.from_pretrained(args.pretrain)), []
     processor.chat_template = processor.tokenizer.chat_template
@@ -210,9 +214,10 @@ def train(argv: list[str], name: str, options: dict) -> None:
     if name == "SFT":
         return train_sft_on_images(argv)
     command = importlib.import_module(f"trainer.cli.{argv[0]}")
-    args, _ = command.parse(argv[1:])
+    groups, _ = command.parse(argv[1:])
+    args = SimpleNamespace(**flat(groups))
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
-    loaded, _ = command.load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    loaded, _ = LOADERS[argv[0]](groups, tokenizer, args.dataset, args.dataset_split, "--dataset")
     rows = [loaded[i] for i in range(args.max_steps * args.train_batch_size)]
     os.makedirs(args.output_dir, exist_ok=True)
     if name == "Reward":

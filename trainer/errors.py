@@ -1,17 +1,20 @@
-"""UserError, the error that users see: one line that says where, what was found and what is allowed."""
+"""UserError, the error that users see: one line that says where, what was found and what to do."""
 
 
 class UserError(Exception):
     """Something is wrong with the arguments, the data, the layout or a checkpoint.
 
     `where` is the flag or the file (and line). `found` is what was found there. `allowed` is what would be accepted.
+    `instead` is a sentence that says what to do, in place of `allowed`.
     """
 
-    def __init__(self, where: str, found: str, allowed: str = ""):
-        super().__init__(where, found, allowed)  # all three go into args, so that the error survives pickling
-        self.where, self.found, self.allowed = where, found, allowed
+    def __init__(self, where: str, found: str, allowed: str = "", instead: str = ""):
+        super().__init__(where, found, allowed, instead)  # all go into args, so that the error survives pickling
+        self.where, self.found, self.allowed, self.instead = where, found, allowed, instead
 
     def __str__(self) -> str:
+        if self.instead:
+            return f"{self.where}: {self.found}. {self.instead}"
         return f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else "")
 
 

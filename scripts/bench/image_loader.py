@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from trainer.cli import train_sft
 from trainer.datasets.batches.global_batches import GlobalBatchLoader
 from trainer.datasets.images.image_batches import ImageCollate
+from trainer.runs.run_data import load_sft
 
 
 def parse() -> argparse.Namespace:
@@ -87,7 +88,7 @@ def main() -> None:
         data, model = write_rows(folder, args), make_model(folder)
         flags, _ = train_sft.parse(["--pretrain", model, "--dataset", data, "--max_len", "4096"])
         tokenizer = AutoTokenizer.from_pretrained(model)
-        samples, ledger = train_sft.load_data(flags, tokenizer, data, "train", "--dataset")
+        samples, ledger = load_sft(flags, tokenizer, data, "train", "--dataset")
         collate = ImageCollate(samples.processor)
         from transformers import AutoModelForImageTextToText
 

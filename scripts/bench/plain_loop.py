@@ -17,9 +17,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
-from trainer.cli.train_sft import load_data, parse
+from types import SimpleNamespace
+
+from trainer.cli.train_sft import parse
 from trainer.datasets.batches.global_batches import epoch_order
+from trainer.flags.parse_flags import flat
 from trainer.metrics import host_peak_memory_bytes
+from trainer.runs.run_data import load_sft as load_data
 
 
 def collate(samples: list[dict], pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -36,9 +40,10 @@ def collate(samples: list[dict], pad_id: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
-    args, _ = parse(argv)
+    groups, _ = parse(argv)
+    args = SimpleNamespace(**flat(groups))
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
-    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    samples, _ = load_data(groups, tokenizer, args.dataset, args.dataset_split, "--dataset")
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
     if getattr(model.config, "num_experts", None):
         model.set_experts_implementation("eager")  # transformers' own loop over the experts

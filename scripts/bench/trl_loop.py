@@ -19,9 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../.."))
-from trainer.cli.train_sft import load_data, parse
+from types import SimpleNamespace
+
+from trainer.cli.train_sft import parse
 from trainer.datasets.batches.global_batches import epoch_order
+from trainer.flags.parse_flags import flat
 from trainer.metrics import host_peak_memory_bytes
+from trainer.runs.run_data import load_sft as load_data
 
 # options of all TRL trainers here: fp32, and nothing except the training itself
 FASTEST_ON_CPU = {
@@ -54,10 +58,11 @@ class StepTimes(TrainerCallback):
 
 
 def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
-    args, _ = parse(argv)
+    groups, _ = parse(argv)
+    args = SimpleNamespace(**flat(groups))
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
+    samples, _ = load_data(groups, tokenizer, args.dataset, args.dataset_split, "--dataset")
     size = args.train_batch_size
     order = epoch_order(len(samples), args.seed, 0, shuffle=not args.no_shuffle)[: num_steps * size]
     chosen = [samples[i] for i in order]

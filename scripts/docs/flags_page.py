@@ -7,15 +7,10 @@ import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.flags.common_flags import ALLOWED, SFTArguments
-from trainer.flags.kd_flags import KDArguments
-from trainer.flags.online_flags import OnlineDPOArguments
-from trainer.flags.preference_flags import DPOArguments, RMArguments
-from trainer.flags.rl_flags import PPOArguments
+from trainer.flags.parse_flags import ALLOWED, groups_of
+from trainer.flags.rules import COMMANDS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
-COMMANDS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
-COMMANDS |= {"train_dpo --online": OnlineDPOArguments, "train_kd": KDArguments}
 HEAD = """<!-- Written by scripts/docs/flags_page.py from the arguments of the commands. Do not edit. -->
 
 # All flags
@@ -46,14 +41,12 @@ WORD = re.compile(r"(?P<before>[(\"']*)(?P<core>\S*?)(?P<after>[)\"'.,;:]*)(?=\s
 
 
 def groups() -> list[tuple[type, list[str]]]:
-    """Every dataclass of flags with the commands that have it, in the order of --help, those of most commands first."""
-    order = dict.fromkeys(base for command in COMMANDS.values() for base in reversed(command.__mro__[:-1]))
-    found = [
-        (base, [name for name, command in COMMANDS.items() if issubclass(command, base)])
-        for base in order
-        if vars(base).get("__annotations__")
-    ]
-    return sorted(found, key=lambda group: -len(group[1]))
+    """Every group of flags with the commands that have it, in the order of --help, those of most commands first."""
+    found: dict[type, list[str]] = {}
+    for name, command in COMMANDS.items():
+        for kind in groups_of(command).values():
+            found.setdefault(kind, []).append(name)
+    return sorted(found.items(), key=lambda group: -len(group[1]))
 
 
 def allowed_values(field: dataclasses.Field, hint) -> str:
@@ -108,7 +101,7 @@ def page() -> str:
     parts = [HEAD]
     for base, commands in groups():
         title = base.__doc__.splitlines()[0]
-        fields = [field for field in dataclasses.fields(base) if field.name in vars(base)["__annotations__"]]
+        fields = dataclasses.fields(base)
         hints = typing.get_type_hints(base)
         *first, last = [f"`{command}`" for command in commands]
         which = (

@@ -28,6 +28,8 @@ from trainer.datasets.images.pixel_cache import PixelCache
 from trainer.datasets.samples.preference import SIDES, collate_pairs
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
+from trainer.runs.preference_runs import load_dpo
+from trainer.runs.run_data import load_sft
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def load(here: Path, rows, *flags: str, kind: str = "qwen3_vl", data: str | None
         Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = str(here / kind)
     args, _ = train_sft.parse(["--pretrain", folder, "--dataset", data, *flags])
-    return train_sft.load_data(args, AutoTokenizer.from_pretrained(folder), data, "train", "--dataset")
+    return load_sft(args, AutoTokenizer.from_pretrained(folder), data, "train", "--dataset")
 
 
 def talk(question, answer="Yes.", images=None) -> dict:
@@ -241,7 +243,7 @@ def load_pairs(here: Path, rows, *flags: str):
     path, folder = here / "pairs.jsonl", str(here / "qwen3_vl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args, _ = train_dpo.parse(["--pretrain", folder, "--dataset", str(path), "--apply_chat_template", *flags])
-    return train_dpo.load_data(args, AutoTokenizer.from_pretrained(folder), str(path), "train", "--dataset")
+    return load_dpo(args, AutoTokenizer.from_pretrained(folder), str(path), "train", "--dataset")
 
 
 def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):

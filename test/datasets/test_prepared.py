@@ -10,6 +10,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.samples import sft_samples
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
+from trainer.runs.run_data import load_sft
 
 SHORT = ["--max_len", "22"]  # some rows are cut off, and some have no loss token left
 
@@ -36,7 +37,7 @@ def load(demo, *names, flags=()):
     """(samples, ledger) as train_sft loads them."""
     names = ",".join(str(name) for name in names)
     args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", names, *SHORT, *flags])
-    return train_sft.load_data(args, load_tokenizer(str(demo / "model"), False), names, "train", "--dataset")
+    return load_sft(args, load_tokenizer(str(demo / "model"), False), names, "train", "--dataset")
 
 
 def test_samples_and_ledger_are_those_of_the_rows(demo, tmp_path, capsys):
@@ -100,7 +101,7 @@ def test_what_does_not_fit_is_one_line(demo, tmp_path):
     tokenizer.chat_template += " "
     args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", "x", *SHORT])
     with pytest.raises(UserError, match="another tokenizer or chat template"):
-        train_sft.load_data(args, tokenizer, str(tmp_path / "tokens"), "train", "--dataset")
+        load_sft(args, tokenizer, str(tmp_path / "tokens"), "train", "--dataset")
     (tmp_path / "tokens/prepared.json").unlink()
     with pytest.raises(UserError, match=r"tokens without the file prepared\.json"):
         load(demo, tmp_path / "tokens")

@@ -17,8 +17,10 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import open_rows, parsed
 from trainer.datasets.samples.streaming import StreamedBatches, start_of_epoch
 from trainer.errors import UserError
+from trainer.flags.rules import refuse
 from trainer.models.model_loading import load_tokenizer
 from trainer.runs import streamed_run
+from trainer.runs.run_data import load_sft
 
 SHORT = ["--max_len", "22", "--max_steps", "5"]  # some rows are cut off, and some have no loss token left
 BUFFER = 32
@@ -58,7 +60,9 @@ def own_cache(tmp_path_factory, monkeypatch):
 def load(demo, names, *flags):
     args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", names, *SHORT, *flags])
     tokenizer = load_tokenizer(str(demo / "model"), False)
-    return train_sft.load_data(args, tokenizer, names, "train", "--dataset")[0]
+    if args.streaming.streaming:
+        return streamed_run.open_stream(args, tokenizer)
+    return load_sft(args, tokenizer, names, "train", "--dataset")[0]
 
 
 def stream(demo, names, *flags):
@@ -194,8 +198,8 @@ def test_what_does_not_combine_is_refused(demo, tmp_path):
     with pytest.raises(UserError, match=r"--dataset rows from 129: cannot be read"):
         read(stream(demo, str(tmp_path / "bad.jsonl")))
     args, _ = train_sft.parse(["--pretrain", "model", "--dataset", plain, "--streaming"])
-    with pytest.raises(UserError, match="--max_steps: missing with --streaming"):
-        streamed_run.check_flags(args)
+    with pytest.raises(UserError, match="--streaming without --max_steps"):
+        refuse("train_sft", args)
 
 
 def test_all_layouts_see_the_same_batches_and_go_on_from_each_other(demo, tmp_path):

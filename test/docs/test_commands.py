@@ -13,9 +13,10 @@ from doc_runs import Runner, make_base, make_page_folder, overlap, resources, sh
 from launch import ROOT
 
 from trainer.compare.runs.launch import free_port
-from trainer.flags.common_flags import SFTArguments, parse_arguments
+from trainer.flags.common_flags import SFTArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rl_flags import PPOArguments
 

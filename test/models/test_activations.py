@@ -16,10 +16,10 @@ from transformers import AttentionInterface
 
 from trainer.cli.train_sft import parse
 from trainer.errors import UserError
+from trainer.flags.rules import refuse
 from trainer.models.layers import activation_offload
 from trainer.models.layers.activation_offload import HostCopies, offload_layer_inputs
 from trainer.models.layers.activations import recompute_layers
-from trainer.runs.run_training import validate_shared
 
 
 class CountProducts(TorchDispatchMode):
@@ -195,7 +195,7 @@ def test_gradients_of_distributed_tensors_pass_through_the_host(mesh):
 @pytest.mark.parametrize("flags", [["--activation_offload"], ["--gradient_checkpointing", "--selective_checkpointing"]])
 def test_what_excludes_each_other_is_refused(flags):
     with pytest.raises(UserError, match=flags[0]):
-        validate_shared(parse(["--pretrain", "x", "--dataset", "y", *flags])[0], ())
+        refuse("train_sft", parse(["--pretrain", "x", "--dataset", "y", *flags])[0])
 
 
 def counted_attention(op: str, calls: list) -> str:

@@ -434,7 +434,7 @@ def test_the_share_of_a_gpu_needs_one(demo, monkeypatch):
 )
 def test_flags_that_vllm_does_not_take(flag, value):
     from trainer.cli.train_ppo import parse
-    from trainer.runs.rl.rl_options import validate
+    from trainer.runs.rl.rl_checks import validate
 
     flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "x.py", "--rollout_engine", "vllm", flag, value]
     with pytest.raises(UserError) as error:

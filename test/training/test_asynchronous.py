@@ -17,7 +17,7 @@ from trainer.methods.rollout_facts import effective_share
 from trainer.rollout.asynchronous import newest_checksum
 from trainer.rollout.rollouts_file import read_rollouts
 from trainer.rollout.timeline import append_events
-from trainer.runs.rl.rl_options import validate
+from trainer.runs.rl.rl_checks import validate
 
 BOUND, STEPS, SAMPLES = 2, 8, 8  # an optimizer step for each rollout
 SAME = ["loss", "grad_norm", "tis_weight", "rollout_ess", "rollout_kl", "reward", "staleness", "batch_hash"]

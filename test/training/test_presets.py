@@ -21,7 +21,8 @@ from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, Poli
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import Part
 from trainer.rollout.samples import Sample
-from trainer.runs.rl.rl_options import ppo_options, validate
+from trainer.runs.rl.rl_checks import validate
+from trainer.runs.rl.rl_options import ppo_options
 
 WORDS, GROUP, MAX_LEN = 11, 4, 6
 LENGTHS, SCORES = [1, 6, 3, 6, 2, 5, 6, 4], [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]
@@ -60,19 +61,19 @@ def found_loss(args, old, policy, reference, values) -> torch.Tensor:
     """The loss of the trainer's own phases: log-probs, advantages, loss."""
     validate(args)
     samples, options = make_samples(), ppo_options(args, (0,))
-    rows = SampleSet(samples, args.loss_agg, args.generate_max_len, args.mask_truncated)
+    rows = SampleSet(samples, args.advantage.loss_agg, args.rollout.generate_max_len, args.advantage.mask_truncated)
     parts = [
         collate_samples([rows[n] for n in part], 0, packed) for part, packed in (([0, 1, 2], 0), ([3, 4, 5, 6, 7], 1))
     ]
     batch = SimpleNamespace(micro_batches=parts, num_targets=sum(rows["num_loss_tokens"]))
     strategy = SimpleNamespace(device=torch.device("cpu"), all_reduce=lambda tensor: tensor)
     roles = SimpleNamespace(
-        routers=None, actor=(old,), has_reference=bool(args.init_kl_coef), reference=reference, critic=None
+        routers=None, actor=(old,), has_reference=bool(args.kl.init_kl_coef), reference=reference, critic=None
     )
-    state = RLState(None, args.init_kl_coef)
+    state = RLState(None, args.kl.init_kl_coef)
     part = Part(strategy, samples, None)
     flat = add_log_probs(strategy, roles, [batch, batch], options, part)  # two: off-policy
-    if args.advantage_estimator == "gae":
+    if args.advantage.advantage_estimator == "gae":
         flat["old_values"] = values
     add_advantages([batch], samples, part, flat, state, options)
     loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, None)
@@ -212,7 +213,12 @@ def test_given_flags_win_and_the_line_says_so(tmp_path):
     args = arguments(
         "--config", str(tmp_path / "flags.yaml"), "--dynamic_filtering", "false", "--generate_max_len", "40"
     )
-    assert (args.eps_clip, args.eps_clip_high, args.dynamic_filtering, args.overlong_buffer_len) == (
+    assert (
+        args.advantage.eps_clip,
+        args.advantage.eps_clip_high,
+        args.rollout.dynamic_filtering,
+        args.scores.overlong_buffer_len,
+    ) == (
         0.1,
         0.28,
         False,
@@ -225,11 +231,15 @@ def test_given_flags_win_and_the_line_says_so(tmp_path):
 
 def test_a_preset_wins_over_the_demo_and_no_kl_means_no_kl():
     args, is_demo = parse(["--preset", "ppo"])
-    assert is_demo and (args.advantage_estimator, args.lambd, args.learning_rate) == ("gae", 0.95, 2e-4)
+    assert is_demo and (args.advantage.advantage_estimator, args.advantage.lambd, args.optimizer.learning_rate) == (
+        "gae",
+        0.95,
+        2e-4,
+    )
     for name in PRESETS:
         args = arguments("--preset", name, "--init_kl_coef", "0")
         validate(args)
-        assert not args.use_kl_loss and not args.kl_in_score
+        assert not args.kl.use_kl_loss and not args.kl.kl_in_score
 
 
 # --- the token variant of GSPO, and samples without loss

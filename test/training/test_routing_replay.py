@@ -16,7 +16,7 @@ from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.errors import UserError
 from trainer.models.layers.routing_replay import Routers
 from trainer.rollout.rollouts_file import read_rollouts
-from trainer.runs.rl.rl_options import validate
+from trainer.runs.rl.rl_checks import validate
 
 sys.path.insert(0, str(ROOT / "scripts/bench"))
 from routing_replay import command_line, make_model, mean_difference

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from trainer.entry import run_command
-from trainer.flags.common_flags import arg, parse_arguments
+from trainer.flags.parse_flags import arg, parse_group
 
 
 @dataclass
@@ -22,7 +22,7 @@ class DemoArguments:
 
 
 def run(argv: list[str]) -> None:
-    args = parse_arguments(DemoArguments, "make_demo", argv)
+    args = parse_group(DemoArguments, "make_demo", argv)
     # after the flags are read: --help must not import torch
     from trainer.datasets.demos.demo import make_demo
     from trainer.datasets.demos.vision_demo import make_vision_demo

@@ -9,7 +9,8 @@ from typing import Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments, arg, parse_arguments
+from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments
+from trainer.flags.parse_flags import arg, flat, group, parse_arguments
 
 
 @dataclass
@@ -24,35 +25,41 @@ class OutputArguments:
 
 
 @dataclass
-class PrepareArguments(SFTDataArguments, LengthArguments, DataArguments, OutputArguments):
+class PrepareArguments:
     """Tokenize data for train_sft."""
+
+    target: OutputArguments = group(OutputArguments)
+    data: DataArguments = group(DataArguments)
+    length: LengthArguments = group(LengthArguments)
+    sft: SFTDataArguments = group(SFTDataArguments)
 
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(PrepareArguments, "prepare_data", argv)
+    # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
-    # after the flags are read: --help must not import torch
     from trainer.datasets.conversations.templates import load_chat_template
     from trainer.datasets.samples.preparation import prepare_rows
     from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.runs.outputs import make_writable
-    from trainer.runs.run_training import load_flag_rows, refuse_idle
+    from trainer.runs.run_data import load_flag_rows
 
+    flags, data = flat(args), args.data
     for name in ("pretrain", "dataset", "output_dir"):
-        if not vars(args)[name]:
+        if not flags[name]:
             raise UserError(f"--{name}", "needed")
-    refuse_idle(args, [("eval_dataset eval_split aux_loss_coef expert_bias_update_rate", False, "a flag of train_sft")])
-    target = os.path.abspath(args.output_dir)
+    if data.eval_dataset or data.eval_split != DataArguments().eval_split:
+        raise UserError("--eval_dataset, --eval_split", "would do nothing here", "flags of train_sft")
+    target = os.path.abspath(args.target.output_dir)
     if os.path.exists(target):
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
     make_writable("--output_dir", os.path.dirname(target))
-    tokenizer = load_tokenizer(resolve_model_folder(args.pretrain), args.trust_remote_code)
-    load_chat_template(args.tokenizer_chat_template, tokenizer)
-    rows = load_flag_rows(args, args.dataset, args.dataset_split, "--dataset")
-    options = {name: vars(args)[name] for name in OPTIONS}
-    sizes = {"rows_per_part": args.rows_per_part, "num_proc": args.dataset_num_proc}
-    ledger = prepare_rows(rows, tokenizer, target, options, **sizes)
+    tokenizer = load_tokenizer(resolve_model_folder(args.target.pretrain), args.target.trust_remote_code)
+    load_chat_template(data.tokenizer_chat_template, tokenizer)
+    rows = load_flag_rows(data, args.target.seed, data.dataset, data.dataset_split, "--dataset")
+    sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
+    ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)
     print(f"{ledger.summary()}\nwritten to {target}")
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Optional
 
 from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
-from trainer.flags.common_flags import arg, parse_arguments
+from trainer.flags.parse_flags import arg, parse_group
 
 WORKER = "trainer.rollout.engines.vllm_worker.WeightReceiver"
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -38,7 +38,7 @@ class EngineArguments:
 
 
 def run(argv: list[str]) -> None:
-    args = parse_arguments(EngineArguments, "serve_engine", argv)
+    args = parse_group(EngineArguments, "serve_engine", argv)
     if args.pretrain is None:
         raise UserError("--pretrain", "missing", "a model folder")
     if importlib.util.find_spec("vllm") is None:

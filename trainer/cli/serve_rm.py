@@ -10,7 +10,7 @@ from typing import Literal, Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.flags.common_flags import arg, parse_arguments
+from trainer.flags.parse_flags import arg, parse_group
 
 
 @dataclass
@@ -50,7 +50,7 @@ def check_arguments(args: ServeArguments) -> None:
 
 
 def run(argv: list[str]) -> None:
-    args = parse_arguments(ServeArguments, "serve_rm", argv)
+    args = parse_group(ServeArguments, "serve_rm", argv)
     quiet_libraries()
     check_arguments(args)
     # these import torch, which --help does not need, and the extra `serve`

@@ -4,26 +4,31 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
     --input_key question --label_key answer --reward_func math --advantage_estimator group_norm --n_samples_per_prompt 8
 """
 
+from trainer.datasets.demos.demo_flags import PPO_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
+from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.presets import with_preset, with_teacher
 from trainer.flags.rl_flags import PPOArguments
-from trainer.runs import run_training
-from trainer.runs.rl.rl_options import demo_defaults, validate
-from trainer.runs.rl.rl_run import COMMAND, train
+
+COMMAND = "train_ppo"
 
 
 def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
 
     def parse_flags(flags: list[str]) -> tuple[PPOArguments, bool]:
-        return run_training.parse_or_demo(PPOArguments, COMMAND, flags, demo_defaults)
+        return parse_or_demo(PPOArguments, COMMAND, flags, PPO_DEFAULTS)
 
     return with_teacher(*with_preset(parse_flags, argv), parse_flags, argv)
 
 
 def run(argv: list[str]) -> None:
     args, is_demo = parse(argv)
+    # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
+    from trainer.runs.rl.rl_checks import validate
+    from trainer.runs.rl.rl_run import train
+
     validate(args)
     train(args, is_demo)
 

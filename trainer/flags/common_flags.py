@@ -1,24 +1,9 @@
-"""Command-line arguments: a dataclass and a help group per topic, one flat set of flags, and a YAML `--config`.
+"""The groups of flags that several commands have, and the command `train_sft`."""
 
-Nothing here imports torch, so `--help` and a wrong flag answer at once.
-"""
-
-import dataclasses
-import difflib
-import re
-import typing
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.errors import UserError
-
-
-def arg(default, help: str, *aliases: str, type=None, **kwargs):
-    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
-    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+from trainer.flags.parse_flags import arg, group
 
 
 @dataclass
@@ -101,11 +86,29 @@ class SFTDataArguments:
     output_key: Optional[str] = arg(None, "column of the answer")
     multiturn: bool = arg(False, "loss on every assistant turn, not only on the last one")
     pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
+
+
+@dataclass
+class StreamingArguments:
+    """Streaming"""
+
     streaming: bool = arg(False, "read the rows of --dataset while training, and never copy them; needs --max_steps")
     streaming_buffer: int = arg(10_000, "with --streaming: shuffle this many rows at a time", type="PositiveInt")
+
+
+@dataclass
+class ExpertArguments:
+    """Mixtures of experts"""
+
     aux_loss_coef: float = arg(
         0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
     )
+
+
+@dataclass
+class RouterArguments(ExpertArguments):
+    """Mixtures of experts"""
+
     expert_bias_update_rate: float = arg(
         0.0, "routers with e_score_correction_bias: move it so far after each step", type="NonNegativeFloat"
     )
@@ -261,115 +264,20 @@ class TraceArguments:
 
 
 @dataclass
-class SFTArguments(
-    TraceArguments,
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    VisionArguments,
-    SFTDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):  # a dataclass takes its fields from the last base to the first; --help has the same order
+class SFTArguments:
     """Supervised fine-tuning of a causal language model."""
 
-
-ALLOWED = {
-    "PositiveInt": "an integer above 0",
-    "NonNegativeInt": "an integer of 0 or more",
-    "PositiveFloat": "a number above 0",
-    "NonNegativeFloat": "a number of 0 or more",
-    "ClosedUnitInterval": "a number from 0 to 1",
-}
-
-
-def _add_field(group, field: dataclasses.Field, hint) -> None:
-    from jsonargparse import typing as restricted
-
-    flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-    common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
-    if hint is bool:
-        # jsonargparse's ActionYesNo would read --no_save as "save: no" and leave it False
-        group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
-        return
-    kind = field.metadata["type"] or hint
-    if kind == Optional[str]:
-        kind = str  # else jsonargparse reads the text as YAML; a template "### Question: {}" is a comment there
-    if isinstance(kind, str):
-        kind = getattr(restricted, kind)
-        kind = Optional[kind] if default is None else kind
-    group.add_argument(*flags, type=kind, **common)
-
-
-def build_parser(arguments_class: type, command: str):
-    """Build the parser of a command: one help group per base dataclass of `arguments_class`, and flat flags."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog=command,
-        usage="%(prog)s [--config FILE] [--flag value ...]",
-        description=arguments_class.__doc__,
-        exit_on_error=False,
-        allow_abbrev=False,
-        default_env=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with flags; flags after it override the file")
-    for base in reversed(arguments_class.__mro__[:-1]):
-        own = vars(base).get("__annotations__", {})
-        group = parser.add_argument_group(base.__doc__.splitlines()[0]) if own else None
-        for field in dataclasses.fields(base):
-            if field.name in own:
-                _add_field(group, field, typing.get_type_hints(base)[field.name])
-    return parser
-
-
-def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
-    """Parse `argv` into an `arguments_class` instance. `defaults` replaces field defaults.
-
-    Raises: UserError for anything that is not accepted, in one line. For a misspelt flag it names the nearest flag.
-    """
-    parser = build_parser(arguments_class, command)
-    parser.set_defaults(defaults or {})
-    fields = {field.name: field for field in dataclasses.fields(arguments_class)}
-    try:
-        namespace = parser.parse_args(argv)
-    except Exception as error:  # jsonargparse raises several types, all for wrong user input
-        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
-    return arguments_class(**{name: _plain(getattr(namespace, name)) for name in fields})
-
-
-def _plain(value):
-    """Turn a number of one of jsonargparse's restricted types into a plain number, as YAML and JSON need it."""
-    for kind in (bool, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
-
-
-def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
-    """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
-    unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
-    if unknown:
-        name = (unknown.group(1) or unknown.group(2)).lstrip("-")
-        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-        hint = f"did you mean --{nearest[0]}?" if nearest else "see --help"
-        where = unknown.group(1) or f"--config: {name}"
-        return UserError(where, f"no such flag; {hint}")
-    named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
-    if not named:
-        return UserError("arguments", message)
-    name, detail = named.group(1) or named.group(3), named.group(2) or named.group(4)
-    value = re.search(
-        r"(?:Got|Given) value: (.*)$|base 10: (.*?)(?: -|$)|to float: (.*?)(?: -|$)|: (\S+) does not conform", detail
-    )
-    field = fields.get(name)
-    if not (value and field):
-        return UserError(f"--{name}", detail)
-    kind = field.metadata["type"] or field.type
-    allowed = ALLOWED.get(kind) if isinstance(kind, str) else ", ".join(map(str, typing.get_args(kind)))
-    return UserError(f"--{name}", next(filter(None, value.groups())), allowed or getattr(kind, "__name__", str(kind)))
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    length: LengthArguments = group(LengthArguments)
+    sft: SFTDataArguments = group(SFTDataArguments)
+    streaming: StreamingArguments = group(StreamingArguments)
+    experts: RouterArguments = group(RouterArguments)
+    vision: VisionArguments = group(VisionArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)
+    trace: TraceArguments = group(TraceArguments)

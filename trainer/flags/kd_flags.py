@@ -14,8 +14,8 @@ from trainer.flags.common_flags import (
     OptimizerArguments,
     OutputArguments,
     SFTDataArguments,
-    arg,
 )
+from trainer.flags.parse_flags import arg, group
 
 
 @dataclass
@@ -44,17 +44,17 @@ class TeacherArguments:
 
 
 @dataclass
-class KDArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    TeacherArguments,
-    SFTDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
+class KDArguments:
     """Knowledge distillation: a causal language model learns from the answers and probabilities of a teacher."""
+
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    length: LengthArguments = group(LengthArguments)
+    sft: SFTDataArguments = group(SFTDataArguments)
+    teacher: TeacherArguments = group(TeacherArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)

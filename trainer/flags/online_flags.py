@@ -6,30 +6,33 @@ from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
     DataArguments,
+    ExpertArguments,
     LayoutArguments,
     LoraArguments,
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
 )
+from trainer.flags.parse_flags import group
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import EnvironmentArguments, PromptArguments, RolloutArguments, ScoreArguments
 
 
 @dataclass
-class OnlineDPOArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    PreferenceArguments,
-    EnvironmentArguments,
-    ScoreArguments,
-    RolloutArguments,
-    PromptArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
+class OnlineDPOArguments:
     """Preference optimization of a causal language model on pairs of its own answers."""
+
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    prompts: PromptArguments = group(PromptArguments)
+    rollout: RolloutArguments = group(RolloutArguments)
+    scores: ScoreArguments = group(ScoreArguments)
+    environment: EnvironmentArguments = group(EnvironmentArguments)
+    preference: PreferenceArguments = group(PreferenceArguments)
+    experts: ExpertArguments = group(ExpertArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)

@@ -7,6 +7,7 @@ from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
     DataArguments,
+    ExpertArguments,
     LayoutArguments,
     LengthArguments,
     LoraArguments,
@@ -14,8 +15,8 @@ from trainer.flags.common_flags import (
     OptimizerArguments,
     OutputArguments,
     VisionArguments,
-    arg,
 )
+from trainer.flags.parse_flags import arg, group
 
 
 @dataclass
@@ -75,9 +76,6 @@ class PreferenceArguments:
     label_smoothing: float = arg(0.0, "cdpo, robust: probability that a label is wrong", type="ClosedUnitInterval")
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
-    aux_loss_coef: float = arg(
-        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
-    )
     ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
     ref_offload: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
@@ -98,37 +96,38 @@ class SingleAnswerArguments:
 
 
 @dataclass
-class RMArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    VisionArguments,
-    RewardArguments,
-    PreferenceDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
+class RMArguments:
     """Training of a reward model on pairs of answers."""
+
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    length: LengthArguments = group(LengthArguments)
+    pairs: PreferenceDataArguments = group(PreferenceDataArguments)
+    reward: RewardArguments = group(RewardArguments)
+    vision: VisionArguments = group(VisionArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)
 
 
 @dataclass
-class DPOArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    VisionArguments,
-    SingleAnswerArguments,
-    PreferenceArguments,
-    PreferenceDataArguments,
-    LengthArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
+class DPOArguments:
     """Preference optimization of a causal language model with DPO or a related loss."""
+
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    length: LengthArguments = group(LengthArguments)
+    pairs: PreferenceDataArguments = group(PreferenceDataArguments)
+    preference: PreferenceArguments = group(PreferenceArguments)
+    answers: SingleAnswerArguments = group(SingleAnswerArguments)
+    experts: ExpertArguments = group(ExpertArguments)
+    vision: VisionArguments = group(VisionArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)

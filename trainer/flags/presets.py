@@ -6,6 +6,7 @@ docs/algorithms.md has the table with the papers and their equations.
 from collections.abc import Callable
 
 from trainer.errors import UserError
+from trainer.flags.parse_flags import flat
 from trainer.flags.rl_flags import PPOArguments
 
 OF_KL = ("use_kl_loss", "kl_in_score", "kl_estimator")  # they need --init_kl_coef above 0
@@ -30,8 +31,12 @@ DAPO_BUFFER = 5  # 4096 of 20480 tokens, section 4.1
 
 def recipe(args: PPOArguments) -> dict:
     """The flags that --preset sets, with their values, among them DAPO's buffer as a share of --generate_max_len."""
-    chosen = PRESETS[args.preset]
-    return chosen | {"overlong_buffer_len": args.generate_max_len // DAPO_BUFFER} if args.preset == "dapo" else chosen
+    chosen = PRESETS[args.advantage.preset]
+    return (
+        chosen | {"overlong_buffer_len": args.rollout.generate_max_len // DAPO_BUFFER}
+        if args.advantage.preset == "dapo"
+        else chosen
+    )
 
 
 def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
@@ -40,13 +45,13 @@ def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
     A user who gives --init_kl_coef 0 gives up the other flags of the KL too. Raises UserError for an unknown preset.
     """
     args, is_demo = parse(argv)
-    if args.preset is None:
+    if args.advantage.preset is None:
         return args, is_demo
-    if args.preset not in PRESETS:
-        raise UserError("--preset", args.preset, ", ".join(PRESETS))
+    if args.advantage.preset not in PRESETS:
+        raise UserError("--preset", args.advantage.preset, ", ".join(PRESETS))
     values = recipe(args)
     args, is_demo = parse([*_as_flags(values), *argv])
-    if not args.init_kl_coef:
+    if not args.kl.init_kl_coef:
         values = {name: value for name, value in values.items() if name not in OF_KL}
         args, is_demo = parse([*_as_flags(values), *argv])
     return args, is_demo
@@ -57,21 +62,21 @@ def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[
 
     Flags that the user gives win. Raises UserError for those that contradict it.
     """
-    if args.teacher is None:
-        if args.advantage_estimator == "distill":
+    if args.kl.teacher is None:
+        if args.advantage.advantage_estimator == "distill":
             raise UserError("--advantage_estimator", "distill without --teacher", "--teacher MODEL")
         return args, is_demo
-    values = {"advantage_estimator": "distill", "ref_model": args.teacher, "init_kl_coef": 1.0}
+    values = {"advantage_estimator": "distill", "ref_model": args.kl.teacher, "init_kl_coef": 1.0}
     args, is_demo = parse([*_as_flags(values, lower=False), *argv])
     contradictions = {
-        "--advantage_estimator": args.advantage_estimator != "distill" and args.advantage_estimator,
-        "--ref_model": args.ref_model != args.teacher and args.ref_model,
-        "--init_kl_coef": not args.init_kl_coef and "0",
-        "--kl_estimator": args.kl_estimator != "k1" and args.kl_estimator,
-        "--preset": args.preset,
-        "--use_kl_loss": args.use_kl_loss,
-        "--kl_in_score": args.kl_in_score,
-        "--dynamic_filtering": args.dynamic_filtering,
+        "--advantage_estimator": args.advantage.advantage_estimator != "distill" and args.advantage.advantage_estimator,
+        "--ref_model": args.kl.ref_model != args.kl.teacher and args.kl.ref_model,
+        "--init_kl_coef": not args.kl.init_kl_coef and "0",
+        "--kl_estimator": args.kl.kl_estimator != "k1" and args.kl.kl_estimator,
+        "--preset": args.advantage.preset,
+        "--use_kl_loss": args.kl.use_kl_loss,
+        "--kl_in_score": args.kl.kl_in_score,
+        "--dynamic_filtering": args.rollout.dynamic_filtering,
     }
     for flag, value in contradictions.items():
         if value:
@@ -85,7 +90,7 @@ def _as_flags(values: dict, lower: bool = True) -> list[str]:
 
 def told(args: PPOArguments) -> str:
     """The line that says what the preset sets, and which of its flags the user gave another value."""
-    values, found = recipe(args), vars(args)
+    values, found = recipe(args), flat(args)
     kept = [f"--{name} {value}" for name, value in values.items() if found[name] == value]
     given = [f"--{name} {found[name]} instead of {value}" for name, value in values.items() if found[name] != value]
-    return f"--preset {args.preset}: {' '.join(kept)}" + (f"; given: {', '.join(given)}" if given else "")
+    return f"--preset {args.advantage.preset}: {' '.join(kept)}" + (f"; given: {', '.join(given)}" if given else "")

@@ -7,14 +7,15 @@ from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
     DataArguments,
+    ExpertArguments,
     LayoutArguments,
     LoraArguments,
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
     VisionArguments,
-    arg,
 )
+from trainer.flags.parse_flags import arg, group
 
 
 @dataclass
@@ -198,9 +199,6 @@ class AdvantageArguments:
         type="ClosedUnitInterval",
     )
     entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
-    aux_loss_coef: float = arg(
-        0.0, "mixture of experts: add this times the load-balancing loss of the batch", type="NonNegativeFloat"
-    )
 
 
 @dataclass
@@ -245,22 +243,23 @@ class CriticArguments:
 
 
 @dataclass
-class PPOArguments(
-    CheckpointArguments,
-    OutputArguments,
-    LayoutArguments,
-    OptimizerArguments,
-    BatchArguments,
-    VisionArguments,
-    CriticArguments,
-    KLArguments,
-    AdvantageArguments,
-    EnvironmentArguments,
-    ScoreArguments,
-    RolloutArguments,
-    PromptArguments,
-    DataArguments,
-    LoraArguments,
-    ModelArguments,
-):
+class PPOArguments:
     """Reinforcement learning of a causal language model with PPO, GRPO and related algorithms."""
+
+    model: ModelArguments = group(ModelArguments)
+    lora: LoraArguments = group(LoraArguments)
+    data: DataArguments = group(DataArguments)
+    prompts: PromptArguments = group(PromptArguments)
+    rollout: RolloutArguments = group(RolloutArguments)
+    scores: ScoreArguments = group(ScoreArguments)
+    environment: EnvironmentArguments = group(EnvironmentArguments)
+    advantage: AdvantageArguments = group(AdvantageArguments)
+    kl: KLArguments = group(KLArguments)
+    critic: CriticArguments = group(CriticArguments)
+    experts: ExpertArguments = group(ExpertArguments)
+    vision: VisionArguments = group(VisionArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)

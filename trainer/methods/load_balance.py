@@ -7,14 +7,12 @@ ranks and of samples in it.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from trainer.errors import UserError
 from trainer.metrics import MetricSum
-from trainer.model_folders.model_folder import read_config
 from trainer.models.losses.token_losses import label_log_probs
 from trainer.training.loop import LossFunction, TwoPassLoss
 
@@ -59,20 +57,6 @@ def mark_tokens(collate: Callable, samples: list[dict], pad_token_id: int) -> di
     batch = collate(samples, pad_token_id=pad_token_id)
     ones = torch.ones_like(batch["labels"])
     return batch | {"is_token": batch.get("attention_mask", ones) if samples else 0 * ones}
-
-
-def balance_batches(
-    folder: str, collate: Callable, loss_fn: Callable, *, aux_loss_coef: float, trust_remote_code: bool
-) -> tuple[Callable, LossFunction]:
-    """`collate` that marks tokens, and `loss_fn` of train_sft with the load-balancing loss if `aux_loss_coef` is not 0.
-
-    Raises:
-        UserError: `aux_loss_coef` is not 0, and the model of `folder` has no experts.
-    """
-    if aux_loss_coef:
-        top_k = experts_per_token(read_config(folder, trust_remote_code))
-        loss_fn = with_batch_balance_loss(loss_fn, aux_loss_coef, top_k)
-    return functools.partial(mark_tokens, collate), loss_fn
 
 
 def with_batch_balance_loss(loss_fn: LossFunction, aux_loss_coef: float, top_k: int) -> TwoPassLoss:

@@ -7,21 +7,22 @@ more than 1 % of a short run, so only --certificate writes it.
 import os
 
 from trainer.reports import certificate
+from trainer.runs.feature import Feature
 from trainer.runs.outputs import saved_models
 
 MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 
 
-def certify_run(args, folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:
+def certify_run(saved: list[str], folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:
     """Write the certificate of the finished run in `folder`. Only rank 0 calls it.
 
-    `model_folder` is the folder of --pretrain. `fingerprint` is that of the loader or of the prompts. `device` is a
+    `saved` are the folders of the trained models, and `model_folder` is that of --pretrain. `fingerprint` is that of the loader or of the prompts. `device` is a
     torch.device.
     """
     starts, rows = certificate.final_rows(folder)
     facts = starts[-1]
     models = {flag: facts["config"].get(flag) for flag in MODEL_FLAGS} | {"pretrain": model_folder}
-    saved = [path for path in saved_models(args, folder) if os.path.isdir(path)]
+    saved = [path for path in saved if os.path.isdir(path)]
     content = {
         "format": certificate.FORMAT,
         "command": command,
@@ -40,3 +41,13 @@ def certify_run(args, folder: str, command: str, model_folder: str, fingerprint:
     }
     certificate.write(folder, content)
     print(f"certificate written to {os.path.join(folder, certificate.FILE)}", flush=True)
+
+
+def certify(run) -> None:
+    """Write the certificate of a finished run (rank 0)."""
+    if run.setup.strategy.is_rank_0():
+        facts = (run.method.command, run.setup.folder, run.loader.fingerprint(), run.setup.strategy.device)
+        certify_run(saved_models(run.args.output, run.output_dir), run.output_dir, *facts)
+
+
+CERTIFICATE = Feature("certificate", lambda run: run.flags.certificate or run.flags.certify, at_end=certify)

@@ -1,58 +1,50 @@
-"""`--layout auto` in a run: which flags leave the layout open, and what a step of the run trains."""
+"""`--layout auto` in a run: what a step of the run trains, and which flags of a layout go with the other flags."""
 
-import dataclasses
-from collections.abc import Callable
+import functools
 
 import torch.distributed as dist
 
 from trainer.distributed import mesh
-from trainer.errors import UserError
-from trainer.flags.preference_flags import DPOArguments, PreferenceDataArguments
+from trainer.flags.parse_flags import with_flags
+from trainer.flags.rules import refuse
 from trainer.planning.auto_layout import choose_layout
-from trainer.planning.layout_plan import Layout, Work, layout_flags
+from trainer.planning.layout_plan import Work
+from trainer.runs.run_setup import choose_attention, strategy_of
 
 
-def set_layout(args, is_demo: bool, check: Callable) -> None:
-    """Set the flags of the layout in `args`, and print them. Rank 0 chooses and broadcasts.
+def with_layout(args, command: str, *, sequences: int, has_frozen_copy: bool):
+    """`args` with the flags of the chosen layout, which config.yaml then repeats. Rank 0 chooses and broadcasts.
 
-    `check(args)` raises UserError for flags that do not go together.
+    `sequences`: a sample has so many. `has_frozen_copy`: the run also holds a frozen model of the same size.
 
     Raises:
-        UserError: a flag already sets a part of the layout, or no layout fits.
+        UserError: no layout fits.
     """
-    defaults = vars(type(args)())
-    for name in layout_flags(Layout("", 0)):
-        if vars(args)[name] != defaults[name]:
-            raise UserError("--layout", f"auto with --{name} {vars(args)[name]}", "one of them")
-    if is_demo:
-        raise UserError("--layout", "auto with the demo", "--pretrain and --dataset")
-    if args.load_in_4bit:
-        raise UserError("--layout", "auto with --load_in_4bit", "one of them")
-    device = mesh.resolve_device(args.device)
+    device = mesh.resolve_device(args.layout.device)
     mesh.start_process_group(device, host_tensors=device.type == "cuda")  # the layout may offload
-    flags, line = choose_layout(args.pretrain, work_of(args), device, lambda flags: check_layout(args, flags, check))
-    vars(args).update(flags, layout="flags")  # so config.yaml repeats this very run
+    work, check = work_of(args, sequences, has_frozen_copy), functools.partial(check_layout, args, command)
+    flags, line = choose_layout(args.model.pretrain, work, device, check)
     if dist.get_rank() == 0:
         print(line, flush=True)
+    return with_flags(args, layout="flags", **flags)
 
 
-def check_layout(args, flags: dict, check: Callable) -> None:
-    """Raise UserError if the other flags of a run rule out these flags of a layout."""
-    if flags["gradient_checkpointing"] and args.selective_checkpointing:
-        raise UserError("--gradient_checkpointing", "with --selective_checkpointing", "one of them")
-    check(dataclasses.replace(args, **flags))
+def check_layout(args, command: str, flags: dict) -> None:
+    """Raise UserError if the other flags of the run rule out these flags of a layout."""
+    chosen = with_flags(args, layout="flags", **flags)
+    refuse(command, chosen)
+    strategy_of(chosen)
+    choose_attention(chosen)
 
 
-def work_of(args) -> Work:
-    """What a step of this run trains. A pair of answers has two sequences."""
-    sequences = 2 if isinstance(args, PreferenceDataArguments) else 1
-    tokens = args.max_tokens_per_micro_batch
-    micro = -(-tokens // (args.max_len * sequences)) if tokens else args.micro_train_batch_size
+def work_of(args, sequences: int, has_frozen_copy: bool) -> Work:
+    """What a step of this run trains."""
+    tokens, length = args.batch.max_tokens_per_micro_batch, args.length.max_len * sequences
     return Work(
-        samples=args.train_batch_size,
-        micro=micro,
-        max_len=args.max_len * sequences,
+        samples=args.batch.train_batch_size,
+        micro=-(-tokens // length) if tokens else args.batch.micro_train_batch_size,
+        max_len=length,
         by_tokens=bool(tokens),
-        dtype=args.param_dtype,
-        has_frozen_copy=isinstance(args, DPOArguments) and not args.lora_rank,
+        dtype=args.model.param_dtype,
+        has_frozen_copy=has_frozen_copy,
     )

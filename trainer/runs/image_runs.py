@@ -1,92 +1,51 @@
-"""What rows with images change in a training command: the tokens, the micro-batches, the model, and what trains."""
+"""Rows with images: what they change in a run. Tokens, micro-batches, the kind of model, and what trains."""
 
-import functools
-from collections.abc import Callable
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from trainer.datasets.files.image_files import decode
+from trainer.datasets.images.image_batches import ImageCollate
+from trainer.datasets.images.image_processor import image_token_ids
+from trainer.datasets.images.pixel_cache import PixelCache
 from trainer.errors import UserError
-from trainer.flags.common_flags import VisionArguments
+from trainer.models.layers.vision import check_tower, freeze_tower, hide_documents, take_own_images
+from trainer.runs.feature import Feature
 
-
-def tokenizer_of_rows(args, rows, tokenize: Callable) -> Callable:
-    """`tokenize`, or its form for rows with images and the model of --pretrain. See `tokenize_with_images`."""
-    from trainer.datasets.files.image_files import has_images
-    from trainer.datasets.images.image_samples import tokenize_with_images
-    from trainer.models.model_loading import resolve_model_folder
-
-    if not has_images(rows):
-        return tokenize
-    return functools.partial(
-        tokenize_with_images,
-        tokenize=tokenize,
-        folder=resolve_model_folder(args.pretrain),
-        remote_code=args.trust_remote_code,
-        own_template=bool(args.tokenizer_chat_template),
-    )
+KINDS = {AutoModelForCausalLM: AutoModelForImageTextToText}  # other classes stay
 
 
 class ImageRun:
-    """The parts of a run with images. Raises UserError for flags that do not work with images."""
+    """The parts of a run with images."""
 
-    def __init__(self, args, setup, *sets):
-        from transformers import AutoModelForImageTextToText
-
-        from trainer.datasets.files.image_files import decode
-        from trainer.datasets.images.image_batches import ImageCollate
-
+    def __init__(self, setup, sets: list, cache_pixels: bool):
+        """`sets` are the training and the evaluation samples; some have images."""
+        sizes = setup.strategy.sizes
         with_images = [found for found in sets if found and "images" in found.column_names]
-        _refuse_flags(args, bool(with_images))
-        self.args, self.strategy, self.folder = args, setup.strategy, setup.folder
-        self.auto_class = AutoModelForImageTextToText
-        self.collate = ImageCollate(with_images[0].processor, args.packing_samples, split=args.ring_attn_size > 1)
+        self.folder, self.is_packed, self.sp, self.tp = setup.folder, setup.is_packed, sizes.sp, sizes.tp
+        self.collate = ImageCollate(with_images[0].processor, self.is_packed, split=self.sp > 1)
         self.prompts, self._decode = sets[0], decode  # of train_ppo
-        if args.cache_pixels:
-            from trainer.datasets.images.pixel_cache import PixelCache
-
+        if cache_pixels:
             self.collate.tensors_of = PixelCache(self.collate.processor).tensors
-            self._decode = lambda source: source  # the cache decodes what it has not
+            self._decode = lambda source: source  # the cache decodes what it does not hold
             for found in with_images:
                 found.decode = self._decode
 
     def check_kind(self, folder: str, flag: str) -> None:
         """Raise UserError if the model of `folder`, which `flag` named, is of another kind than that of --pretrain."""
-        from transformers import AutoConfig
-
         own, other = (AutoConfig.from_pretrained(path).model_type for path in (self.folder, folder))
         if own != other:
             raise UserError(flag, f"a {other}, and rows have images", f"a {own}, as --pretrain")
 
     def fit(self, model) -> None:
-        """Check that the model's tower works with the flags, and let the micro-batches know the model."""
-        from trainer.models.layers.vision import check_tower, hide_documents, take_own_images
-
-        args, is_split = self.args, self.args.ring_attn_size > 1
-        check_tower(model, args.packing_samples, args.ring_attn_size, args.tensor_parallel_size)
-        if args.packing_samples or is_split:
+        """Check that the model's tower works with the layout, and let the micro-batches know the model."""
+        check_tower(model, self.is_packed, self.sp, self.tp)
+        if self.is_packed or self.sp > 1:
             hide_documents(model)
-        if is_split:
+        if self.sp > 1:
             take_own_images(model)
         self.collate.use(model)
 
-    def use(self, model) -> None:
-        """`fit` the model that trains, freeze what does not train, and say so."""
-        from trainer.models.layers.vision import freeze_tower
-
-        self.fit(model)
-        if self.args.lora_rank:
-            self.strategy.print("images: the adapter trains; the vision tower and its projector are frozen")
-        elif self.args.freeze_vision:
-            frozen = freeze_tower(model)
-            self.strategy.print(
-                f"images: the vision tower is frozen ({frozen:,} parameters); its projector and the language model train "
-                "(--freeze_vision false trains it too)"
-            )
-        else:
-            self.strategy.print("images: the vision tower, its projector and the language model train")
-
     def image_tokens(self) -> tuple[int, ...]:
         """Tokens that stand for an image. A policy that draws one has no image to show: its response ends there."""
-        from trainer.datasets.images.image_processor import image_token_ids
-
         return tuple(image_token_ids(self.collate.processor))
 
     def rows_of_rollout(self, samples: list[dict], pad_token_id: int) -> dict:
@@ -108,26 +67,30 @@ class ImageRun:
         return self.collate.tensors_of([list(map(self._decode, sources))])
 
 
-def _refuse_flags(args, any_images: bool) -> None:
-    if not any_images:
-        flag = next(name for name, usual in vars(VisionArguments()).items() if vars(args)[name] != usual)
-        raise UserError(f"--{flag}", "would do nothing here: no row has an image", "rows with images, or leave it out")
-    flags = vars(args)
-    refused = [
-        ("--sequence_parallel", args.sequence_parallel, "leave it out"),
-        ("--expert_parallel_size", args.expert_parallel_size > 1, "1"),
-        ("--load_in_4bit", args.load_in_4bit, "leave it out"),
-        ("--compile", args.compile, "leave it out"),
-        ("--aux_loss_coef", bool(flags.get("aux_loss_coef")), "0"),
-        ("--expert_bias_update_rate", bool(flags.get("expert_bias_update_rate")), "0"),
-        ("--parity_trace", bool(flags.get("parity_trace")), "leave it out"),
-    ]
-    for flag, used, allowed in refused:
-        if used:
-            raise UserError(flag, "with rows that have images", allowed)
-    if args.lora_rank and not args.freeze_vision:
-        raise UserError("--freeze_vision", "false with --lora_rank", "an adapter of the language model only")
-    if args.vision_learning_rate and (args.freeze_vision or args.lora_rank):
-        raise UserError("--vision_learning_rate", "with a frozen vision tower", "--freeze_vision false")
-    if args.vision_learning_rate and args.optim == "muon":
-        raise UserError("--vision_learning_rate", "with --optim muon", "another --optim")
+def freeze_parts(strategy, model, is_adapter: bool, freeze_vision: bool) -> None:
+    """Freeze what does not train in a model of images, and print it."""
+    if is_adapter:
+        strategy.print("images: the adapter trains; the vision tower and its projector are frozen")
+    elif freeze_vision:
+        frozen = freeze_tower(model)
+        strategy.print(
+            f"images: the vision tower is frozen ({frozen:,} parameters); its projector and the language model train "
+            "(--freeze_vision false trains it too)"
+        )
+    else:
+        strategy.print("images: the vision tower, its projector and the language model train")
+
+
+def read_images(run) -> None:
+    """Let micro-batches hold images, and every model of the run be one that reads them."""
+    images = ImageRun(run.setup, [run.samples, run.eval_samples], run.args.vision.cache_pixels)
+    run.collate_rows, run.auto_class = images.collate, KINDS.get(run.auto_class, run.auto_class)
+    run.folder_checks.append(images.check_kind)
+    run.model_changes.append(images.fit)
+
+
+def freeze_vision(run) -> None:
+    freeze_parts(run.setup.strategy, run.model, bool(run.args.lora.lora_rank), run.args.vision.freeze_vision)
+
+
+IMAGES = Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision)

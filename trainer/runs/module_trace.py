@@ -25,8 +25,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_shard
 from trainer.distributed import collectives
-from trainer.errors import UserError
 from trainer.model_folders.model_folder import unwrapped
+from trainer.runs.feature import Feature
+from trainer.runs.outputs import make_writable
 from trainer.training.loop import LoopHooks
 
 TRACE = "trace.safetensors"
@@ -37,18 +38,17 @@ CHUNK = 1 << 24  # elements that are projected at a time, in fp64
 FLAG = "--parity_trace"
 
 
-def trace_first_step(args, strategy, loss_fn) -> "FirstStep":
-    """The trace of the first optimizer step of a run with `loss_fn`. Raises UserError for what cannot be traced."""
-    if args.load_checkpoint or args.verify_resume:
-        raise UserError(FLAG, "with --load_checkpoint or --verify_resume", "a run from its first step")
-    if args.aux_loss_coef:
-        raise UserError(FLAG, "with --aux_loss_coef, whose loss runs each micro-batch twice", "one of them")
-    if args.param_dtype == "fp16":
-        raise UserError(FLAG, "with --param_dtype fp16: its loss scale differs from run to run", "bf16, fp32")
-    if args.compile and strategy.sizes.tp > 1:
-        raise UserError(FLAG, "with --compile and tensor parallelism", "one of them")
-    facts = {"dtype": args.param_dtype, "optim": args.optim, "max_norm": args.max_norm, "betas": args.adam_betas}
-    return FirstStep(strategy, args.parity_trace, loss_fn, facts)
+def trace(run) -> None:
+    """Record the first optimizer step of a run."""
+    args = run.args
+    make_writable(FLAG, args.trace.parity_trace)
+    facts = {"dtype": args.model.param_dtype, "optim": args.optimizer.optim}
+    facts |= {"max_norm": args.optimizer.max_norm, "betas": args.optimizer.adam_betas}
+    first_step = FirstStep(run.setup.strategy, args.trace.parity_trace, run.loss_fn, facts)
+    run.loss_fn, run.hooks = first_step.loss, first_step.hooks
+
+
+TRACE_FEATURE = Feature("trace", lambda run: run.flags.parity_trace, with_loss=trace)
 
 
 class Tokens(NamedTuple):

@@ -1,4 +1,4 @@
-"""The run folder: its name, checks that it may be written, config.yaml and the start of metrics.jsonl."""
+"""What a run writes: its folder, config.yaml, the start of metrics.jsonl, the trained model with its card."""
 
 import dataclasses
 import fcntl
@@ -10,29 +10,41 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Optional
 
 import yaml
 
+from trainer.distributed.collectives import broadcast_object, wait_for_all
+from trainer.distributed.shared_folder import check_shared_folder
 from trainer.errors import UserError
+from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog
+from trainer.models.cpu_matmul import chosen
+from trainer.training.checkpointing import Progress, SavePolicy
 
 LOCK_FILE = ".lock"
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
 
 
-def open_output_dir(strategy, output_dir: Optional[str], command: str, overwrite: bool, resumes: bool) -> str:
-    """Return the run folder; rank 0 makes it. Raises UserError if it holds a run that is not resumed or overwritten."""
-    from trainer.distributed.collectives import broadcast_object, wait_for_all
+def open_run(output: OutputArguments, strategy, command: str, resumes: bool, saved: Callable[[str], list[str]]) -> str:
+    """Return the run folder; rank 0 makes it, and checks that other output folders are writable.
 
-    folder = broadcast_object(output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    `resumes`: --load_checkpoint is given. `saved(folder)` are the folders of the trained models.
+    Raises UserError if the folder holds a run that is neither resumed nor overwritten.
+    """
+    named = output.output_dir or os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = broadcast_object(named)
     if strategy.is_rank_0():
-        _open(folder, overwrite, resumes)
+        _open(folder, output.overwrite, resumes)
     if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):  # more than one node
-        from trainer.distributed.shared_folder import check_shared_folder
-
         wait_for_all()
         check_shared_folder("--output_dir", folder, LOCK_FILE)
+    if strategy.is_rank_0():
+        for path in saved(folder):
+            make_writable("--save_path", os.path.dirname(os.path.realpath(path)))
+        if output.parity_dump:
+            make_writable("--parity_dump", output.parity_dump)
     return folder
 
 
@@ -93,13 +105,37 @@ def make_writable(flag: str, folder: str) -> None:
         raise UserError(flag, f"{folder}: {error.strerror}", "a folder that can be written") from None
 
 
-def saved_models(args, output_dir: Optional[str]) -> list[str]:
-    """The folder of the trained model, from the flags or under `output_dir`. --ema_beta adds one for the average."""
-    if args.no_save or not (args.save_path or output_dir):
+def saved_models(output: OutputArguments, output_dir: Optional[str], has_average: bool = False) -> list[str]:
+    """The folder of the trained model, from the flags or under `output_dir`; a second one for the average of --ema_beta."""
+    if output.no_save or not (output.save_path or output_dir):
         return []
-    path = (args.save_path or os.path.join(output_dir, "model")).rstrip("/")
-    has_average = vars(args).get("ema_beta") is not None  # a flag of train_ppo only
+    path = (output.save_path or os.path.join(output_dir, "model")).rstrip("/")
     return [path, f"{path}_ema"] if has_average else [path]
+
+
+def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[str, Optional[str]]) -> None:
+    """Raise UserError if saving would replace anything but an old model. Saving replaces the whole folder.
+
+    `sources` are the flags that name folders of models, comma-separated.
+    """
+    flag, other = "--save_path", "a new or empty folder, or a model to replace"
+    if not output.save_path:
+        flag, other = "--output_dir", "another folder, or --save_path"
+    for path in saved:
+        target = os.path.realpath(path)
+        for name, value in {"output_dir": output.output_dir, **sources}.items():
+            for folder in filter(None, (value or "").split(",")):
+                if os.path.commonpath([target, os.path.realpath(folder)]) == target:
+                    raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
+        if os.path.isfile(target):
+            raise UserError(flag, f"{path} is a file", "a folder")
+        if os.path.ismount(target):
+            raise UserError(flag, f"{path} is a mount point, which cannot be replaced", "a folder within it")
+        held = set(os.listdir(target)) if os.path.isdir(target) else set()
+        if held and not held & {"config.json", "adapter_config.json"}:
+            raise UserError(flag, f"{path} holds no model", other)
+        if held and not (output.save_path or output.overwrite or holds_run(output.output_dir)):
+            raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
 
 
 def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
@@ -109,30 +145,23 @@ def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
             raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{package}]'")
 
 
-def check_checkpoint_flags(args, eval_metrics: tuple[str, ...]) -> None:
-    """Raise UserError for checkpoint flags that contradict each other, or a metric that no evaluation gives."""
-    if args.load_checkpoint and args.overwrite:
-        raise UserError("--overwrite", "with --load_checkpoint", "one of them")
-    if args.load_checkpoint == "latest" and args.output_dir is None:
-        raise UserError("--load_checkpoint", "without --output_dir there is no run to resume", "--output_dir")
-    if args.best_metric_key and args.best_metric_key not in eval_metrics:
-        allowed = ", ".join(eval_metrics) or "with --eval_dataset"
-        raise UserError("--best_metric_key", f"{args.best_metric_key}, which no evaluation gives", allowed)
+def check_best_metric(key: Optional[str], eval_metrics: tuple[str, ...]) -> None:
+    """Raise UserError for a --best_metric_key that no evaluation gives."""
+    if key and key not in eval_metrics:
+        raise UserError("--best_metric_key", f"{key}, which no evaluation gives", ", ".join(eval_metrics))
 
 
-def save_policy(args):
+def save_policy(checkpoint: CheckpointArguments) -> SavePolicy:
     """When and how to save, from the flags under "Checkpoints"."""
-    from trainer.training.checkpointing import SavePolicy
-
     return SavePolicy(
-        save_steps=args.save_steps,
-        interval_minutes=args.save_interval_minutes,
-        max_num=args.max_ckpt_num,
-        max_gigabytes=args.max_ckpt_mem,
-        best_metric_key=args.best_metric_key,
-        portable=args.ckpt_format == "portable",
-        background=args.async_save,
-        hf_weights=args.save_hf_ckpt,
+        save_steps=checkpoint.save_steps,
+        interval_minutes=checkpoint.save_interval_minutes,
+        max_num=checkpoint.max_ckpt_num,
+        max_gigabytes=checkpoint.max_ckpt_mem,
+        best_metric_key=checkpoint.best_metric_key,
+        portable=checkpoint.ckpt_format == "portable",
+        background=checkpoint.async_save,
+        hf_weights=checkpoint.save_hf_ckpt,
     )
 
 
@@ -150,27 +179,29 @@ class ConfigDumper(yaml.SafeDumper):
 ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 
 
-def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[MetricsLog]:
-    """Write config.yaml and the start row, or the row of a resume. Returns the log on rank 0, None elsewhere."""
+def start_metrics(
+    strategy, config: dict, output: OutputArguments, folder: str, progress: Progress, **facts
+) -> Optional[MetricsLog]:
+    """Write config.yaml and the start row, or the row of a resume. Returns the log on rank 0, None elsewhere.
+
+    `config` are all flags of the command, flat.
+    """
     if not strategy.is_rank_0():
         return None
-    config = dataclasses.asdict(args)
     goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
     if not goes_on:
         with open(os.path.join(folder, "config.yaml"), "w") as file:
             yaml.dump(config, file, ConfigDumper, sort_keys=False)
     metrics = MetricsLog(
         folder,
-        use_tensorboard=args.use_tensorboard,
-        wandb_project=args.wandb_project if args.use_wandb else None,
+        use_tensorboard=output.use_tensorboard,
+        wandb_project=output.wandb_project if output.use_wandb else None,
         config=config,
         wandb_run_id=progress.wandb_run_id,
     )
     progress.wandb_run_id = metrics.wandb_run_id
     facts = {"config": config, "mesh": dataclasses.asdict(strategy.sizes), "versions": versions(), **facts}
     if strategy.device.type == "cpu":
-        from trainer.models.cpu_matmul import chosen
-
         facts["cpu_matmul"] = chosen()  # the config may only say auto
     if not goes_on:
         metrics.event("start", **facts)
@@ -182,3 +213,34 @@ def start_metrics(strategy, args, folder: str, progress, **facts) -> Optional[Me
 def versions() -> dict[str, str]:
     packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors"]
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
+# --- the trained model
+
+CARD_FLAGS = (
+    "pretrain dataset dataset_split max_len train_batch_size max_epochs learning_rate lr_scheduler lr_warmup_ratio "
+    "weight_decay seed param_dtype backend"
+)
+
+
+def save_model(strategy, model, tokenizer, path: str, command: str, config: dict, progress: Progress, ledger) -> None:
+    """Write the trained model and its card, the README.md, to `path` (all ranks)."""
+    strategy.save_model(model, tokenizer, path)
+    if strategy.is_rank_0():
+        write_model_card(path, command, config, progress, ledger)
+    strategy.print(f"model saved to {path}")
+
+
+def write_model_card(folder: str, command: str, config: dict, progress: Progress, ledger) -> None:
+    """Write the README.md of a saved model: its base, its data and its flags. A command may lack some of CARD_FLAGS."""
+    facts = {"command": command, **{name: config[name] for name in CARD_FLAGS.split() if name in config}}
+    facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+    library = "peft" if config["lora_rank"] else "transformers"
+    front = yaml.safe_dump({"base_model": config["pretrain"], "library_name": library, "tags": [command]})
+    with open(os.path.join(folder, "README.md"), "w") as file:
+        file.write(
+            f"---\n{front}---\n\n# Trained from {config['pretrain']}\n\n| | |\n|---|---|\n{rows}\n"
+            f"Data: {ledger.summary()}.\n\nMade with {packages}.\n"
+        )

@@ -5,38 +5,43 @@ import gc
 
 import torch
 
-from trainer.runs import run_training
-from trainer.runs.preference_runs import build_pair_loader
+from trainer.distributed.collectives import broadcast_object, rank_0_alone
+from trainer.methods import reference_cache as cache
+from trainer.runs.feature import Feature
+from trainer.runs.preference_runs import load_reference, reference_folder
 
 
-def with_reference(args, setup: run_training.Setup, folder: str, load_reference, sets: list, rows_of=None) -> list:
-    """Return the sets of pairs with the reference's log-probs, from disk or from one pass. None stays None.
+def add_log_probs(run) -> None:
+    """Add the reference's log-probs to the pairs, from disk or from one pass.
 
-    The file name is a hash of the model in `folder`, the pairs and the dtype. `load_reference()` is called only if a
-    set is not on disk. `rows_of` makes rows of sequences with images.
+    The file name is a hash of the reference, the pairs and the dtype. The reference is loaded only if a set is not on
+    disk.
     """
-    from trainer.distributed.collectives import broadcast_object, rank_0_alone
-    from trainer.methods import reference_cache as cache
-
-    strategy, reference, result = setup.strategy, None, []
+    strategy, args, sets, reference, result = run.setup.strategy, run.args, [run.samples, run.eval_samples], None, []
+    folder = reference_folder(run)
     model = broadcast_object(cache.model_hash(folder) if strategy.is_rank_0() else None)
     for pairs in sets:
         if pairs is None:
             result.append(None)
             continue
-        path = cache.cache_file(model, pairs, args.param_dtype)
+        path = cache.cache_file(model, pairs, args.model.param_dtype)
         log_probs = broadcast_object(cache.read(path) if strategy.is_rank_0() else None)
         if log_probs is None:
-            reference = reference or load_reference()
-            loader = build_pair_loader(args, setup, pairs, shuffle=False, rows_of=rows_of)
-            log_probs = cache.compute(strategy, reference, loader, pairs, setup.sp_group)
+            reference = reference or load_reference(run)
+            loader = run.build_loader(pairs, shuffle=False)
+            log_probs = cache.compute(strategy, reference, loader, pairs, run.setup.sp_group)
             rank_0_alone(functools.partial(cache.write, path, log_probs))
             strategy.print(f"reference log-probs of {len(pairs)} pairs computed and saved in {path}")
         else:
             strategy.print(f"reference log-probs of {len(pairs)} pairs read from {path}")
         result.append(cache.with_log_probs(pairs, log_probs))
+    run.samples, run.eval_samples = result
     del reference
     gc.collect()  # free the reference's weights before the policy trains
     if strategy.device.type == "cuda":
         torch.cuda.empty_cache()
-    return result
+
+
+REFERENCE_LOG_PROBS = Feature(
+    "reference log-probs", lambda run: run.flags.precompute_ref_logps, with_data=add_log_probs
+)

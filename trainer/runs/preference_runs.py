@@ -1,74 +1,158 @@
-"""Data code of `train_rm` and `train_dpo`: pairs from the flags, and loaders with both sides in one forward pass."""
+"""The parts of `train_rm` and `train_dpo`: pairs and single answers from the flags, the losses and their reference."""
 
-import functools
-
+from trainer.datasets.samples.preference import tokenize_preference
+from trainer.datasets.samples.unpaired import tokenize_unpaired, unpair
+from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
-from trainer.runs import run_training
-from trainer.runs.image_runs import tokenizer_of_rows
+from trainer.flags.preference_flags import PreferenceArguments
+from trainer.methods.dpo import make_preference_loss
+from trainer.methods.kto import make_kto_loss
+from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions, loss_names
+from trainer.models.model_loading import resolve_model_folder
+from trainer.runs.run_data import load_flag_rows, tokenizer_of_rows
+from trainer.runs.run_models import frozen_model
 
-
-def validate_pairs(args, eval_metrics: tuple[str, ...]) -> None:
-    """Raise UserError for flags that do not work if a sample is a pair."""
-    run_training.validate_shared(args, eval_metrics)
-    if args.max_tokens_per_micro_batch and not args.packing_samples:
-        found = "without --packing_samples: the padding between the two sides of a pair is not counted"
-        raise UserError("--max_tokens_per_micro_batch", found, "--packing_samples or --micro_train_batch_size")
+# --- data
 
 
 def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=None, mean_flag=None):
     """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
-    from trainer.datasets.samples.preference import tokenize_preference
-
-    rows = run_training.load_flag_rows(args, names, split, flag)
-    return tokenizer_of_rows(args, rows, tokenize_preference)(
+    rows, pairs = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_preference)(
         rows,
         tokenizer,
         flag=flag,
-        prompt_key=args.prompt_key,
-        chosen_key=args.chosen_key,
-        rejected_key=args.rejected_key,
+        prompt_key=pairs.prompt_key,
+        chosen_key=pairs.chosen_key,
+        rejected_key=pairs.rejected_key,
         margin_key=margin_key,
         mean_flag=mean_flag,
-        input_template=args.input_template,
-        apply_chat_template=args.apply_chat_template,
-        max_len=args.max_len,
-        num_proc=args.dataset_num_proc,
+        input_template=args.data.input_template,
+        apply_chat_template=args.data.apply_chat_template,
+        max_len=args.length.max_len,
+        num_proc=args.data.dataset_num_proc,
     )
+
+
+def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str):
+    """`load_pairs` of `train_rm`, with margins if a column has them."""
+    return load_pairs(args, tokenizer, names, split, flag, args.reward.margin_key)
+
+
+def load_dpo(args, tokenizer, names: str, split: str, flag: str):
+    """Return (samples, ledger) of `train_dpo`: single answers with kto, else pairs."""
+    loss = args.preference.loss
+    if loss == "kto":
+        return load_unpaired(args, tokenizer, names, split, flag)
+    # losses without a reference compare means over the answer's tokens
+    mean_flag = "--nll_loss_coef" if args.preference.nll_loss_coef else None
+    mean_flag = mean_flag if needs_reference(loss) else f"--loss {loss}"
+    return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag)
 
 
 def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
-    from trainer.datasets.samples.unpaired import tokenize_unpaired, unpair
-
-    rows = run_training.load_flag_rows(args, names, split, flag)
-    keys = {args.chosen_key, args.rejected_key}
-    if args.completion_key not in rows.column_names and keys <= set(rows.column_names):
-        rows = unpair(rows, args.chosen_key, args.rejected_key, args.completion_key, args.label_key)
-    return tokenizer_of_rows(args, rows, tokenize_unpaired)(
+    rows, pairs, answers = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs, args.answers
+    keys = {pairs.chosen_key, pairs.rejected_key}
+    if answers.completion_key not in rows.column_names and keys <= set(rows.column_names):
+        rows = unpair(rows, pairs.chosen_key, pairs.rejected_key, answers.completion_key, answers.label_key)
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_unpaired)(
         rows,
         tokenizer,
         flag=flag,
-        prompt_key=args.prompt_key,
-        completion_key=args.completion_key,
-        label_key=args.label_key,
-        input_template=args.input_template,
-        apply_chat_template=args.apply_chat_template,
-        max_len=args.max_len,
-        num_proc=args.dataset_num_proc,
+        prompt_key=pairs.prompt_key,
+        completion_key=answers.completion_key,
+        label_key=answers.label_key,
+        input_template=args.data.input_template,
+        apply_chat_template=args.data.apply_chat_template,
+        max_len=args.length.max_len,
+        num_proc=args.data.dataset_num_proc,
     )
 
 
-def build_unpaired_loader(args, setup: run_training.Setup, samples, *, shuffle: bool, rows_of=None):
-    """The loader of single answers. `rows_of` makes rows of sequences with images; see `collate_sequences`."""
-    from trainer.datasets.samples.unpaired import collate_unpaired
-
-    collate = functools.partial(collate_unpaired, packed=args.packing_samples, max_len=args.max_len, collate=rows_of)
-    return run_training.build_loader(args, setup, samples, collate, shuffle=shuffle, with_previous=True)
+# --- losses of train_dpo, with and without --online
 
 
-def build_pair_loader(args, setup: run_training.Setup, pairs, *, shuffle: bool, rows_of=None):
-    """The loader of pairs. `rows_of` makes rows of sequences with images; see `collate_sequences`."""
-    from trainer.datasets.samples.preference import collate_pairs
+def losses_of(loss: str) -> list[PairLoss]:
+    """The losses of pairs that --loss names. kto is none of them. Raises UserError for an unknown name."""
+    if loss == "kto":
+        return []
+    names = loss_names(loss)
+    unknown = next((name for name in names if name not in PAIR_LOSSES), None)
+    if unknown is not None:
+        allowed = ", ".join((*PAIR_LOSSES, "kto"))
+        raise UserError("--loss", loss, allowed if len(names) == 1 else allowed.removesuffix(", kto"))
+    return [PAIR_LOSSES[name] for name in names]
 
-    collate = functools.partial(collate_pairs, packed=args.packing_samples, collate=rows_of)
-    return run_training.build_loader(args, setup, pairs, collate, shuffle=shuffle, sequences_per_sample=2)
+
+def needs_reference(loss: str) -> bool:
+    """Whether --loss compares with a reference model."""
+    return loss == "kto" or any(found.needs_reference for found in losses_of(loss))
+
+
+def check_losses(flags: PreferenceArguments) -> dict:
+    """Raise UserError for a name, a weight or a constant that does not fit. Returns facts for the table of rules."""
+    losses = losses_of(flags.loss)
+    if flags.loss_weights is not None and len(flags.loss_weights) != len(losses):
+        found = f"{len(flags.loss_weights)} with --loss {flags.loss}"
+        raise UserError("--loss_weights", found, "one for each loss of pairs")
+    if len({loss.needs_reference for loss in losses}) > 1:
+        raise UserError("--loss", f"{flags.loss}: only some of them have a reference", "losses of one kind")
+    smoothed = any(loss.has_label_smoothing for loss in losses)
+    if (flags.label_smoothing > 0) != smoothed or flags.label_smoothing >= 0.5:
+        found = f"{flags.label_smoothing} with --loss {flags.loss}"
+        allowed = "above 0 and below 0.5 with --loss cdpo or robust, 0 with any other"
+        raise UserError("--label_smoothing", found, allowed)
+    if flags.f_divergence != "reverse_kl" and not all(loss.of_margin for loss in losses or [PAIR_LOSSES["nca"]]):
+        fit = [name for name, loss in PAIR_LOSSES.items() if loss.of_margin]
+        raise UserError("--f_divergence", f"{flags.f_divergence} with --loss {flags.loss}", f"--loss {', '.join(fit)}")
+    names = ("kto",) if flags.loss == "kto" else tuple(loss_names(flags.loss))
+    return {"loss_names": names, "loss_has_reference": needs_reference(flags.loss)}
+
+
+def pair_loss(flags: PreferenceArguments, reference, sp_group):
+    """The loss of pairs that the flags name. For `reference`, see `make_preference_loss`."""
+    options = PreferenceOptions(
+        flags.loss,
+        flags.beta,
+        flags.label_smoothing,
+        flags.simpo_gamma,
+        flags.nll_loss_coef,
+        weights=tuple(flags.loss_weights) if flags.loss_weights else None,
+        f_divergence=flags.f_divergence,
+        f_alpha=flags.f_alpha,
+    )
+    return make_preference_loss(options, reference, sp_group, flags.precompute_ref_logps)
+
+
+def make_dpo_loss(run):
+    """The loss function of `train_dpo`, with the reference model if it needs one of its own."""
+    flags, answers, sp_group = run.args.preference, run.args.answers, run.setup.sp_group
+    # with an adapter, its base is the reference, unless --ref_model names another model
+    has_reference = needs_reference(flags.loss) and not flags.precompute_ref_logps
+    needs_model = has_reference and (flags.ref_model or not run.args.lora.lora_rank)
+    reference = load_reference(run) if needs_model else None
+    if flags.loss == "kto":
+        weights = answers.desirable_weight, answers.undesirable_weight
+        return make_kto_loss(flags.beta, *weights, reference, sp_group)
+    return pair_loss(flags, reference, sp_group)
+
+
+# --- the reference model
+
+
+def reference_folder(run) -> str:
+    ref_model = run.args.preference.ref_model
+    if not ref_model:
+        return run.setup.folder
+    return rank_0_first(lambda: resolve_model_folder(ref_model, "--ref_model"))
+
+
+def load_reference(run):
+    """The reference model, frozen and sharded like the policy."""
+    flags, strategy = run.args.preference, run.setup.strategy
+    if flags.ref_offload and strategy.device.type == "cpu":
+        strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
+    flag = "--ref_model" if flags.ref_model else "--pretrain"
+    reference = run.load(reference_folder(run), flag, trained=False)
+    return frozen_model(run.setup, reference, flags.ref_offload)

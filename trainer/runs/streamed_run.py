@@ -1,58 +1,48 @@
-"""The data of `train_sft --streaming`: what it refuses, the stream, and its loader."""
+"""`--streaming`: rows of --dataset are read while the run trains, and never copied."""
 
 from trainer.datasets.files.stream_rows import open_rows
-from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
-from trainer.errors import UserError
-from trainer.runs import run_training
+from trainer.runs.feature import Feature
 
 
-def check_flags(args) -> None:
-    """Raise UserError for flags that do not go together with --streaming."""
-    if not args.max_steps:
-        raise UserError("--max_steps", "missing with --streaming, whose length nobody knows", "a number of steps")
-    if args.dataset_num_proc > 1:
-        found = f"{args.dataset_num_proc} with --streaming, which tokenizes in the ranks"
-        raise UserError("--dataset_num_proc", found, "leave it out")
-    if args.vision_learning_rate or not args.freeze_vision:
-        raise UserError("--streaming", "with flags of images", "rows of text, or a run without --streaming")
+def read_stream(run) -> None:
+    """Let --dataset be a stream, whose ledger counts while the run reads. --eval_dataset is read as a whole."""
+    read_whole, build_whole, batch = run.load_data, run.build_loader, run.args.batch
+
+    def load(names: str, split: str, flag: str):
+        if flag != "--dataset":
+            return read_whole(names, split, flag)
+        stream = open_stream(run.args, run.setup.tokenizer)
+        return stream, stream.ledger
+
+    def build_loader(stream: SampleStream, *, shuffle: bool) -> StreamedBatches:
+        """The stream itself shuffles."""
+        return StreamedBatches(stream, lambda samples: build_whole(samples, shuffle=False), batch.train_batch_size)
+
+    run.load_data, run.build_loader = load, build_loader
 
 
-def open_stream(args, tokenizer) -> tuple[SampleStream, Ledger]:
-    """Return (stream, ledger) of --dataset. The ledger counts while the run reads."""
-    check_flags(args)
-    flag = "--dataset"
-    rows, digest = open_rows(
-        args.dataset,
-        flag=flag,
-        split=args.dataset_split,
-        probs=args.dataset_probs,
-        max_samples=args.max_samples,
-        seed=args.seed,
-    )
-    stream = SampleStream(
+def open_stream(args, tokenizer) -> SampleStream:
+    """The stream of --dataset."""
+    data, flag = args.data, "--dataset"
+    kind = {"split": data.dataset_split, "probs": data.dataset_probs, "max_samples": data.max_samples}
+    rows, digest = open_rows(data.dataset, flag=flag, seed=args.batch.seed, **kind)
+    return SampleStream(
         rows,
         tokenizer,
         flag=flag,
         digest=digest,
-        buffer=args.streaming_buffer,
-        seed=args.seed,
-        shuffle=not args.no_shuffle,
-        input_key=args.input_key,
-        output_key=args.output_key,
-        input_template=args.input_template,
-        apply_chat_template=args.apply_chat_template,
-        multiturn=args.multiturn,
-        pretrain_mode=args.pretrain_mode,
-        max_len=args.max_len,
+        buffer=args.streaming.streaming_buffer,
+        seed=args.batch.seed,
+        shuffle=not args.batch.no_shuffle,
+        input_key=args.sft.input_key,
+        output_key=args.sft.output_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        multiturn=args.sft.multiturn,
+        pretrain_mode=args.sft.pretrain_mode,
+        max_len=args.length.max_len,
     )
-    return stream, stream.ledger
 
 
-def build_loader(args, setup, stream: SampleStream, collate, **_shuffle) -> StreamedBatches:
-    """The loader of a stream, called like `run_training.build_loader`. The stream itself shuffles."""
-
-    def build(samples):
-        return run_training.build_loader(args, setup, samples, collate, shuffle=False)
-
-    return StreamedBatches(stream, build, args.train_batch_size)
+STREAMING = Feature("streaming", lambda run: run.flags.streaming, before_data=read_stream)

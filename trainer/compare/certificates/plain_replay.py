@@ -1,7 +1,5 @@
 """Replay steps of a finished `train_sft` run with the plain loop, from its checkpoints, for its certificate."""
 
-import dataclasses
-import importlib
 import os
 import random
 from typing import Any
@@ -11,34 +9,27 @@ from trainer.compare.runs.plain_loop import load_plain_model, plain_step, read_c
 from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.conversations.templates import load_chat_template
 from trainer.errors import UserError
-from trainer.flags.common_flags import SFTArguments
-from trainer.flags.kd_flags import KDArguments
-from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.flags.parse_flags import flags_of, from_flat
+from trainer.flags.rules import COMMANDS
+from trainer.flags.training_rules import PLAIN_LOOP_LACKS
 from trainer.models.model_loading import load_tokenizer
 from trainer.reports import certificate
+from trainer.runs.feature import Feature
+from trainer.runs.preference_runs import load_dpo, load_scored_pairs
+from trainer.runs.run_data import load_sft
 
-# what the plain loop does not do
-UNSUPPORTED = ("streaming", "lora_rank", "load_in_4bit", "aux_loss_coef", "expert_bias_update_rate")
 # (loss, gradient norm): rounding of bf16 and fp16 moves the norm too much to judge it against fp32
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, None), "fp16": (1e-2, None)}
 
-# by command: its flags, and the command that reads its data
-READERS = {
-    "train_sft": (SFTArguments, "train_sft"),
-    "train_kd": (KDArguments, "train_sft"),
-    "train_dpo": (DPOArguments, "train_dpo"),
-    "train_rm": (RMArguments, "train_rm"),
-}
+# what reads the data of a command
+LOADERS = {"train_sft": load_sft, "train_kd": load_sft, "train_dpo": load_dpo, "train_rm": load_scored_pairs}
 
 
 def check_replay_flags(arguments: dict) -> None:
-    """Raise UserError for flags that the plain loop does not know, or that leave no certificate."""
-    for name in UNSUPPORTED:
+    """Raise UserError for flags of a run that the plain loop does not know."""
+    for name in PLAIN_LOOP_LACKS:
         if arguments.get(name):
-            raise UserError("--certify", f"with --{name}, which the plain loop does not have", "leave one of them out")
-    for name in ("no_save", "verify_resume"):
-        if arguments.get(name):
-            raise UserError("--certify", f"with --{name}, which writes no certificate", "one of them")
+            raise UserError("--certify", f"a run with --{name}, which the plain loop does not have", "a run without it")
 
 
 def certify_steps(folder: str, num_steps: int, device: str, model_folder: str, dataset: str | None = None) -> str:
@@ -93,21 +84,30 @@ def _replay(
 
 def planned_batches(content: dict, model_folder: str, dataset: str | None = None) -> tuple[Any, Any]:
     """(tokenized samples, function from a step to its sample ids), both from the data and the certificate's flags."""
-    kind, door = READERS[content["command"]]
-    load_data = importlib.import_module(f"trainer.cli.{door}").load_data  # by name: the doors stand above
-    flags = {**content["arguments"], "dataset": dataset or content["arguments"]["dataset"]}
-    args = kind(**{field.name: flags[field.name] for field in dataclasses.fields(kind) if field.name in flags})
-    tokenizer = load_tokenizer(model_folder, args.trust_remote_code)
-    load_chat_template(args.tokenizer_chat_template, tokenizer)
-    samples, _ = load_data(args, tokenizer, args.dataset, args.dataset_split, "--dataset")
-    size = args.train_batch_size
+    flags, command = content["arguments"] | {"dataset": dataset or content["arguments"]["dataset"]}, content["command"]
+    known = {field.name for field, _ in flags_of(COMMANDS[command])}
+    args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
+    tokenizer = load_tokenizer(model_folder, args.model.trust_remote_code)
+    load_chat_template(args.data.tokenizer_chat_template, tokenizer)
+    samples, _ = LOADERS[command](args, tokenizer, args.data.dataset, args.data.dataset_split, "--dataset")
+    size = args.batch.train_batch_size
     per_epoch, orders = -(-len(samples) // size), {}
 
     def batch(step: int) -> list[int]:
         epoch, index = divmod(step - 1, per_epoch)
         if epoch not in orders:
             orders.clear()
-            orders[epoch] = epoch_order(len(samples), args.seed, epoch, not args.no_shuffle)
+            orders[epoch] = epoch_order(len(samples), args.batch.seed, epoch, not args.batch.no_shuffle)
         return orders[epoch][index * size : (index + 1) * size].tolist()
 
     return samples, batch
+
+
+def replay_steps(run) -> None:
+    """Replay K steps of a finished run with the plain loop, and write the result into its certificate (rank 0)."""
+    if run.setup.strategy.is_rank_0():
+        device, folder = str(run.setup.strategy.device), run.setup.folder
+        print(certify_steps(run.output_dir, run.flags.certify, device, folder), flush=True)
+
+
+REPLAY = Feature("replay", lambda run: run.flags.certify, at_end=replay_steps)

@@ -1,4 +1,4 @@
-"""Recommended flags of the training commands on the embedded demo. They are read before torch is imported."""
+"""Recommended flags of the training commands on the embedded demo, with the names of its files. They are read before torch is imported."""
 
 # Recommended flags of train_sft on this demo. The loss falls from 5.6 to about 0.7. After 200 to 300 steps, the model
 # sorts half of the held-out lists.
@@ -11,6 +11,9 @@ SFT_DEFAULTS: dict = {
     "max_len": 128,
     "eval_steps": 20,
     "apply_chat_template": True,
+    "pretrain": "model",
+    "dataset": "sft.jsonl",
+    "eval_dataset": "sft_eval.jsonl",
 }
 
 # Recommended flags of train_rm and train_dpo. They rank most held-out pairs right: see test_preference_demo.
@@ -23,6 +26,9 @@ RM_DEFAULTS: dict = {
     "max_len": 128,
     "eval_steps": 50,
     "apply_chat_template": True,
+    "pretrain": "model",
+    "dataset": "pairs.jsonl",
+    "eval_dataset": "pairs_eval.jsonl",
 }
 DPO_DEFAULTS: dict = {**RM_DEFAULTS, "learning_rate": 1e-3, "beta": 0.1}
 
@@ -44,4 +50,7 @@ PPO_DEFAULTS: dict = {
     "lr_scheduler": "constant",
     "max_steps": 40,
     "eval_steps": 10,
+    "pretrain": "model",
+    "dataset": "prompts.jsonl",
+    "eval_dataset": "prompts_eval.jsonl",
 }

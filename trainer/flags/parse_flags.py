@@ -1,0 +1,192 @@
+"""Parse flags: groups of flags are dataclasses, a command is a dataclass of groups, and its flags stay flat.
+
+Nothing here imports torch, so `--help` and a wrong flag answer at once.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+from trainer.errors import UserError
+
+DEMO_DIR = "demo"
+
+
+def arg(default, help: str, *aliases: str, type=None, **kwargs):
+    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
+    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(kind: type):
+    """Make the field of a command that holds a group of flags."""
+    return dataclasses.field(default_factory=kind)
+
+
+def groups_of(command: type) -> dict[str, type]:
+    """{attribute: dataclass of flags} of a command, in the order of --help."""
+    return {field.name: field.default_factory for field in dataclasses.fields(command)}
+
+
+def flags_of(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """(field, type) of every flag of a command."""
+    for kind in groups_of(command).values():
+        hints = typing.get_type_hints(kind)
+        yield from ((field, hints[field.name]) for field in dataclasses.fields(kind))
+
+
+def flat(args) -> dict[str, Any]:
+    """{flag: value} of a command's groups, in the order of --help. config.yaml and metrics.jsonl hold it."""
+    return {name: value for own in vars(args).values() for name, value in vars(own).items()}
+
+
+def from_flat(command: type, values: dict[str, Any]):
+    """The arguments of a command with these values. Flags that are not in `values` keep their defaults."""
+    known = {field.name for field, _ in flags_of(command)}
+    if unknown := values.keys() - known:
+        raise TypeError(f"{command.__name__} has no {', '.join(sorted(unknown))}")
+    made = {
+        name: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values})
+        for name, kind in groups_of(command).items()
+    }
+    return command(**made)
+
+
+def with_flags(args, **values):
+    """A copy of `args` with other values of some flags."""
+    return from_flat(type(args), flat(args) | values)
+
+
+ALLOWED = {
+    "PositiveInt": "an integer above 0",
+    "NonNegativeInt": "an integer of 0 or more",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number of 0 or more",
+    "ClosedUnitInterval": "a number from 0 to 1",
+}
+
+
+def _add_field(group, field: dataclasses.Field, hint) -> None:
+    from jsonargparse import typing as restricted
+
+    flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
+    if hint is bool:
+        # jsonargparse's ActionYesNo would read --no_save as "save: no" and leave it False
+        group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
+        return
+    kind = field.metadata["type"] or hint
+    if kind == Optional[str]:
+        kind = str  # else jsonargparse reads the text as YAML; a template "### Question: {}" is a comment there
+    if isinstance(kind, str):
+        kind = getattr(restricted, kind)
+        kind = Optional[kind] if default is None else kind
+    group.add_argument(*flags, type=kind, **common)
+
+
+def build_parser(groups: Iterable[type], command: str, description: Optional[str]):
+    """Build the parser of a command: one help group per group of flags, and flat flags."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=command,
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description=description,
+        exit_on_error=False,
+        allow_abbrev=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with flags; flags after it override the file")
+    for kind in groups:
+        shown, hints = parser.add_argument_group(kind.__doc__.splitlines()[0]), typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            _add_field(shown, field, hints[field.name])
+    return parser
+
+
+def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
+    """Parse `argv` into an `arguments_class` instance, a dataclass of groups. `defaults` replaces field defaults.
+
+    Raises: UserError for anything that is not accepted, in one line. For a misspelt flag it names the nearest flag.
+    """
+    values = _parse(list(groups_of(arguments_class).values()), command, arguments_class.__doc__, argv, defaults or {})
+    return from_flat(arguments_class, values)
+
+
+def parse_group(kind: type, command: str, argv: list[str]):
+    """Parse `argv` into one group of flags, which is all that a small command has. Raises like `parse_arguments`."""
+    return kind(**_parse([kind], command, kind.__doc__, argv, {}))
+
+
+def _parse(groups: list[type], command: str, description: Optional[str], argv: list[str], defaults: dict) -> dict:
+    parser = build_parser(groups, command, description)
+    parser.set_defaults(defaults)
+    fields = {field.name: field for kind in groups for field in dataclasses.fields(kind)}
+    try:
+        namespace = parser.parse_args(argv)
+    except Exception as error:  # jsonargparse raises several types, all for wrong user input
+        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
+    return {name: _plain(vars(namespace)[name]) for name in fields}
+
+
+def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: dict) -> tuple[Any, bool]:
+    """Return the arguments, and whether they are for the demo, whose flags are `demo`, with bare file names."""
+    args = parse_arguments(arguments_class, command, argv)
+    if args.model.pretrain is None and args.data.dataset is None:
+        files = {name: f"{DEMO_DIR}/{demo[name]}" for name in ("dataset", "eval_dataset", "pretrain")}
+        return parse_arguments(arguments_class, command, argv, demo | files), True
+    for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
+        if value is None:
+            raise UserError(flag, "missing", "a path or hub name; without both --pretrain and --dataset, the demo")
+    return args, False
+
+
+def check_numbers(flags: dict[str, Any]) -> None:
+    """Raise UserError for numbers of the right type that torch could not use. `flags` are flat."""
+    for name, value in flags.items():
+        endless = value == math.inf and name in ("max_norm", "max_ckpt_mem", "save_interval_minutes")
+        if isinstance(value, float) and not math.isfinite(value) and not endless:
+            raise UserError(f"--{name}", str(value), "a finite number")
+    if not all(0 <= beta < 1 for beta in flags["adam_betas"]):
+        raise UserError("--adam_betas", " ".join(map(str, flags["adam_betas"])), "two numbers from 0 to below 1")
+    if flags["seed"] >= 2**63:
+        raise UserError("--seed", str(flags["seed"]), "an integer below 2**63")
+
+
+def _plain(value):
+    """Turn a number of one of jsonargparse's restricted types into a plain number, as YAML and JSON need it."""
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
+    """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
+    unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
+    if unknown:
+        name = (unknown.group(1) or unknown.group(2)).lstrip("-")
+        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+        hint = f"did you mean --{nearest[0]}?" if nearest else "see --help"
+        where = unknown.group(1) or f"--config: {name}"
+        return UserError(where, f"no such flag; {hint}")
+    named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
+    if not named:
+        return UserError("arguments", message)
+    name, detail = named.group(1) or named.group(3), named.group(2) or named.group(4)
+    value = re.search(
+        r"(?:Got|Given) value: (.*)$|base 10: (.*?)(?: -|$)|to float: (.*?)(?: -|$)|: (\S+) does not conform", detail
+    )
+    field = fields.get(name)
+    if not (value and field):
+        return UserError(f"--{name}", detail)
+    kind = field.metadata["type"] or field.type
+    allowed = ALLOWED.get(kind) if isinstance(kind, str) else ", ".join(map(str, typing.get_args(kind)))
+    return UserError(f"--{name}", next(filter(None, value.groups())), allowed or getattr(kind, "__name__", str(kind)))

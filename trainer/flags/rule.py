@@ -1,0 +1,76 @@
+"""A rule: a flag that does not go together with another flag, the reason, and what to do instead."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.flags.parse_flags import flat, groups_of
+
+# What a rule may know besides the flags. A value here means "not known yet", and refuses nothing.
+UNKNOWN: dict[str, Any] = {
+    "num_ranks": 0,
+    "is_demo": False,
+    "on_cpu": False,
+    "on_gpu": False,
+    "has_images": False,  # rows have images
+    "no_images": False,  # no row has an image
+    "loss_names": (),  # of --loss, a sum of losses
+    "loss_has_reference": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One row of the table of rules.
+
+    `flags` are names without dashes, separated by spaces. Each one is refused if it is used (its value is not its
+    default) and `when` is true. `when` takes all flags and facts as attributes; flags that the command lacks have
+    their defaults. `against` reads on from the flag: "with --packing_samples", "without --lora_rank". It may name
+    values in braces, such as "with --loss {loss}". `why` is the reason. `instead` is a whole sentence.
+    """
+
+    flags: str
+    when: Callable[[SimpleNamespace], Any]
+    against: str
+    why: str
+    instead: str
+
+    def refusal(self, flag: str, known: SimpleNamespace) -> UserError:
+        """The error for one of the flags."""
+        value = vars(known)[flag]
+        shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        name = f"--{flag}" if value is True else f"--{flag} {str(shown).lower() if value is False else shown}"
+        against, why = (text.format(**vars(known)) for text in (self.against, self.why))
+        return UserError(f"{name} {against}", why, instead=self.instead)
+
+
+def knowledge(args, commands: Iterable[type], **facts) -> SimpleNamespace:
+    """All flags of all `commands` and all facts, as attributes: those of `args` and `facts`, else the defaults."""
+    unknown = facts.keys() - UNKNOWN.keys()
+    if unknown:
+        raise TypeError(f"no such facts: {', '.join(sorted(unknown))}")
+    return SimpleNamespace(**{**defaults_of(commands), **flat(args), **UNKNOWN, **facts})
+
+
+def defaults_of(commands: Iterable[type]) -> dict[str, Any]:
+    """The default value of every flag of these commands."""
+    return {
+        name: value
+        for command in commands
+        for kind in groups_of(command).values()
+        for name, value in vars(kind()).items()
+    }
+
+
+def first_refusal(rules: Iterable[Rule], args, commands: Iterable[type], usual: dict, **facts) -> UserError | None:
+    """The error for the first rule that `args` break. Default values and those in `usual` are never refused."""
+    known, own, defaults = knowledge(args, commands, **facts), flat(args), flat(type(args)())
+    for rule in rules:
+        used = [
+            name for name in rule.flags.split() if name in own and own[name] not in (defaults[name], usual.get(name))
+        ]
+        if used and rule.when(known):
+            return rule.refusal(used[0], known)
+    return None

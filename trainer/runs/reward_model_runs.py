@@ -1,0 +1,43 @@
+"""The parts of `train_rm`: the model with a new head, its loss, and the statistics of its scores."""
+
+import os
+
+from trainer.distributed.collectives import rank_0_alone
+from trainer.errors import UserError
+from trainer.methods.rm import evaluation_scores, make_reward_loss
+from trainer.model_folders.model_folder import unwrapped
+from trainer.models.losses.preference_loss import REWARD_LOSSES
+from trainer.models.reward import make_initial_reward_model, return_token_scores
+from trainer.reports.score_plot import plot_scores
+
+
+def check_loss(name: str) -> None:
+    if name not in REWARD_LOSSES:
+        raise UserError("--loss", name, ", ".join(REWARD_LOSSES))
+
+
+def initial_folder(run) -> str:
+    """Write the model of --pretrain with a reward head into the run folder (rank 0). Returns its folder."""
+    args, initial = run.args, os.path.join(run.open(), "initial")
+    options = (args.batch.seed, args.model.trust_remote_code, args.reward.value_head_prefix)
+    rank_0_alone(lambda: make_initial_reward_model(run.setup.folder, initial, *options))
+    return initial
+
+
+def make_loss(run):
+    """The reward loss, of a model that returns a score for each token."""
+    flags = run.args.reward
+    return_token_scores(run.model, flags.compute_fp32_loss)
+    return make_reward_loss(flags.loss, run.setup.sp_group, flags.center_rewards_coef)
+
+
+def note_scores(run) -> None:
+    """Write statistics of the evaluation's scores into the config, and a plot of them into the run folder."""
+    if not run.eval_loader:
+        return
+    strategy = run.setup.strategy
+    scores = evaluation_scores(strategy, run.model, run.eval_loader, run.eval_samples, run.setup.sp_group)
+    config = unwrapped(run.model).config
+    config.reward_mean, config.reward_std = scores.mean().item(), scores.std(correction=0).item()
+    if strategy.is_rank_0():
+        plot_scores(*scores.unbind(1), os.path.join(run.output_dir, "reward_histogram.png"))

@@ -1,0 +1,88 @@
+"""Who scores in a run of RL: reward functions, reward models, servers, environments."""
+
+from collections.abc import Callable
+
+from transformers import AutoModelForSequenceClassification
+
+from trainer.datasets.samples.prompts import as_conversation, chat_ends
+from trainer.distributed.collectives import rank_0_first
+from trainer.errors import UserError
+from trainer.flags.rl_flags import PPOArguments
+from trainer.methods.roles import reward_scores
+from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.models.reward import return_token_scores, scoring_pad
+from trainer.rollout.placement import share
+from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
+from trainer.rollout.rewards.reward_functions import check_scores, function_scorer, short_name, weighted_scorer
+from trainer.rollout.scoring import TextScores
+from trainer.runs.run_models import frozen_model, load_model, stop_ids
+from trainer.runs.run_setup import Setup
+
+
+def build_reward(args: PPOArguments, setup: Setup, make_batches: Callable, functions: dict[str, Callable]) -> Callable:
+    """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
+    if args.scores.reward_pretrain:
+        return _reward_models(args, setup, make_batches)
+    if args.scores.remote_rm_url:
+        key = read_key("--remote_rm_api_key", args.scores.remote_rm_api_key) if args.scores.remote_rm_api_key else None
+        scorer = remote_scorer(
+            args.scores.remote_rm_url, args.scores.remote_rm_timeout, args.scores.remote_rm_retries, key
+        )
+    elif functions:
+        scorers = {
+            short_name(name): function_scorer(name, f, args.scores.reward_timeout) for name, f in functions.items()
+        }
+        [scorer, *others] = scorers.values()
+        if others or args.scores.reward_weights:
+            scorer = weighted_scorer(scorers, args.scores.reward_weights or [1.0] * len(scorers))
+    elif args.kl.teacher and not args.environment.env:
+        return _score_nothing
+    else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
+        return lambda samples: None
+    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder))
+
+
+def _score_nothing(samples: list) -> None:
+    for sample in samples:
+        sample.score = 0.0
+
+
+def _reward_models(args: PPOArguments, setup: Setup, make_batches: Callable) -> Callable:
+    """Return `score(samples)` with the weighted scores of frozen reward models. They read the policy's tokens."""
+
+    models = []
+    for name in args.scores.reward_pretrain.split(","):
+        folder = rank_0_first(lambda name=name: resolve_model_folder(name.strip(), "--reward_pretrain"))
+        tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
+        if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
+            found = f"{name} has another vocabulary than --pretrain, so it cannot read the policy's tokens"
+            raise UserError(
+                "--reward_pretrain", found, "serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url"
+            )
+        model = load_model(
+            args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", trained=False
+        )
+        if model.config.num_labels != 1:
+            raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
+        pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
+        return_token_scores(model)
+        model = frozen_model(setup, model, args.scores.offload_reward)
+        models.append((f"--reward_pretrain {name.strip()}", pad, model))
+    weights = args.scores.reward_weights or [1.0] * len(models)
+
+    ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
+
+    def score(samples: list) -> None:
+        here = [s for s in samples if s.held.here]
+        read = share([s.with_response(as_conversation(s.prompt_ids, s.response_ids, ends, eos)) for s in here])
+        parts = []
+        for where, pad, model in models:
+            batches, _ = make_batches(read, 0, pad)
+            found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
+            parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same scores on every rank
+        totals = [sum(weight * value for weight, value in zip(weights, values)) for values in zip(*parts)]
+        totals, _ = check_scores("--reward_weights", totals, len(samples))
+        for sample, total in zip(samples, totals):
+            sample.score = total
+
+    return score

@@ -1,0 +1,91 @@
+"""What a run is: a method, and the parts that grow around it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Optional
+
+from trainer.flags.rule import knowledge
+from trainer.flags.rules import COMMANDS
+from trainer.runs import outputs
+from trainer.runs.run_data import has_images
+from trainer.runs.run_models import load_model
+from trainer.runs.run_setup import Setup
+from trainer.training.checkpointing import Progress
+from trainer.training.loop import LoopHooks, LossFunction
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a command brings to a run: its data, its model and its loss."""
+
+    command: str
+    eval_metrics: tuple[str, ...]  # those that may choose the best checkpoint
+    load_data: Callable  # (args, tokenizer, names, split, flag) to (samples, ledger)
+    render: Callable  # (sample, tokenizer) to a text, with loss tokens in [[ ]]
+    auto_class: type  # of transformers
+    make_loss: Callable[["Run"], LossFunction]  # once the model is loaded
+    model_folder: Callable[["Run"], str] = lambda run: run.setup.folder
+    collate: Callable = lambda rows: rows  # the function that makes rows, to the one that makes micro-batches
+    loader_options: dict = dataclasses.field(default_factory=dict)
+    facts: dict = dataclasses.field(default_factory=dict)  # for the table of rules
+    has_frozen_copy: bool = False  # the run also holds a frozen model of the same size
+    marks_tokens: bool = False  # its `collate` says which tokens are no padding
+    features: tuple = ()  # in addition to the list in features.py; see `feature.Feature`
+    after_training: Callable[["Run"], None] = lambda run: None  # before the model is saved
+
+
+@dataclass
+class Run:
+    """A run as it grows. Features change it at fixed places; see `feature.Feature`."""
+
+    method: Method
+    args: Any  # the groups of flags of the command
+    setup: Setup
+    load_data: Callable  # (names, split, flag) to (samples, ledger)
+    collate_rows: Callable  # samples to the tensors of a micro-batch
+    auto_class: type
+    build_loader: Callable  # (samples, shuffle=...) to the training loader
+    samples: Any = None
+    eval_samples: Any = None
+    ledger: Any = None  # of the training data
+    loader: Any = None
+    eval_loader: Any = None
+    output_dir: Optional[str] = None
+    model: Any = None
+    teacher: Any = None  # of train_kd
+    loss_fn: Optional[LossFunction] = None
+    folder_checks: list[Callable] = dataclasses.field(default_factory=list)  # (folder, flag), before a model is loaded
+    model_changes: list[Callable] = dataclasses.field(default_factory=list)  # of every model that is loaded
+    hooks: LoopHooks = LoopHooks()  # what else the loop calls
+    progress: Optional[Progress] = None
+    total_steps: int = 0
+
+    @property
+    def flags(self) -> SimpleNamespace:
+        """All flags of all commands. Those that this command lacks have their defaults."""
+        return knowledge(self.args, COMMANDS.values())
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows have images."""
+        return has_images(self.samples) or has_images(self.eval_samples)
+
+    def load(self, folder: str, flag: str = "--pretrain", trained: bool = True):
+        """A model of this run, of `folder`, which `flag` named."""
+        for check in self.folder_checks:
+            check(folder, flag)
+        model = load_model(self.args.model, self.setup, folder, self.auto_class, flag, trained)
+        for change in self.model_changes:
+            change(model)
+        return model
+
+    def open(self) -> str:
+        """The run folder, which the first call makes."""
+        if self.output_dir is None:
+            output, resumes = self.args.output, self.args.checkpoint.load_checkpoint is not None
+            saved = functools.partial(outputs.saved_models, output)
+            self.output_dir = outputs.open_run(output, self.setup.strategy, self.method.command, resumes, saved)
+        return self.output_dir

@@ -1,0 +1,99 @@
+"""The data of a run: rows from the flags, samples with their ledger, and loaders."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.images.image_batches import WORKERS
+from trainer.datasets.images.image_samples import tokenize_with_images
+from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.distributed.collectives import rank_0_first
+from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments
+from trainer.models.model_loading import resolve_model_folder
+from trainer.runs.run_setup import Setup
+
+
+def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
+    """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
+    probs = data.dataset_probs if flag == "--dataset" else None
+    return load_rows(names, flag=flag, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
+
+
+def load_sft(args, tokenizer, names: str, split: str, flag: str):
+    """Return (tokenized samples, ledger) of --dataset or --eval_dataset for SFT and distillation."""
+    rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(
+        rows,
+        tokenizer,
+        flag=flag,
+        input_key=args.sft.input_key,
+        output_key=args.sft.output_key,
+        input_template=args.data.input_template,
+        apply_chat_template=args.data.apply_chat_template,
+        multiturn=args.sft.multiturn,
+        pretrain_mode=args.sft.pretrain_mode,
+        max_len=args.length.max_len,
+        num_proc=args.data.dataset_num_proc,
+    )
+
+
+def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callable) -> tuple[Any, Any, Any]:
+    """Return (training samples, evaluation samples or None, training ledger). Print ledgers and first sample.
+
+    `load(names, split, flag)` returns (samples, ledger). `render(sample, tokenizer)` is the sample as text.
+    """
+    strategy = setup.strategy
+    samples, ledger = rank_0_first(lambda: load(data.dataset, data.dataset_split, "--dataset"), in_caches=True)
+    strategy.print(f"training data: {ledger.summary()}")
+    strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], setup.tokenizer)}")
+    if not data.eval_dataset:
+        return samples, None, ledger
+    evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
+    eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
+    strategy.print(f"evaluation data: {eval_ledger.summary()}")
+    return samples, eval_samples, ledger
+
+
+def build_loader(
+    batch: BatchArguments,
+    setup: Setup,
+    samples,
+    collate: Callable,
+    *,
+    shuffle: bool,
+    sequences_per_sample: int = 1,
+    **options,
+):
+    """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
+    capacity = batch.max_tokens_per_micro_batch or batch.micro_train_batch_size * setup.longest * sequences_per_sample
+    if has_images(samples):
+        options["num_workers"] = WORKERS
+    return setup.strategy.setup_dataloader(
+        samples,
+        functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),
+        batch_size=batch.train_batch_size,
+        micro_batch_size=batch.micro_train_batch_size,
+        max_tokens=batch.max_tokens_per_micro_batch,
+        packed_capacity=capacity if batch.packing_samples else None,
+        shuffle=shuffle,
+        **options,
+    )
+
+
+def has_images(samples) -> bool:
+    """Whether the rows of a set have images. A stream has none."""
+    return "images" in getattr(samples, "column_names", ())
+
+
+def tokenizer_of_rows(model: ModelArguments, data: DataArguments, rows, tokenize: Callable) -> Callable:
+    """`tokenize`, or its form for rows with images and the model of --pretrain. See `tokenize_with_images`."""
+    if not has_images(rows):
+        return tokenize
+    return functools.partial(
+        tokenize_with_images,
+        tokenize=tokenize,
+        folder=resolve_model_folder(model.pretrain),
+        remote_code=model.trust_remote_code,
+        own_template=bool(data.tokenizer_chat_template),
+    )

@@ -1,0 +1,167 @@
+"""The models of a run.
+
+A model is changed in this order. `load_model`: tensor parallelism while it is read, dropout off, recomputed layers,
+rotary tables, attention and mixers of packed or split rows. `shard_model`: adapter, compiled layers, optimizer, shards.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Optional
+
+from transformers import GenerationConfig
+
+from trainer.distributed import heartbeat
+from trainer.distributed.collectives import wait_for_all
+from trainer.errors import UserError
+from trainer.flags.common_flags import LayoutArguments, LoraArguments, ModelArguments, OptimizerArguments
+from trainer.model_folders import model_folder
+from trainer.models.attention.choice import fit_attention, validate_model
+from trainer.models.folder_faults import check_tokens, load_fault
+from trainer.models.layers.activation_offload import offload_layer_inputs
+from trainer.models.layers.activations import recompute_layers
+from trainer.models.layers.compiled import compile_layers
+from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
+from trainer.models.layers.rotary_lengths import fit_rotary
+from trainer.models.layers.vision import set_learning_rate
+from trainer.models.lora import LoraOptions, add_adapter
+from trainer.models.model_loading import disable_dropout, has_sdpa
+from trainer.optimizers.build import build_scheduler
+from trainer.planning.model_page import model_page
+from trainer.runs.run_setup import Setup
+
+LOAD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def reading(is_replaced: bool) -> Iterator[None]:
+    """Inside, no weights are read if a checkpoint will replace them."""
+    model_folder.left_out = is_replaced
+    try:
+        yield
+    finally:
+        model_folder.left_out = False
+
+
+def load_model(
+    flags: ModelArguments, setup: Setup, folder: str, auto_class, flag: str = "--pretrain", trained: bool = True
+):
+    """Load the model of `folder`, which `flag` named, and change its layers. `trained`: a checkpoint has its weights."""
+    model_folder.find_weights(folder, flag)
+    strategy, attention, remote_code = setup.strategy, setup.attention, flags.trust_remote_code
+    if attention == "sdpa" and not has_sdpa(folder, auto_class, remote_code):
+        if flags.attn_implementation == "sdpa":
+            raise UserError("--attn_implementation", f"sdpa, which the model of {folder} does not have", "auto, eager")
+        attention = "eager"
+        strategy.print(f"attention of {folder}: eager, since transformers has no sdpa for this model")
+    if setup.attention not in ("sdpa", "eager"):
+        validate_model(folder, remote_code, setup.attention, setup.is_packed, auto_class)
+    try:
+        with reading(trained and setup.resumes):
+            model = strategy.load_model(
+                folder, auto_class, attn_implementation=attention, trust_remote_code=remote_code
+            )
+    except UserError:
+        raise
+    except LOAD_ERRORS as error:
+        raise load_fault(folder, auto_class, remote_code, flag, error) from error
+    model.name_or_path = folder  # as from_pretrained does; a saved model has the names of this folder
+    vocab_size = model.config.get_text_config().vocab_size
+    if len(setup.tokenizer) > vocab_size:
+        check_tokens(setup.tokenizer, vocab_size, folder, flag)
+    if unread := model_folder.check_weights(model, folder, flag):
+        names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
+        strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
+    disable_dropout(model)
+    change_layers(flags, setup, model)
+    return model
+
+
+def change_layers(flags: ModelArguments, setup: Setup, model) -> None:
+    """Change the layers of a loaded model: what backward recomputes, rotary tables, packed and split rows."""
+    strategy, is_split = setup.strategy, setup.sp_group is not None
+    tp_group = strategy.meshes.root["tp"].get_group() if strategy.sizes.tp > 1 else None
+    if flags.gradient_checkpointing or flags.selective_checkpointing:
+        recompute_layers(model, selective=flags.selective_checkpointing)
+        if flags.activation_offload:
+            offload_layer_inputs(model)
+    fit_rotary(model, longest=setup.longest, rolls_out=setup.rolls_out, packed=setup.is_packed, is_split=is_split)
+    if setup.is_packed or is_split:
+        fit_attention(model, is_split=is_split)
+        restart_at_documents(model, setup.sp_group, tp_group)
+    elif tp_group is not None:
+        share_heads(model, tp_group)
+
+
+def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str) -> None:
+    """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters."""
+    targets = names_of(flags.target_modules) if flags.target_modules else None
+    alpha = flags.lora_alpha or 2 * flags.lora_rank
+    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts)
+    add_adapter(model, options, pretrain)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters")
+
+
+def check_adapter(flags: LoraArguments) -> None:
+    """Raise UserError for a missing package, or for values that no adapter can have."""
+    needed = {
+        "--lora_rank": ("peft", "lora", flags.lora_rank),
+        "--load_in_4bit": ("bitsandbytes", "qlora", flags.load_in_4bit),
+    }
+    for flag, (package, extra, is_used) in needed.items():
+        if is_used and importlib.util.find_spec(package) is None:
+            raise UserError(flag, f"{package} is not installed", f"pip install -e '.[{extra}]'")
+    if flags.lora_dropout == 1:
+        raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
+    if flags.target_modules is not None and not names_of(flags.target_modules):
+        raise UserError("--target_modules", repr(flags.target_modules), "comma-separated names of layers")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated text."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def shard_model(
+    flags: ModelArguments, optimizer: OptimizerArguments, layout: LayoutArguments, setup: Setup, model, total_steps: int,
+    tower_lr: Optional[float] = None,
+):  # fmt: skip
+    """Return (model, optimizer, scheduler), prepared by the strategy. `tower_lr`: peak rate of the vision tower."""
+    strategy = setup.strategy
+    if flags.print_model and strategy.is_rank_0():
+        shown = {"tp": strategy.sizes.tp, "sp": strategy.sizes.sp, "use_hf_tp_plan": layout.use_hf_tp_plan}
+        shown |= {"sequence_parallel": layout.sequence_parallel, "trust_remote_code": flags.trust_remote_code}
+        print(model_page(model, strategy.param_dtype, **shown), flush=True)
+    if flags.compile:
+        compile_layers(model)
+    rates = {"lr": optimizer.learning_rate, "betas": optimizer.adam_betas, "weight_decay": optimizer.weight_decay}
+    adam = strategy.create_optimizer(model, **rates)
+    if tower_lr:
+        set_learning_rate(adam, model, tower_lr)
+    ends = {"warmup_ratio": optimizer.lr_warmup_ratio, "min_lr_ratio": optimizer.min_lr_ratio}
+    scheduler = build_scheduler(optimizer.lr_scheduler, adam, total_steps=total_steps, **ends)
+    with reading(setup.resumes):
+        prepared = strategy.prepare((model, adam, scheduler))
+    wait_for_all()  # some ranks read their weights later than others; NCCL would wait ten minutes only
+    if layout.heartbeat_timeout:
+        heartbeat.watch(prepared[0], layout.heartbeat_timeout)
+    return prepared
+
+
+def frozen_model(setup: Setup, model, offload: bool = False):
+    """A loaded model, frozen and sharded like the policy. `offload`: its weights wait in host memory."""
+    return setup.strategy.prepare(model.eval().requires_grad_(False), offload=offload)
+
+
+def stop_ids(tokenizer, folder: str) -> tuple[int, ...]:
+    """The tokens that end a response: eos of the tokenizer, and eos of the generation config in `folder`."""
+    found = {tokenizer.eos_token_id}
+    if os.path.exists(os.path.join(folder, "generation_config.json")):
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        found |= set(eos) if isinstance(eos, list) else {eos}
+    found.discard(None)
+    if not found:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no response can end")
+    return tuple(sorted(found))

@@ -1,0 +1,146 @@
+"""The start of a run: the strategy, the machine, the tokenizer and the attention function."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from trainer.checkpoints.checkpoint_store import checkpoints_to_load
+from trainer.datasets.conversations.templates import load_chat_template
+from trainer.datasets.demos.demo import make_demo
+from trainer.distributed.collectives import broadcast_object, rank_0_first
+from trainer.distributed.mesh import validate_batch_sizes
+from trainer.flags.parse_flags import DEMO_DIR, flat
+from trainer.flags.rules import refuse
+from trainer.models.attention.choice import resolve_attention, setup_attention
+from trainer.models.attention.packed_masks import no_search_for_packed_rows
+from trainer.models.cpu_matmul import choose_cpu_matmul
+from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.strategies import get_strategy
+from trainer.strategies.options import StrategyOptions
+from trainer.training.checkpointing import FOLDER
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; the user's choice stays
+
+
+@dataclass
+class Setup:
+    """What every part of a run shares."""
+
+    command: str
+    strategy: Any
+    folder: str  # of the model
+    tokenizer: Any
+    attention: str  # name of the attention function
+    sp_group: Any  # the ranks that split each sequence, or None
+    is_packed: bool  # rows hold several documents
+    longest: int  # largest number of tokens in a text
+    rolls_out: bool  # texts are prompts and generated responses
+    resumes: bool  # a checkpoint will replace the weights of the models that train
+
+
+def set_up(
+    command: str, args, *, longest: int, is_demo: bool = False, rolls_out: bool = False, vllm: bool = False
+) -> Setup:
+    """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
+    no_search_for_packed_rows()
+    strategy = strategy_of(args)
+    is_cpu, is_packed = strategy.device.type == "cpu", args.batch.packing_samples
+    refuse(command, args, on_cpu=is_cpu, on_gpu=not is_cpu)
+    if not args.batch.max_tokens_per_micro_batch:
+        validate_batch_sizes(args.batch.train_batch_size, args.batch.micro_train_batch_size, strategy.sizes.dp)
+    attention = choose_attention(args)
+    strategy.setup_distributed()
+    if is_cpu:
+        set_up_cpu(strategy, args.layout.cpu_matmul)
+    else:
+        set_up_gpu(args.layout.adam_offload, vllm)
+    if is_demo:
+        strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
+        rank_0_first(lambda: make_demo(DEMO_DIR))
+    folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.model.pretrain)), None
+    if is_packed or args.layout.ring_attn_size > 1:
+        kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
+        kind |= {"param_dtype": args.model.param_dtype, "trust_remote_code": args.model.trust_remote_code}
+        attention, sp_group = setup_attention(strategy, folder, attention, **kind)
+    tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
+    load_chat_template(args.data.tokenizer_chat_template, tokenizer)
+    return Setup(
+        command=command,
+        strategy=strategy,
+        folder=folder,
+        tokenizer=tokenizer,
+        attention=attention,
+        sp_group=sp_group,
+        is_packed=is_packed,
+        longest=longest,
+        rolls_out=rolls_out,
+        resumes=_resumes(args.output.output_dir, args.checkpoint.load_checkpoint, args.lora.lora_rank),
+    )
+
+
+def strategy_of(args):
+    """The strategy of these flags, before its process group starts. Raises UserError for flags that it cannot do."""
+    return get_strategy(args.layout.backend, StrategyOptions.from_flags(flat(args)))
+
+
+def choose_attention(args) -> str:
+    """The name of the attention function. Without packing and splitting, it is a function of transformers."""
+    wanted = "sdpa" if args.model.attn_implementation == "auto" else args.model.attn_implementation
+    is_split = args.layout.ring_attn_size > 1
+    if not (args.batch.packing_samples or is_split or wanted.startswith("flash")):
+        return wanted
+    kind = {"param_dtype": args.model.param_dtype, "device": args.layout.device}
+    return resolve_attention(wanted, args.batch.packing_samples, is_split, **kind)
+
+
+def _resumes(output_dir: Optional[str], load_checkpoint: Optional[str], lora_rank: Optional[int]) -> bool:
+    """Whether a checkpoint will replace all trained weights (broadcast). It has none of those below an adapter."""
+    if load_checkpoint is None or lora_rank:
+        return False
+    return broadcast_object(bool(checkpoints_to_load(os.path.join(output_dir or "", FOLDER), load_checkpoint)))
+
+
+# --- the machine
+
+
+def set_up_cpu(strategy, cpu_matmul: str) -> None:
+    """Choose the library for matrix products. With several ranks, print a hint if cores stay idle."""
+    choose_cpu_matmul(cpu_matmul)
+    hint = idle_cores(_num_local_ranks(), torch.get_num_threads(), _num_cores())
+    if hint and strategy.sizes.world_size > 1:
+        strategy.print(hint)
+
+
+def set_up_gpu(adam_offload: bool, vllm: bool) -> None:
+    """Allocate in expandable segments: batches differ in size, and less memory is lost between their tensors.
+
+    vLLM's sleep mode keeps its weights in a pool of its own, which cannot have such segments. Convolutions in fp32, such
+    as those of Mamba, are exact like matrix products: torch would compute them with 10 bits. An Adam in host memory gets
+    this rank's share of the cores if torchrun gave it one thread. OMP_NUM_THREADS above 1 sets another number.
+    """
+    torch.backends.cudnn.allow_tf32 = False
+    if not vllm and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if adam_offload and torch.get_num_threads() == 1:
+        torch.set_num_threads(max(1, _num_cores() // _num_local_ranks()))
+
+
+def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:
+    """Return a hint if the ranks use a quarter of the cores or less, as with torchrun's one thread per rank.
+
+    A larger share gives no hint, because half of the cores may be hyperthreads.
+    """
+    if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
+        return None
+    used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
+    return f"{used}: more threads (OMP_NUM_THREADS in the environment) would be quicker"
+
+
+def _num_local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
