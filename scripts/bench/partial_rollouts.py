@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.compare.runs import many_runs
 from trainer.datasets.demos.demo import make_demo
 from trainer.methods import ppo
-from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.responses import Responses
 
 REWARD = """
 def reward_func(prompts, responses, labels):
@@ -37,7 +37,7 @@ def flags(folder: Path, name: str) -> list[str]:
 
 
 def main() -> None:
-    append, update_actor, times = HFEngine._append, ppo.update_actor, []
+    append, update_actor, times = Responses.append, ppo.update_actor, []
 
     def slow_append(*arguments):
         time.sleep(0.04)
@@ -48,7 +48,7 @@ def main() -> None:
         times.append(time.perf_counter())
         return update_actor(*arguments)
 
-    HFEngine._append, ppo.update_actor = slow_append, slow_update
+    Responses.append, ppo.update_actor = slow_append, slow_update
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_demo(str(folder / "demo"))

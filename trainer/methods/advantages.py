@@ -2,8 +2,8 @@
 
 Shapes: there are n samples (responses) of at most T tokens, in rows padded on the right. `mask` (n, T) is 1 on response
 tokens. The token at t is an action, and its state is everything before it. Samples of one prompt are adjacent, in
-groups of n_samples_per_prompt. All is computed in fp64. Scores are compared over the whole rollout on every rank. A rank
-has the rows of tokens that it trains. Sums over all rows are sums of sums per row, so no layout can change an advantage.
+groups of n_samples_per_prompt. Everything is computed in fp64. Every rank compares the scores of the whole rollout. For
+tokens, it has the rows that it trains. A sum over all rows adds the sums per row, so no layout can change an advantage.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ def within_kl(
 ) -> torch.Tensor:
     """(n,) True for responses whose mean KL(rollout || training) per token is at most `most`, by k1, k2 or k3.
 
-    k1 counts by its size: a large mean of either sign rejects (Liu et al. 2025, When speed kills
-    stability). All log-probs are rows (n, T).
+    k1 counts by its absolute value: a large mean of either sign rejects (Liu et al. 2025, When speed kills stability).
+    All log-probs are rows (n, T).
     """
     kl = kl_estimate(rollout_log_probs, log_probs, estimator) * mask
     return (kl.sum(1) / mask.sum(1)).abs() <= most
@@ -109,8 +109,9 @@ def compare_in_groups(
 
     reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
     mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
-    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1); with `batch_std`,
-    by that of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the scores unchanged.
+    et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). With `batch_std`,
+    it divides by the standard deviation of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the
+    scores unchanged.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
@@ -182,7 +183,7 @@ def whiten(
 ) -> torch.Tensor:
     """Subtract the mean over the tokens of `mask`, and divide by the standard deviation over the same tokens.
 
-    `total` sums values per row over all rows of the rollout, of which other ranks may have some.
+    `total` sums values per row over all rows of the rollout. Other ranks may have some of them.
     """
     count = total(mask.sum(1).double())
     centered = (values - total((values * mask).sum(1)) / count) * mask

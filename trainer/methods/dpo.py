@@ -43,8 +43,8 @@ def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple
 def make_preference_loss(options: PreferenceOptions, reference, sp_group, precomputed: bool = False) -> Callable:
     """The loss function for these options. Its metrics are sums over pairs.
 
-    `reference` is a prepared frozen model. It is None if the loss needs none, or if the pairs carry its log-probs
-    (`precomputed`). It is also None if the reference is the base of a model with an adapter.
+    `reference` is a prepared frozen model. It is None if the loss needs no reference, if the pairs have its log-probs
+    (`precomputed`), or if the reference is the base of a model with an adapter.
     """
 
     needs_reference = any(PAIR_LOSSES[name].needs_reference for name in loss_names(options.loss))

@@ -1,4 +1,4 @@
-"""Balance of experts without an auxiliary loss: after each step, a bias of the router moves towards equal loads.
+"""Balance experts without an auxiliary loss: after each step, a bias of the router moves towards equal loads.
 
 A router with `e_score_correction_bias` adds it to the scores by which it chooses experts, and not to their weights.
 After a step, the bias of expert e grows by rate * sign(mean load - load of e). A load is the number of tokens of the
@@ -19,7 +19,7 @@ NAME, FLAG = "e_score_correction_bias", "--expert_bias_update_rate"
 
 
 def balance_by_bias(strategy, model, loss_fn: LossFunction, rate: float) -> LossFunction:
-    """`loss_fn` of batches with marked tokens. After each step of a torch optimizer, biases move by `rate`.
+    """Return `loss_fn`, for batches with marked tokens. After each step of a torch optimizer, biases move by `rate`.
 
     Raises UserError if no router of `model` has such a bias.
     """
@@ -70,7 +70,7 @@ class ExpertBias:
         return biases
 
     def _count(self, layer: int, module, args: tuple, kwargs: dict) -> None:
-        """Before the experts of a layer run: they are given (hidden states, indices of experts, weights)."""
+        """Runs before the experts of a layer. Their arguments are hidden states, indices of experts, and weights."""
         if self.mask is not None:  # else it is an evaluation, or a forward pass again in the backward pass
             chosen = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
             self.loads[layer].scatter_add_(0, chosen.flatten(), self.mask.repeat_interleave(chosen.shape[-1]))

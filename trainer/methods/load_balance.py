@@ -2,8 +2,8 @@
 
 f_e is the share of tokens sent to expert e, and P_e is the router's mean probability of e. Both are over all layers.
 This is Fedus et al. 2021, Switch Transformers, equations 4 to 6, for k experts as in transformers'
-`load_balancing_loss_func`. Others often take the tokens of a micro-batch. The loss would then change with the number of
-ranks and of samples in it.
+`load_balancing_loss_func`. Other trainers often take only the tokens of a micro-batch. Their loss changes with the number
+of ranks and with the size of a micro-batch.
 """
 
 import contextlib

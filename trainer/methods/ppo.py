@@ -205,7 +205,7 @@ def add_advantages(
 ) -> dict:
     """Add advantages, returns and importance weights to the micro-batches. Returns their metrics.
 
-    Scores are compared over all samples, on every rank. Tokens are only those of `part` (all-reduces over dp x sp of a few
+    Every rank compares the scores of all samples. It has only the tokens of `part` (all-reduces over dp x sp of a few
     numbers per sample).
     """
     mask, penalty, values = adv.rows_mask(part.lengths, part.width), None, None
@@ -259,7 +259,7 @@ def importance_corrections(part: Part, mask: torch.Tensor, flat: dict, options: 
 
 
 def _facts_of_first_update(run: PPORun, batches: list, part: Part, flat: dict) -> dict:
-    """How the engine's log-probs and those of training differ, also as a page of samples (all-reduces over dp x sp)."""
+    """How log-probs of the engine and of training differ, also as a page of samples (all-reduces over dp x sp)."""
     if "old_log_probs" not in flat:
         flat["old_log_probs"] = collect(run.strategy, batches, "old_log_probs", part)
     facts = log_prob_facts(part, flat, run.state, run.options)

@@ -30,7 +30,7 @@ class PPOOptions:
     num_epochs: int = 1  # passes over each rollout
     kl_estimator: str = "k1"
     kl_in_rewards: bool = False
-    kl_in_score: bool = False  # of the whole response, before scores are compared
+    kl_in_score: bool = False  # the KL of the whole response, before scores are compared
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None
@@ -43,7 +43,7 @@ class PPOOptions:
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0
     filtering_range: Optional[tuple[float, float]] = None
-    num_episodes: Optional[int] = None  # dynamic filtering ends after so many passes over the prompts
+    num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
 
 
@@ -77,8 +77,9 @@ class RLState:
     prompts_drawn: int = 0  # by dynamic filtering
     prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
-    facts: dict = field(default_factory=dict)  # flags that must stay the same, so that a position keeps its meaning
-    origin: str = ""  # this and the histories of the newest versions of the weights: see `rollout.resumed_rollouts`
+    facts: dict = field(default_factory=dict)  # flags that a resumed run may not change: a position depends on them
+    # `origin`, and `histories` of the newest versions of the weights: see `rollout.resumed_rollouts`
+    origin: str = ""
     histories: dict[int, str] = field(default_factory=lambda: {0: ""})
     num_histories: int = 1
 
@@ -87,7 +88,7 @@ class RLState:
         return link_of(self.histories[self.rollout], self.origin)
 
     def go_on(self, samples: list[Sample]) -> None:
-        """The weights are trained on these samples: the next rollout begins."""
+        """Note that the weights are trained on these samples. The next rollout begins."""
         self.histories[self.rollout + 1] = history_after(self.link(), samples)
         self.histories = dict(sorted(self.histories.items())[-self.num_histories :])
         self.rollout += 1
@@ -139,7 +140,5 @@ class PPORun:
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
     timeline: Optional[Timeline] = None
-    balance: Optional[Callable[[LossFunction], LossFunction]] = (
-        None  # adds the load-balancing loss to that of the policy
-    )
+    balance: Optional[Callable[[LossFunction], LossFunction]] = None  # adds the load-balancing loss
     updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters

@@ -1,10 +1,11 @@
-"""Log-probs of a frozen reference, computed once and kept on disk. The key is made from model, data and template."""
+"""Log-probs of a frozen reference, computed once and kept on disk under a hash of model, data and template."""
 
 import glob
 import hashlib
 import os
 from typing import Optional
 
+import datasets
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,11 +35,9 @@ def model_hash(folder: str) -> str:
 def cache_file(model: str, pairs, param_dtype: str) -> str:
     """The path of the cached log-probs of `pairs` under the model with the hash `model`.
 
-    The key covers the token ids and masks of both sides, and so the effects of template, --max_len and tokenizer. It
-    also covers the images.
+    The key depends on the token ids and masks of both sides, and so on template, --max_len and tokenizer. It also depends
+    on the images.
     """
-    import datasets
-
     digest = hashlib.blake2b(f"{VERSION}/{model}/{param_dtype}".encode(), digest_size=16)
     for column in ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"):
         for values in pairs.with_format("numpy")[column]:

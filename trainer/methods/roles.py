@@ -18,7 +18,7 @@ from trainer.models.reward import token_scores
 def policy_log_probs(model, micro_batch: dict, temperature: float, routers=None, replays=True) -> torch.Tensor:
     """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from.
 
-    `routers` are those of the model, with --routing_replay. They choose the experts of the rollout if it `replays`.
+    `routers` of the model, with --routing_replay, choose the experts of the rollout if it `replays`.
     """
     if routers:
         routers.use(micro_batch if replays else {})

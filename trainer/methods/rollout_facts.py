@@ -1,6 +1,6 @@
-"""What a rollout's samples and log-probs say for the metrics. Values are the same on every rank.
+"""Metrics of a rollout, from its samples and log-probs. Values are the same on every rank.
 
-Scores and sizes are those of all samples. Flat vectors are those of the tokens that this rank trains.
+Every rank knows the scores and sizes of all samples. Flat vectors have the tokens that this rank trains.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         facts["turns"] = sum(size.turns for size in sizes) / len(samples)
         facts["env_tokens"] = sum(size.response for size in sizes) / len(samples) - facts["response_length"]
     for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
-        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # some calls do not give it
+        values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # not every call returns it
         facts[f"reward_{name}"] = sum(values) / len(values)
     return facts
 
@@ -78,7 +78,7 @@ def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) 
 def effective_share(log_weights: torch.Tensor, mean: Callable = lambda values: values.mean().item()) -> float:
     """The effective sample size of importance weights, as a share of their number: (sum w)^2 / (n sum w^2), Kish 1965.
 
-    Weights of exp(0) give 1. Weights [1, 0] give 0.5. `mean` is that over the tokens of all ranks.
+    Weights of exp(0) give 1. Weights [1, 0] give 0.5. `mean` is over the tokens of all ranks.
     """
     weights = bounded(log_weights).exp()
     return mean(weights) ** 2 / mean(weights**2)

@@ -13,7 +13,7 @@ from trainer.rollout.generation import generate_samples
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span, timed
 
-MAX_FILTERING_ROUNDS = 20  # dynamic filtering gives up after so many times the prompts of a rollout
+MAX_FILTERING_ROUNDS = 20  # dynamic filtering gives up after 20 times the prompts of a rollout
 
 
 def sync(strategy, roles: Roles, step: int) -> dict:

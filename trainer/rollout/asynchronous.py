@@ -43,7 +43,7 @@ class Pace:
 
     max_staleness: int
     total_steps: int  # no rollout is generated that the run does not need
-    steps_of: Callable[[int], int]  # the optimizer steps of a rollout with so many samples
+    steps_of: Callable[[int], int]  # the optimizer steps of a rollout, from its number of samples
     batch_size: int  # responses of a rank, between two looks at the newest weights
     partial: bool = False  # look after each token
 

@@ -37,7 +37,7 @@ def hold(samples: Iterable[Sample], rank: int) -> None:
 
 
 def share(mine: list[Sample]) -> list[Sample]:
-    """All samples, by number. Each rank gives those whose tokens it has (all-gather over the world, without tokens).
+    """All samples, by number, from the ranks that have their tokens (all-gather over the world, without tokens).
 
     Samples of one prompt have adjacent numbers, so groups come together whichever rank generated their samples.
     """
@@ -79,7 +79,7 @@ def _unpacked(sample: Sample) -> Sample:
 
 
 def move(samples: list[Sample], places: list[list[int]]) -> list[Sample]:
-    """The same samples, with tokens where they are needed: rank r gets those at `places[r]` (all-to-all over the world).
+    """The same samples, with tokens where they are needed: rank r gets the ones at `places[r]` (all-to-all over the world).
 
     A sample that every rank has is not sent.
     """

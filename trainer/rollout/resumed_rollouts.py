@@ -31,8 +31,8 @@ PLACES = ("output_dir", "load_checkpoint", "overwrite")  # flags that decide not
 def origin_of(flags: dict) -> str:
     """A digest of what decides samples and weights: the flags, the number of ranks, and the files that flags name (broadcast).
 
-    A Python file counts with its text, any other file with its size and time, and a model's folder with those of its
-    files. Rank 0 reads them.
+    A Python file counts with its text, any other file with its size and time. A folder counts with its files. Rank 0
+    reads them.
     """
     digest = hashlib.blake2b(f"{dist.get_world_size()} ranks\n".encode(), digest_size=8)
     for name, value in sorted(flags.items()):
@@ -65,7 +65,7 @@ class AheadFiles:
         self._folder = Path(output_dir, AHEAD_FOLDER)
 
     def write(self, rollout: int, samples: list[Sample], links: dict[int, str]) -> None:
-        """`links`: those of the versions that generated the samples. On a full disk, the run goes on without this file."""
+        """`links`, by version, of the weights that generated the samples. On a full disk, the run goes on without the file."""
         path = self._folder / f"{rollout}-{dist.get_rank()}.jsonl"
         rows = [as_row(sample, rollout, None) | {"origin": links[newest_version(sample)]} for sample in samples]
         try:
@@ -111,7 +111,7 @@ def find_resumed(output_dir: str, state, group_size: int) -> ResumedRollouts:
 
 
 def _read(output_dir: str, first: int) -> dict[int, list[tuple[bool, str, Sample]]]:
-    """(whether it is from `ahead/`, link, sample) by rollout, those of the log last. Torn rows are left out."""
+    """(whether it is from `ahead/`, link, sample) by rollout. Samples of the log come last. Torn rows are left out."""
     found: dict[int, list[tuple[bool, str, Sample]]] = {}
     ahead = list(Path(output_dir, AHEAD_FOLDER).glob("*.jsonl"))
     for path in [*ahead, Path(output_dir, ROLLOUTS_FILE)]:

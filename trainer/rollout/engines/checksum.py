@@ -12,7 +12,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_sum(tensor: torch.Tensor) -> int:
-    """The sum over all elements of bits, as an integer, times ((position modulo PRIME) + 1), modulo 2^64."""
+    """The sum over all elements of (bits as an integer) * ((position modulo PRIME) + 1), modulo 2^64."""
     bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     # elements PRIME apart have the same factor, so they are added first and multiplied once
     period = min(PRIME, bits.numel())
@@ -25,7 +25,7 @@ def bits_sum(tensor: torch.Tensor) -> int:
 
 
 def slice_sum(tensor: torch.Tensor, starts: Sequence[int], shape: Sequence[int]) -> int:
-    """What a slice of a whole tensor of `shape`, which begins at `starts`, adds to the `bits_sum` of the whole."""
+    """The part of a tensor's `bits_sum` that comes from one slice. The tensor has `shape`, the slice begins at `starts`."""
     bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
     places = torch.zeros(1, dtype=torch.int64, device=tensor.device)
     columns = torch.arange(tensor.shape[-1], device=tensor.device) + starts[-1]

@@ -1,4 +1,4 @@
-"""How a batch of rows continues token by token: with transformers' cache, or without one where a model has none that fits.
+"""Continue a batch of rows token by token: with transformers' cache, or without one if it does not fit the model.
 
 The cache is fast: memory for keys and values is reserved once, and shared key heads are not copied.
 """
@@ -101,7 +101,7 @@ def _by_products(query, key, value, mask: Optional[torch.Tensor], scaling: Optio
 
 
 def can_cache(model) -> bool:
-    """Whether a token that `model` reads with transformers' cache gets the logits that it has without the cache.
+    """Whether `model` gives the same logits with transformers' cache as without it.
 
     It does not in four cases. The model has a cache class of its own. It keeps states in its modules (RecurrentGemma).
     Its Mamba layers limit the size of time steps, which transformers does only without a cache (Nemotron-H, Zamba 2). Or
@@ -125,8 +125,8 @@ def can_cache(model) -> bool:
 class CachedRows:
     """Rows of tokens, padded on the left, that continue with a cache. Equal prompts are read once.
 
-    `images` are those of each prompt, if it has some. `read(ids, mask, images)` gives further arguments to read them.
-    `compiled` is what reads single tokens in place of `model`, see `models.compiled`.
+    `images` has the images of each prompt. `read(ids, mask, images)` returns the further arguments that the model needs to
+    read them. `compiled` reads single tokens in place of `model`, see `layers.compiled`.
     """
 
     def __init__(

@@ -1,16 +1,18 @@
 """The embedded rollout engine: a full replica of the policy on every rank, and batched generation.
 
-It works on any platform and with any layout of the training weights. The price is one full copy of the weights per
-rank, in the compute dtype. Input and output are tokens.
+It works on any platform and with any layout of the training weights. Each rank holds one more full copy of the weights,
+in the compute dtype. Input and output are tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Optional
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.model_folders.model_folder import restore_computed_buffers, stored_tensors
 from trainer.models.layers.compiled import compile_decoding
+from trainer.models.layers.routing_replay import RecordedRows, Routers
 from trainer.models.losses.truncation import truncate
 from trainer.models.model_loading import has_sdpa
 from trainer.rollout.engines.checksum import Checksum
@@ -42,10 +44,8 @@ class HFEngine:
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
         Prompts with images need the `auto_class` of such models, and `read_images(ids, mask, images)`, see `CachedRows`.
-        `record_experts`: completions tell the experts of their tokens. `compiled`: see `compile_decoding`.
+        `record_experts`: completions have the experts of their tokens. `compiled`: see `compile_decoding`.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         auto_class = auto_class or AutoModelForCausalLM
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         attention = "sdpa" if has_sdpa(folder, auto_class, trust_remote_code) else "eager"
@@ -54,8 +54,8 @@ class HFEngine:
             in_fp32 = auto_class.from_config(config, dtype=torch.float32, **options)
             model = auto_class.from_config(config, dtype=dtype, **options)
         cached = can_cache(model)
-        # only now: transformers has accepted sdpa for this model. Without a cache it stays: DeepSeek-V3.2 selects tokens
-        # for attention functions that it knows by name, and lets all others see every token.
+        # not before: transformers must first accept sdpa for this model. Without a cache it keeps sdpa: DeepSeek-V3.2
+        # selects tokens for attention functions that it knows by name, and lets all others see every token.
         if attention == "sdpa" and cached:
             model.set_attn_implementation(register_attention())
         model.to_empty(device=device)
@@ -67,8 +67,6 @@ class HFEngine:
         self.options = {"compiled": compile_decoding(self.model)} if compiled and cached else {}
         self.routers = None
         if record_experts:
-            from trainer.models.layers.routing_replay import Routers
-
             self.routers = Routers(model, config)
             self.routers.records = True
 
@@ -87,10 +85,10 @@ class HFEngine:
         places = {tensor.data_ptr() for tensor in own.values() if tensor.numel()}  # no copy was overwritten by another
         if sorted(came) != sorted(own) or len(places) < sum(tensor.numel() > 0 for tensor in own.values()):
             raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
-        stands = Checksum()
+        held = Checksum()
         for name, tensor in own.items():
-            stands.add(name, tensor)
-        return stands.hexdigest(), num_bytes
+            held.add(name, tensor)
+        return held.hexdigest(), num_bytes
 
     def sleep(self) -> None:
         """Free the accelerator's memory for training."""
@@ -112,9 +110,9 @@ class HFEngine:
     ) -> list[Completion]:
         """A completion of each prompt, in order. `seeds`, one per prompt, decide the samples; greedy needs none.
 
-        `limits` are the largest numbers of new tokens, one per prompt, where they are below that of `sampling`.
-        `images` say where those of each prompt are, for `read_images`. Once `interrupted()` is true, completions are returned
-        as they are then. Some may have no token.
+        `limits`, one per prompt, are largest numbers of new tokens below the one of `sampling`. `images` are the sources of
+        each prompt's images, for `read_images`. Once `interrupted()` is true, completions are returned as they are then.
+        Some may have no token.
         """
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch_size):
@@ -133,8 +131,6 @@ class HFEngine:
         own = self.options | ({"images": images, "read": self.read_images} if images else {})
         going = self.kind_of_rows(self.model, prompts, self.tokenizer.pad_token_id, max(limits), **own)
         if self.routers:
-            from trainer.models.layers.routing_replay import RecordedRows
-
             going = RecordedRows(going, self.routers, prompts)
         tokens = None
         for step in range(max(limits)):

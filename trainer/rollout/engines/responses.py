@@ -7,14 +7,14 @@ import torch
 
 from trainer.rollout.engines.sampling import Completion, Sampling
 
-STOP_TEXT_TOKENS = 32  # at least so many of the last tokens are decoded to find a stop text
+STOP_TEXT_TOKENS = 32  # at least this many of the last tokens are decoded to find a stop text
 
 
 class Responses:
     """Tokens and log-probs of the responses, on the engine's device. A step costs a few operations, however many rows.
 
-    `rows` are the prompts of the rows that the model still continues. `open` says which responses have not ended, by
-    prompt. An ended one may stay among `rows`; what is appended to it does not count.
+    `rows` are the prompts of the rows that the model still continues. `open`, by prompt, is True for responses that have not
+    ended. A response that has ended may stay among `rows`. Tokens that are appended to it do not count.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], sampling: Sampling, tokenizer, device):
@@ -32,11 +32,11 @@ class Responses:
         self.step = 0
 
     def append(self, tokens: torch.Tensor, log_probs: torch.Tensor, kept: Optional[torch.Tensor]) -> int:
-        """Add a token (rows,) to each row. `kept` (rows, vocab) are those it was drawn from, if sampling truncates.
+        """Add a token (rows,) to each row. `kept` (rows, vocab) are the tokens it was sampled from, if sampling truncates.
 
         Returns how many responses continue.
         """
-        drawn = self.tokens[self.step].index_copy_(0, self.rows, tokens)
+        new = self.tokens[self.step].index_copy_(0, self.rows, tokens)
         self.log_probs[self.step].index_copy_(0, self.rows, log_probs)
         self.lengths += self.open
         if kept is not None:
@@ -44,7 +44,7 @@ class Responses:
             for row, ids in zip(self.rows[grows].tolist(), kept[grows]):
                 self.kept_ids[row].append(ids.nonzero().squeeze(1).tolist())
         self.step += 1
-        ended = (drawn[:, None] == self.stop_ids).any(1)
+        ended = (new[:, None] == self.stop_ids).any(1)
         if self.sampling.stop_texts:
             ended |= self._end_in_text()
         ended &= self.open
@@ -53,9 +53,10 @@ class Responses:
         return int(self.open.sum())
 
     def kept_rows(self, num_open: int) -> Optional[torch.Tensor]:
-        """The positions of the rows to go on with, if rows should be dropped now. `rows` are then only these.
+        """The positions of the rows that stay, if rows should be dropped now. `rows` are then only these.
 
-        Ended rows are dropped once that halves the work, and at a limit: the model may have no further positions there.
+        Ended rows are dropped once that halves the work. They are also dropped at a limit: the model may have no further
+        positions there.
         """
         if self.step not in self.ends and 2 * num_open > len(self.rows):
             return None
@@ -77,13 +78,13 @@ class Responses:
 
 
 def ends_in_text(tokenizer, prompt: Sequence[int], response: Sequence[int], stop_texts: Sequence[str]) -> bool:
-    """Whether a stop text is in the last tokens of a response. They are decoded after the token before them: a first
-    token would lose its leading space."""
+    """Whether a stop text is in the last tokens of a response. They are decoded together with the token before them: the
+    first decoded token may lose its leading space."""
     window = [*prompt[-1:], *response][-_window(stop_texts) :]
     text = tokenizer.decode(window).removeprefix(tokenizer.decode(window[:1]))
     return any(stop in text for stop in stop_texts)
 
 
 def _window(stop_texts: Sequence[str]) -> int:
-    """So many tokens are decoded to find a stop text: a token stands for one byte or more, and one stands before them."""
+    """How many tokens are decoded to find a stop text: a token has one byte or more, and one more token comes first."""
     return 1 + max(STOP_TEXT_TOKENS, *(len(text.encode()) for text in stop_texts))

@@ -1,7 +1,7 @@
 """The requests and results of every rollout engine, and the random numbers that decide a sample.
 
-Sample number s of rollout r draws its own uniform numbers, only from (seed, r, s). So the rank that generates it
-and the other samples in the batch do not change it.
+Sample number s of rollout r has its own uniform numbers, which depend only on (seed, r, s). So a sample is the same
+whichever rank generates it, and with any other samples in the batch.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ class Sampling:
     max_new_tokens: int
     stop_ids: tuple[int, ...]  # tokens that end a response and belong to it
     stop_texts: tuple[str, ...] = ()  # texts that end a response; the token that completes them belongs to it
-    top_p: float = 1.0  # these three: see models/truncation.py
+    top_p: float = 1.0  # these three: see models/losses/truncation.py
     top_k: int = 0
     min_p: float = 0.0
 
@@ -33,10 +33,10 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """The tokens of a response, their log-probs under the distribution of the draw, and whether the response ended.
+    """The tokens of a response, their log-probs under the distribution that was sampled, and whether the response ended.
 
-    If sampling truncates, `kept_ids` has for each token the tokens that it was drawn from. `experts` are those of each
-    token of prompt and response but the last one, (tokens, layers, k), if the engine records them.
+    If sampling truncates, `kept_ids` has for each token the ids that it was sampled from. `experts` (tokens, layers, k), if
+    the engine records them, are for each token of prompt and response except the last.
     """
 
     token_ids: list[int]
@@ -44,7 +44,7 @@ class Completion:
     finished: bool
     kept_ids: list[list[int]] = field(default_factory=list)
     experts: Optional[torch.Tensor] = None
-    versions: list[list[int]] = field(default_factory=list)  # as in `experience.Sample`
+    versions: list[list[int]] = field(default_factory=list)  # as in `samples.Sample`
 
 
 def sample_seed(seed: int, rollout: int, sample: int, turn: int = 0) -> int:

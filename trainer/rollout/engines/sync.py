@@ -11,9 +11,9 @@ from trainer.model_folders.model_folder import unwrapped
 def sync_weights(strategy, model, engine) -> dict:
     """Send the weights of `model` to the engine of every rank, in its dtype (collective over all ranks).
 
-    Parts are cast before they are gathered, many tensors at a time (`distributed/bucketed_gather.py`). An engine over several
-    ranks gets full tensors once, and later only each rank's slices. With an adapter, the engines always get the full tensors
-    of the plain model that it makes of its base. Returns the metrics of the sync.
+    Shards are cast before they are gathered, many tensors at a time (`distributed/bucketed_gather.py`). An engine over several
+    ranks gets full tensors once, and later only each rank's slices. With an adapter, engines always get the full tensors
+    of the base with the adapter merged in. Returns the metrics of the sync.
 
     Raises:
         RuntimeError: an engine does not hold, bit for bit, the weights that it was sent, or two engines differ.
