@@ -10,7 +10,7 @@ from trainer.training.loop import inspect_gradients, train_step
 
 
 def best_and_worst(samples: list[Sample], group_size: int) -> list[tuple[int, int]]:
-    """The places (chosen, rejected) of each group of adjacent samples. Of equal scores, the first sample is taken."""
+    """The positions (chosen, rejected) in each group of adjacent samples. With equal scores, the first sample counts."""
     groups = [range(start, start + group_size) for start in range(0, len(samples), group_size)]
 
     def score(place: int) -> float:
@@ -20,13 +20,13 @@ def best_and_worst(samples: list[Sample], group_size: int) -> list[tuple[int, in
 
 
 def is_tie(chosen: Sample, rejected: Sample) -> bool:
-    """Whether a pair says nothing: equal scores, or the same tokens."""
+    """Whether a pair has no preference: equal scores, or the same tokens."""
     return chosen.score == rejected.score or chosen.size().digest == rejected.size().digest
 
 
 class PairSet:
     """The pairs of a rollout, with the interface of a dataset that a loader reads. Only pairs with tokens here have all
-    values of a row. A tie has no loss, and does not count in its mean."""
+    values of a row. A tie has no loss, and the mean does not count it."""
 
     def __init__(self, samples: list[Sample], pairs: list[tuple[int, int]]):
         self._rows: list[dict[str, Any]] = []
@@ -42,10 +42,7 @@ class PairSet:
             }
             for side, sample in zip(("chosen", "rejected"), both):
                 if sample.held.here:
-                    mask = [0] * (len(sample.prompt_ids) + len(sample.response_ids))
-                    for place in sample.generated():
-                        mask[len(sample.prompt_ids) + place] = 1
-                    row |= {f"{side}_ids": sample.prompt_ids + sample.response_ids, f"{side}_mask": mask}
+                    row[f"{side}_ids"], row[f"{side}_mask"] = sample.ids_and_mask()
             self._rows.append(row)
 
     def __len__(self) -> int:

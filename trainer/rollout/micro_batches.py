@@ -97,10 +97,7 @@ class SampleSet:
                 "row": sample.row,
             }
             if sample.held.here:
-                input_ids = sample.prompt_ids + sample.response_ids
-                loss_mask = [0] * len(input_ids)
-                for place in sample.generated():
-                    loss_mask[len(sample.prompt_ids) + place] = 1
+                input_ids, loss_mask = sample.ids_and_mask()
                 row |= {"input_ids": input_ids, "loss_mask": loss_mask, "number": number, "offset": offset}
                 row["prompt_length"] = len(sample.prompt_ids)
                 row |= {"response_length": size.generated, "loss_weight": weight * has_loss, "experts": sample.experts}

@@ -30,7 +30,7 @@ class Held:
 
 @dataclass
 class Sample:
-    """The first nine fields are those of every run. Each later one belongs to one feature and is empty without it."""
+    """Every run uses the first nine fields. Each later one belongs to one feature and is empty without it."""
 
     number: int  # within the rollout; samples of one prompt have adjacent numbers
     row: int  # of the prompt in its dataset
@@ -55,7 +55,7 @@ class Sample:
 
     @property
     def version(self) -> Optional[int]:
-        """The oldest version of the policy that generated a token. None: that of the rollout itself."""
+        """The oldest version of the policy that generated a token, with --max_staleness."""
         return min((version for _, version in self.versions), default=None)
 
     def size(self) -> Sizes:
@@ -68,6 +68,13 @@ class Sample:
     def with_response(self, ids: list[int]) -> "Sample":
         """The same sample with another response."""
         return replace(self, response_ids=ids, held=Held())
+
+    def ids_and_mask(self) -> tuple[list[int], list[int]]:
+        """The ids of prompt and response, and a mask that is 1 on generated tokens."""
+        mask = [0] * (len(self.prompt_ids) + len(self.response_ids))
+        for position in self.generated():
+            mask[len(self.prompt_ids) + position] = 1
+        return self.prompt_ids + self.response_ids, mask
 
     def generated(self) -> list[int]:
         """The positions in response_ids that the engine generated. Only these have log-probs, advantages and a loss."""
