@@ -1,8 +1,8 @@
 """The commands in README.md and docs/*.md: fenced blocks, the marks above them, and what each command line asks for.
 
 A block is preceded by `<!-- needs: gpu -->` (hub, cluster, vllm, bitsandbytes), `<!-- slow: reason -->` or
-`<!-- run by: test/... -->` where it is not to be run, and by `<!-- file: NAME -->` where it is the text of a file. Python
-that makes sense only within a file says so in its first line: `# not run: part of a file`.
+`<!-- run by: test/... -->` where it is not to be run, and by `<!-- file: NAME -->` where it is the text of a file.
+`<!-- from: FILE -->` marks lines of a file of the repository, which that file must have.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FENCE = re.compile(r"( *)(`{3,})(\w*)[^`]*")
-MARK = re.compile(r"<!--\s*(needs|slow|run by|file):\s*(.*?)\s*-->")
+MARK = re.compile(r"<!--\s*(needs|slow|run by|file|from):\s*(.*?)\s*-->")
 NEEDS = ("gpu", "hub", "cluster", "vllm", "bitsandbytes", "verifiers", "server")
 COMPOUND = {"for": "done", "while": "done", "if": "fi", "case": "esac"}
 HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
@@ -98,8 +98,6 @@ def read_commands(block: Block, folder: Path) -> list[Command]:
     if block.mark == "file":
         return [Command(block, block.line, block.text, "file")]
     if block.language == "python":
-        if block.text.startswith("# not run:"):
-            return []
         return [Command(block, block.line, block.text, "snippet")]
     if block.language != "bash":
         return []

@@ -89,6 +89,8 @@ def check_flags(name: str, flags: list[str]) -> None:
 def test_marked_block(block):
     if block.mark == "needs":
         assert block.note.split(",")[0].strip() in NEEDS, f"{block.page}:{block.line} needs {block.note}"
+    if block.mark == "from":
+        assert stripped(block.text) in stripped((ROOT / block.note).read_text()), f"{block.note} has other lines"
     text = "" if block.mark != "run by" else (ROOT / block.note).read_text()
     for line, statement in statements(block) if block.language == "bash" else []:
         for words in segments(statement):
@@ -97,6 +99,11 @@ def test_marked_block(block):
                 check_flags(target[0], target[1:])
         name = script_name(statement)
         assert not text or name in text, f"{block.page}:{line}: {block.note} does not run {name}"
+
+
+def stripped(text: str) -> str:
+    """Lines without their indentation."""
+    return "\n".join(line.strip() for line in text.splitlines())
 
 
 def script_name(statement: str) -> str:

@@ -1,7 +1,7 @@
-"""Checks of a strategy without the trainer. test_strategies.py runs `torchrun strategy_checks.py BACKEND`.
+"""Checks of a strategy without the trainer. test_strategies.py runs `torchrun strategy_checks.py BACKEND DEMO`.
 
 There is no command and no training loop, only a strategy, a model, a batch and a loss. Prints "ok NAME" per check.
-The folder DEMO/fp16 must hold the demo's model in fp16.
+Rank 0 writes the demo into the folder DEMO, and its model in fp16 into DEMO/fp16.
 """
 
 import functools
@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.datasets.batches.packing import collate_padded
 from trainer.datasets.demos.demo import make_demo
+from trainer.distributed.collectives import rank_0_alone
 from trainer.entry import end_well
 from trainer.errors import UserError
 from trainer.methods.sft import sft_loss
@@ -59,8 +60,8 @@ def make_samples(num_samples: int = 9) -> Samples:
     return samples
 
 
-def make(stage: int, dtype: str = "fp32", folder: str = f"{DEMO}/model", **options):
-    """(strategy, model, optimizer, scheduler, loader) of the demo model on random samples."""
+def start(stage: int, dtype: str = "fp32", **options):
+    """The strategy of BACKEND. It has joined the process group."""
     if BACKEND == "deepspeed":
         from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
     elif BACKEND == "ddp":
@@ -69,6 +70,18 @@ def make(stage: int, dtype: str = "fp32", folder: str = f"{DEMO}/model", **optio
         from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
     strategy = Strategy(StrategyOptions(param_dtype=dtype, zero_stage=stage, **options))
     strategy.setup_distributed()
+    return strategy
+
+
+def write_models() -> None:
+    """Write the demo, and its model in fp16."""
+    make_demo(DEMO)
+    AutoModelForCausalLM.from_pretrained(f"{DEMO}/model", dtype=torch.float16).save_pretrained(f"{DEMO}/fp16")
+
+
+def make(stage: int, dtype: str = "fp32", folder: str = f"{DEMO}/model", **options):
+    """(strategy, model, optimizer, scheduler, loader) of the demo model on random samples."""
+    strategy = start(stage, dtype, **options)
     model = strategy.load_model(folder, AutoModelForCausalLM)
     optimizer = strategy.create_optimizer(model, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -190,7 +203,7 @@ def check_save(stage: int) -> None:
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
         assert "chat_template.jinja" in files and loaded.generation_config.eos_token_id is not None
-        os.mkdir(f"{folder}-alone")
+        os.makedirs(f"{folder}-alone", exist_ok=True)
         save_safetensors_shards(expected.items(), f"{folder}-alone", 100_000)
         for file in Path(f"{folder}-alone").iterdir():
             assert files[file.name] == file.read_bytes(), file.name
@@ -308,7 +321,8 @@ CHECKS = [
 ]
 
 if __name__ == "__main__":
-    make_demo(DEMO)
+    start(STAGES[0])
+    rank_0_alone(write_models)
     for zero_stage in STAGES:
         for check in CHECKS:
             check(zero_stage)

@@ -2,24 +2,33 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
-import torch
+from doc_blocks import read_blocks, statements
 from launch import ROOT, forked, run_process
-from transformers import AutoModelForCausalLM
 
-from trainer.datasets.demos.demo import make_demo
+CHECKS = ROOT / "test/strategies/strategy_checks.py"
+FOLDER_OF_PAGE = "/tmp/ddp_demo"
 
 
-@pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2), ("ddp", 1)])
+@pytest.mark.parametrize(("backend", "num_stages"), [("deepspeed", 4), ("fsdp2", 2)])
 def test_strategy_stands_alone(backend, num_stages, tmp_path):
-    make_demo(str(tmp_path / "demo"))
-    demo_model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo/model", dtype=torch.float16)
-    demo_model.save_pretrained(tmp_path / "demo/fp16")
-    script = str(ROOT / "test/strategies/strategy_checks.py")
-    code, output = forked(2, script, backend, str(tmp_path / "demo"), timeout=400)
+    code, output = forked(2, str(CHECKS), backend, str(tmp_path / "demo"), timeout=400)
     assert code == 0, output[-6000:]
     assert output.count("ok check_") == 8 * num_stages
+
+
+def test_the_third_strategy_stands_alone_by_the_command_of_its_page(tmp_path):
+    blocks = read_blocks(ROOT / "docs/new_strategy.md", "new_strategy.md")
+    [line] = [text for block in blocks if block.language == "bash" for _, text in statements(block)]
+    assert CHECKS.name in line and FOLDER_OF_PAGE in line
+    line = line.replace(FOLDER_OF_PAGE, str(tmp_path / "demo"))
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    for _ in range(2):  # the folder of an earlier run does no harm
+        code, output = run_process(["bash", "-c", line], timeout=400, PATH=path)
+        assert code == 0, output[-6000:]
+        assert output.count("ok check_") == 8
 
 
 ALONE = """
