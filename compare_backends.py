@@ -32,6 +32,7 @@ from trainer.compare.runs.matrix import check_args, load_matrix, matrix_threshol
 from trainer.compare.runs.parity import Thresholds, compare_runs
 from trainer.compare.runs.plots import plot_comparisons, require_matplotlib
 from trainer.compare.runs.run_matrix import run_matrix
+from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent
@@ -163,12 +164,8 @@ def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
 
 
 def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
-    from trainer.compare.locate.locate_report import (  # torch
-        configurations_of,
-        is_folder_pair,
-        locate_folders,
-        run_pair,
-    )
+    # not at the top: --help and the comparison of logs do without torch
+    from trainer.compare.locate.locate_report import configurations_of, is_folder_pair, locate_folders, run_pair
 
     if is_folder_pair(options.locate) and not train_args:
         for flag in ("run", "output_dir", "timeout"):
@@ -186,9 +183,9 @@ def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:
 
 
 def _job(options: argparse.Namespace, num_steps: int):
-    from trainer.compare.other_trainers.plain_reference import make_job  # torch
+    # not at the top: --help and the comparison of logs do without torch
+    from trainer.compare.other_trainers.plain_reference import make_job
     from trainer.compare.other_trainers.their_config import read_their_config
-    from trainer.entry import quiet_libraries
 
     quiet_libraries()
     for flag in ("data", "model", "training_args"):
@@ -200,6 +197,7 @@ def _job(options: argparse.Namespace, num_steps: int):
 
 
 def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
+    # not at the top: --help and the comparison of logs do without torch
     from trainer.compare.other_trainers.adapters import audit, audit_text, open_adapter
 
     job, values = _job(options, 1)
@@ -213,6 +211,7 @@ def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
 
 
 def _replay(options: argparse.Namespace, _train_args: list[str]) -> bool:
+    # not at the top: --help and the comparison of logs do without torch
     from trainer.compare.other_trainers.plain_reference import first_parting, parting_text, plain_run
     from trainer.compare.other_trainers.their_config import dtype_of
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from trainer.planning.layout_plan import read_flags, report
+from trainer.cli.plan import parse
+from trainer.planning.layout_plan import report
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/plan.md"
 CONFIGS = {
@@ -39,7 +40,7 @@ def meta_model(name: str) -> torch.nn.Module:
 
 def block(line: str) -> str:
     """A command and its report, as they stand on the page: without the lines of commands, and six rows of the table."""
-    name, *rest = read_flags(line.split())
+    name, *rest = parse(line.split())
     text = report(meta_model(name), name, *rest)
     head, count, table, *rest = text.split("\n\n")
     reasons = rest[-1]

@@ -24,7 +24,7 @@ from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
 from trainer.models.attention import flash_limits
-from trainer.planning import auto_layout, doctor_findings, doctor_machine, layout_plan
+from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_inputs
 from trainer.rollout.engines import vllm
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm import VLLMEngine
@@ -228,9 +228,9 @@ def test_engines_give_the_gpu_back_while_training(calls):
 def test_ranks_on_one_gpu_share_its_memory_in_a_plan(calls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * layout_plan.GB))
-    machine, reserve = auto_layout.machine_of_ranks(CARD), layout_plan.RESERVE
-    assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * layout_plan.GB)
+    calls.note(torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * plan_inputs.GB))
+    machine, reserve = auto_layout.machine_of_ranks(CARD), plan_inputs.RESERVE
+    assert (machine.gpus, machine.nodes) == (8, 2) and machine.room == pytest.approx((40 - reserve) * plan_inputs.GB)
     assert ("get_device_properties", CARD) in calls.found
 
 

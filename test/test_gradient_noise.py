@@ -6,7 +6,7 @@ import torch
 from compare_files import START, step_row, write_dump, write_rows
 
 from compare_backends import main
-from trainer.compare.runs.dumps import NOISE
+from trainer.reports.dump_files import NOISE
 
 LR = 1e-3  # 2 steps: Adam's updates of noise explain differences of weights up to 4e-3
 GLOBAL = 10.0  # the norm of all gradients

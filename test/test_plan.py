@@ -12,6 +12,7 @@ from launch import ROOT, run_process
 from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
+from trainer.cli import plan
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import parse_arguments
@@ -19,8 +20,9 @@ from trainer.flags.preference_flags import DPOArguments
 from trainer.flags.rules import refuse
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
+from trainer.planning.plan_inputs import Machine, Work, machine_of
 from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
-from trainer.planning.plan_traffic import Machine, Sent, step_seconds, traffic
+from trainer.planning.plan_traffic import Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
 from trainer.runs import chosen_layout
 
@@ -145,8 +147,8 @@ def test_the_page_says_what_the_command_says(number):
 
 def test_commands_are_accepted_by_the_trainer():
     """The three best layouts, with flags that train_sft and the strategy accept."""
-    _, machine, _, work = plan_report.read_flags(COMMANDS[4].split())
-    assert work == plan_report.Work(256, 1, 4096)
+    _, machine, _, work = plan.parse(COMMANDS[4].split())
+    assert work == Work(256, 1, 4096)
     choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work) if not c.problem][:3]
     assert len(choices) == 3
     for choice in choices:
@@ -167,7 +169,7 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
         args = parse_arguments(kind, "command", [*flags, *more])
         kinds = {SFTArguments: ("train_sft", 1, False), DPOArguments: ("train_dpo", 2, True)}
         command, *work = kinds[kind]
-        model, machine = meta_model("qwen3-8b"), plan_report.machine_of(gpus)
+        model, machine = meta_model("qwen3-8b"), machine_of(gpus)
         check = functools.partial(chosen_layout.check_layout, args, command)
         return auto_layout.first_choice(model, machine, chosen_layout.work_of(args, *work), check)
 
@@ -202,4 +204,4 @@ def test_the_command_and_its_errors(tmp_path):
         (tmp_path / "none", ["--gpus", "8"], "MODEL: "),
     ):
         with pytest.raises(UserError, match=message):
-            plan_report.run([str(model), *flags])
+            plan.run([str(model), *flags])

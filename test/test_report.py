@@ -183,7 +183,7 @@ BROKEN = {
     "a total that is a text": ('{"event": "start", "total_steps": "x"}\n', "line 1 is no row"),
     "brackets without end": ("[" * 100_000 + "\n", "line 1 is no row"),
     "no step": (S, "has no step yet"),
-    "a broken dump": (S + '{"step": 1, "loss": 1.0}\n', "grads_step1.safetensors cannot be read"),
+    "a broken dump": (S + '{"step": 1, "loss": 1.0}\n', "grads_step1.safetensors: cannot be read"),
 }
 ODD = {
     "nan": S + '{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity}\n',

@@ -7,6 +7,8 @@ import resource
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from trainer.mirrors import Mirrors
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -26,8 +28,6 @@ class MetricsLog:
         self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (stays open as long as the log)
         self._mirrors, self.wandb_run_id = None, None
         if use_tensorboard or wandb_project:
-            from trainer.mirrors import Mirrors
-
             self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id)
             self.wandb_run_id = self._mirrors.wandb_run_id
 

@@ -7,7 +7,7 @@ from trainer.errors import UserError
 
 
 class Mirrors:
-    """What --use_tensorboard and --use_wandb ask for. Only rank 0 makes one."""
+    """Copies for --use_tensorboard and --use_wandb. Only rank 0 makes one."""
 
     def __init__(
         self,
@@ -19,11 +19,11 @@ class Mirrors:
     ):
         self._tensorboard = self._wandb = None
         if use_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # an optional package
 
             self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"))
         if wandb_project:
-            import wandb
+            import wandb  # an optional package
 
             options = {"dir": output_dir, "config": config, "id": wandb_run_id, "resume": "allow"}
             try:
@@ -47,7 +47,7 @@ class Mirrors:
         if self._tensorboard:
             self._tensorboard.add_text(name, _markdown_table(rows), step)
         if self._wandb:
-            import wandb
+            import wandb  # an optional package
 
             table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._wandb.log({name: table}, step=step)

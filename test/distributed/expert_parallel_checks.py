@@ -15,10 +15,11 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
-from trainer.compare.runs.dumps import GRADIENTS, NOISE, WEIGHTS, compare_files, global_norm
+from trainer.compare.runs.dumps import compare_files, global_norm
 from trainer.compare.runs.logs import read_run
 from trainer.compare.runs.matrix import Configuration
 from trainer.compare.zoo import zoo
+from trainer.reports.dump_files import GRADIENTS, NOISE, WEIGHTS
 
 EP2, EP4 = (("--backend", "fsdp2", "--expert_parallel_size", size) for size in "24")
 zoo.LORA = LORA = (*zoo.LORA, "--target_modules", "q_proj,o_proj")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from trainer.cli import train_sft
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
-from trainer.compare.runs.dumps import WEIGHTS
 from trainer.compare.zoo import zoo
 from trainer.compare.zoo.zoo_models import tiny_config
+from trainer.reports.dump_files import WEIGHTS
 
 RATE, STEPS = 0.01, 2
 FSDP2, ZERO2 = ["--backend", "fsdp2"], ["--backend", "deepspeed", "--zero_stage", "2"]

@@ -1,7 +1,24 @@
-"""`doctor`: would training run here?"""
+"""`doctor`: would training run here? One line for each thing that it needs, and what to do about those that fail.
+
+python -m trainer.cli.doctor [--path FOLDER]
+torchrun --nnodes 2 ... -m trainer.cli.doctor --path FOLDER    also tries the network, and the folder on every node
+
+Exit code: 0 if nothing would fail, else 2.
+"""
+
+import argparse
 
 from trainer.entry import run_command
-from trainer.planning.doctor_findings import run
+
+
+def run(argv: list[str]) -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m trainer.cli.doctor", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--path", help="a folder for runs; under torchrun each node must see it")
+    path = parser.parse_args(argv).path
+    from trainer.planning.doctor_findings import examine  # not at the top: torch is not needed for --help
+
+    examine(path)
 
 
 def main() -> None:

@@ -1,7 +1,41 @@
-"""`verify_run RUN`: check a run against its certificate."""
+"""`verify_run RUN`: check a run against its certificate: same data, same order, same curve, same weights.
 
-from trainer.compare.certificates.verification import run
+python -m trainer.cli.verify_run runs/X                     check files, data, order, learning rates, checkpoints
+python -m trainer.cli.verify_run runs/X --certify K         also replay K steps with the plain loop
+torchrun --nproc_per_node N -m trainer.cli.verify_run runs/X --rerun DIR [-- FLAGS]
+                                                            also train again, in another layout, and compare the curve
+
+Exit code: 0 if all that could be checked is as certified, 1 if something is not, 2 if nothing could be checked.
+"""
+
+import argparse
+import sys
+
 from trainer.entry import run_command
+from trainer.errors import UserError
+
+
+def run(argv: list[str]) -> None:
+    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser("python -m trainer.cli.verify_run", description=__doc__, **options)
+    parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
+    parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")
+    parser.add_argument("--certify", type=int, metavar="K", help="replay K random steps and write the result into RUN")
+    parser.add_argument("--device", default="cpu", help="where --certify computes (default: cpu)")
+    parser.add_argument("--rerun", metavar="DIR", help="train again into the new folder DIR, and compare the curve")
+    args = parser.parse_args(own)
+    if flags and not args.rerun:
+        raise UserError("--", "flags without --rerun", "--rerun DIR -- FLAGS")
+    if args.certify is not None and args.certify < 1:
+        raise UserError("--certify", str(args.certify), "an integer above 0")
+    # not at the top: torch is not needed for --help
+    from trainer.compare.certificates.verification import verify_run
+
+    places = {"dataset": args.dataset, "pretrain": args.pretrain}
+    if not verify_run(args.run, places, args.certify, args.device, args.rerun, flags):
+        sys.exit(1)
 
 
 def main() -> None:

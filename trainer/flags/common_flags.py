@@ -163,7 +163,7 @@ class LayoutArguments:
     """Backend and layout"""
 
     layout: Literal["flags", "auto"] = arg(
-        "flags", "auto: take the first layout that trainer.planning.layout_plan finds for the model and these ranks"
+        "flags", "auto: take the first layout that trainer.cli.plan finds for the model and these ranks"
     )
     backend: Literal["deepspeed", "fsdp2"] = arg("fsdp2", "strategy that runs the distributed training")
     zero_stage: Optional[int] = arg(

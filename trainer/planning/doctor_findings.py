@@ -1,20 +1,19 @@
-"""`doctor`: would training run here? One line for each thing that it needs, and what to do about those that fail.
+"""What `doctor` finds out about the network between ranks and the folder of runs, and its report."""
 
-python -m trainer.cli.doctor [--path FOLDER]
-torchrun --nnodes 2 ... -m trainer.cli.doctor --path FOLDER    also tries the network, and the folder on every node
-
-Exit code: 0 if nothing would fail, else 2.
-"""
-
-import argparse
 import datetime
 import fcntl
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
+import torch.distributed as dist
+
+from trainer.distributed.collectives import broadcast_object, gather_objects
+from trainer.distributed.mesh import resolve_device
+from trainer.distributed.shared_folder import check_shared_folder
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.planning.doctor_machine import FAIL, Finding, machine_findings
@@ -26,11 +25,6 @@ MIN_FREE_BYTES = 1 << 30
 
 def network_findings() -> Iterator[Finding]:
     """Join the process group and add up one number over all ranks, as training does."""
-    import torch
-    import torch.distributed as dist
-
-    from trainer.distributed.mesh import resolve_device
-
     device = resolve_device("auto")
     backend, limit = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=NETWORK_SECONDS)
     cure = "see NCCL_DEBUG=INFO; check firewall, NCCL_SOCKET_IFNAME and MASTER_ADDR"
@@ -55,10 +49,7 @@ def network_findings() -> Iterator[Finding]:
 
 
 def _shared_gpus(device) -> str | None:
-    """Which ranks would compute on the same GPU; NCCL refuses that. None if each has its own (collective)."""
-    import torch
-    import torch.distributed as dist
-
+    """The ranks that would compute on the same GPU, which NCCL refuses. None if each has its own (collective)."""
     card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else dist.get_rank()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -77,17 +68,11 @@ def folder_findings(path: str, is_launched: bool) -> Iterator[Finding]:
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     finding = _try_folder(path, probe) if is_rank_0 else None
     if is_launched:
-        import torch.distributed as dist
-
-        from trainer.distributed.shared_folder import check_shared_folder
-
-        box = [finding]
-        dist.broadcast_object_list(box, src=0)
-        finding = box[0]
+        finding = broadcast_object(finding)
         if finding.state != FAIL:
             try:
                 check_shared_folder("--path", path, os.path.basename(probe))
-                seen = len({host for host, _ in _all((socket.gethostname(), None))})
+                seen = len({host for host, _ in gather_objects((socket.gethostname(), None))})
                 finding = Finding("--path", finding.state, f"{finding.text}; seen by {seen} host{'s' * (seen > 1)}")
             except UserError as error:
                 finding = Finding("--path", FAIL, error.found, error.allowed)
@@ -95,12 +80,6 @@ def folder_findings(path: str, is_launched: bool) -> Iterator[Finding]:
     if is_rank_0 and os.path.exists(probe):
         os.remove(probe)
     yield finding
-
-
-def _all(value) -> list:
-    from trainer.distributed.collectives import gather_objects
-
-    return gather_objects(value)
 
 
 def _try_folder(path: str, probe: str) -> Finding:
@@ -119,43 +98,43 @@ def _try_folder(path: str, probe: str) -> Finding:
     return Finding("--path", "ok", f"{path}: can be written and locked; {free / 2**30:.0f} GiB free")
 
 
-def run(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m trainer.cli.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--path", help="a folder for runs; under torchrun each node must see it")
-    args = parser.parse_args(argv)
+def examine(path: str | None) -> None:
+    """Print the findings as they come (rank 0). `path` is a folder for runs. Collective under torchrun.
+
+    Raises:
+        UserError: something would fail, on any rank.
+    """
     quiet_libraries()
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
     found = []
 
-    def tell(findings: Iterator[Finding]) -> None:
+    def report(findings: Iterable[Finding]) -> None:
         for finding in findings:
             found.append(finding)
-            if speaks:
+            if is_rank_0:
                 print(finding, flush=True)
 
-    tell(package_findings())
-    tell(machine_findings())
+    report(package_findings())
+    report(machine_findings())
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     if is_launched:
-        tell(network_findings())
+        report(network_findings())
         is_launched = found[-1].state != FAIL
-    if args.path:
-        tell(folder_findings(args.path, is_launched))
+    if path:
+        report(folder_findings(path, is_launched))
     if is_launched:
-        tell(_of_other_ranks(found))
+        report(_of_other_ranks(found))
     if failing := [finding.name for finding in found if finding.state == FAIL]:
         plural = "things" if len(failing) > 1 else "thing"
         raise UserError("doctor", f"{len(failing)} {plural} would fail: {', '.join(failing)}")
-    if speaks:
+    if is_rank_0:
         print("nothing would fail")
 
 
 def _of_other_ranks(found: list[Finding]) -> list[Finding]:
-    """What fails on other ranks and not on this one (collective)."""
+    """What fails only on other ranks (collective)."""
     own = [finding for finding in found if finding.state == FAIL]
     others = {}
-    for host, failing in _all((socket.gethostname(), own)):
+    for host, failing in gather_objects((socket.gethostname(), own)):
         others |= {f: Finding(f.name, FAIL, f"on {host}: {f.text}", f.cure) for f in failing if f not in own}
     return list(others.values())

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 FAIL = "FAIL"
 MIN_OPEN_FILES = 1024
 MIN_SHARED_MEMORY = 1 << 30  # bytes; NCCL's own advice for containers. Docker gives 64 MiB
@@ -44,10 +46,8 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def cuda() -> Finding:
-    import torch
-
     if torch.cuda.is_available():
-        return _cards(torch)
+        return _cards()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not NVIDIA_DRIVER.exists() or hidden:
         why = "CUDA_VISIBLE_DEVICES hides the GPUs" if hidden else "no NVIDIA driver"
@@ -63,7 +63,7 @@ def cuda() -> Finding:
     return Finding("CUDA", FAIL, reason, f"update the driver for CUDA {torch.version.cuda}, or install another torch")
 
 
-def _cards(torch) -> Finding:
+def _cards() -> Finding:
     """The visible GPUs, and whether this build of torch has code for them."""
     built = {int(name.partition("_")[2].rstrip("af")) for name in torch.cuda.get_arch_list() if name[:3] == "sm_"}
     cards, memory = {}, set()
@@ -101,8 +101,6 @@ def visible_gpus(named: str | None, num_seen: int, num_installed: int) -> Findin
 
 
 def _num_seen() -> int:
-    import torch
-
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -114,8 +112,6 @@ def _num_installed() -> int:
 
 
 def nccl() -> Finding:
-    import torch
-
     if not _num_seen():
         return Finding("NCCL", "ok", "not needed without a GPU; ranks speak over gloo")
     if not torch.distributed.is_nccl_available():

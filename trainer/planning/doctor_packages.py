@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Iterator
 
+import torch
 from packaging.requirements import Requirement
 
+from trainer.models.attention.flash import PACKAGES, flash_fault
 from trainer.planning.doctor_machine import FAIL, Finding
 
 OWN = "trainer"
@@ -74,8 +76,6 @@ def fitting() -> Finding:
 
 
 def flash_attn_2() -> Finding:
-    from trainer.models.attention.flash import PACKAGES, flash_fault
-
     fault, version = flash_fault(2), _version(PACKAGES[2])
     if fault is None:
         return Finding("flash-attn", "ok", f"{version}")
@@ -98,9 +98,7 @@ def optional(package: str, module: str, version: str) -> Finding:
 
 def deepspeed() -> Finding:
     """Whether DeepSpeed starts. The trainer asks for none of its compiled operators, so no nvcc is needed."""
-    import torch
-
-    try:
+    try:  # not at the top: an import that fails is a finding
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 

@@ -5,7 +5,6 @@ python -m trainer.cli.plan MODEL --gpus 64 --gpu_memory 80 --nodes 8 --host_memo
 Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
 """
 
-import argparse
 import itertools
 import math
 from dataclasses import dataclass
@@ -15,28 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import read_config
+from trainer.planning.plan_inputs import GB, Machine, Work
 from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, sizes_of
-from trainer.planning.plan_traffic import Machine, step_seconds, traffic
+from trainer.planning.plan_traffic import step_seconds, traffic
 
-GB = 1e9
-# what a GPU and its node have, unless the flags say otherwise. The rates are what training reaches, not peaks
-GPU_MEMORY, HOST_MEMORY, RESERVE = 80, 1000, 8  # GB of one GPU and of one node, and of a GPU what libraries take
-TFLOPS, NODE_RATE, NETWORK_RATE, HOST_RATE = 400, 300, 40, 20  # bf16 TFLOP/s, and GB/s
 BACKENDS = (("fsdp2", 3), ("fsdp2", 2), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3))
 MIN_LOCAL_TOKENS = 1024  # of a sequence that is split over sp: below, a ring of tiny blocks only waits
 SHOWN = 10
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step trains. `samples` packed samples of `max_len` tokens, `micro` of them in a forward pass on one rank."""
-
-    samples: int
-    micro: int
-    max_len: int
-    by_tokens: bool = False  # any number of samples can be shared out over the ranks
-    dtype: str = "bf16"
-    has_frozen_copy: bool = False  # such as the reference model of DPO
 
 
 @dataclass(frozen=True)
@@ -48,30 +32,6 @@ class Choice:
     sent: float  # bytes of a rank per step
     seconds: float
     problem: str | None
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.cli.plan",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("model", metavar="MODEL", help="model folder, config.json, or hub name in the cache")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of all nodes")
-    parser.add_argument("--gpu_memory", type=float, default=GPU_MEMORY, help="GB of one GPU")
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes")
-    parser.add_argument("--host_memory", type=float, default=HOST_MEMORY, help="GB of one node")
-    parser.add_argument("--max_len", type=int, default=4096, help="tokens of a packed sample")
-    parser.add_argument("--train_batch_size", type=int, default=128, help="samples per step, over all ranks")
-    parser.add_argument("--micro_train_batch_size", type=int, default=1, help="samples per forward pass on one rank")
-    parser.add_argument("--reserve", type=float, default=RESERVE, help="GB of a GPU for the driver, NCCL and fragments")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="bf16 TFLOP/s that a GPU reaches, not its peak")
-    parser.add_argument("--node_rate", type=float, default=NODE_RATE, help="GB/s of a GPU to others in its node")
-    parser.add_argument("--network_rate", type=float, default=NETWORK_RATE, help="GB/s of a GPU to other nodes")
-    parser.add_argument(
-        "--host_rate", type=float, default=HOST_RATE, help="GB/s between a GPU and host memory, and Adam there"
-    )
-    return parser
 
 
 def layouts(machine: Machine, has_experts: bool, work: Work) -> list[Layout]:
@@ -185,23 +145,6 @@ def make_plan(model: torch.nn.Module, machine: Machine, work: Work) -> list[Choi
     return sorted(found, key=lambda choice: (round(math.log(choice.seconds, 1.02)), choice.sent))
 
 
-def machine_of(
-    gpus: int, nodes: int = 1, gpu_memory: float = GPU_MEMORY, host_memory: float = HOST_MEMORY,
-    reserve: float = RESERVE, tflops: float = TFLOPS, node_rate: float = NODE_RATE,
-    network_rate: float = NETWORK_RATE, host_rate: float = HOST_RATE,
-) -> Machine:  # fmt: skip
-    """A machine of `gpus` GPUs on all `nodes`. Memory is in GB of one GPU and of one node, rates are in GB/s.
-
-    Raises:
-        UserError: the nodes do not have equally many GPUs.
-    """
-    if gpus % nodes:
-        raise UserError("--gpus", f"{gpus} is not a multiple of --nodes {nodes}")
-    rates = {"node_rate": GB * node_rate, "network_rate": GB * network_rate, "host_rate": GB * host_rate}
-    room = GB * (gpu_memory - reserve)
-    return Machine(gpus, nodes, room, GB * host_memory, flops=1e12 * tflops, **rates)
-
-
 def report(model: torch.nn.Module, name: str, machine: Machine, gpu_memory: float, work: Work) -> str:
     """What `plan` prints. `name` is MODEL on the command line; `gpu_memory` counts the reserve too (GB)."""
     s, choices = sizes_of(model), make_plan(model, machine, work)
@@ -227,23 +170,3 @@ def meta_model(name: str, flag: str = "MODEL") -> torch.nn.Module:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise UserError(flag, f"{name}: {str(error).splitlines()[0]}", "a model folder") from None
-
-
-def read_flags(argv: list[str]) -> tuple[str, Machine, float, Work]:
-    """Return (model, machine, GB of one GPU, what a step trains).
-
-    Raises:
-        UserError: a number is below 1, or the nodes do not have equally many GPUs.
-    """
-    flags = vars(build_parser().parse_args(argv))
-    for name in ("gpus", "nodes", "max_len", "train_batch_size", "micro_train_batch_size"):
-        if flags[name] < 1:
-            raise UserError(f"--{name}", str(flags[name]), "1 or more")
-    model = flags.pop("model")
-    work = Work(flags.pop("train_batch_size"), flags.pop("micro_train_batch_size"), flags.pop("max_len"))
-    return model, machine_of(**flags), flags["gpu_memory"], work
-
-
-def run(argv: list[str]) -> None:
-    name, machine, gpu_memory, work = read_flags(argv)
-    print(report(meta_model(name), name, machine, gpu_memory, work))

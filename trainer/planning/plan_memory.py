@@ -9,10 +9,17 @@ from typing import Optional
 
 import torch
 
+from trainer.distributed.mesh import MeshSizes
+from trainer.errors import UserError
 from trainer.metrics import flops_per_token
-from trainer.model_parallel.expert_parallel import are_experts
+from trainer.model_parallel.expert_parallel import are_experts, validate_experts
+from trainer.model_parallel.tensor_parallel import validate_tp_sizes
+from trainer.model_parallel.tp_plans import heads_divide
+from trainer.models.attention.choice import validate_split_model
 from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
 from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
+from trainer.strategies.options import StrategyOptions
+from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
 
 BF16, FP32 = 2, 4  # bytes
 
@@ -170,15 +177,6 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
     """The line with which the trainer refuses this layout, or None. What it only does slowly is refused here too."""
-    from trainer.distributed.mesh import MeshSizes
-    from trainer.errors import UserError
-    from trainer.model_parallel.expert_parallel import validate_experts
-    from trainer.model_parallel.tensor_parallel import validate_tp_sizes
-    from trainer.model_parallel.tp_plans import heads_divide
-    from trainer.models.attention.choice import validate_split_model
-    from trainer.strategies.options import StrategyOptions
-    from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
-
     options = StrategyOptions(
         zero_stage=layout.stage, adam_offload=layout.offload, tensor_parallel_size=layout.tp, ring_attn_size=layout.sp,
         expert_parallel_size=layout.ep, dp_replicate_size=layout.dp_replicate, reduce_once=layout.reduce_once,

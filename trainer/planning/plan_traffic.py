@@ -7,26 +7,9 @@ is read from the code, and not counted.
 
 from dataclasses import dataclass, replace
 
+from trainer.planning.plan_inputs import Machine
 from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
 from trainer.planning.predicted_memory import MASTERS, MOMENTS
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Sizes in bytes, rates in bytes or FLOPs per second. `room` is on one GPU, `host_memory` on one node."""
-
-    gpus: int
-    nodes: int
-    room: float
-    host_memory: float
-    flops: float
-    node_rate: float
-    network_rate: float
-    host_rate: float
-
-    @property
-    def gpus_per_node(self) -> int:
-        return self.gpus // self.nodes
 
 
 @dataclass(frozen=True)

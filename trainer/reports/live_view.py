@@ -33,6 +33,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 def view(run: RunRows, width: int, now: float):
     """What the screen shows, as a renderable of rich. `now` is the time in seconds since the epoch."""
+    # rich is an optional package
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table
@@ -48,7 +49,7 @@ def view(run: RunRows, width: int, now: float):
             yield Text(sparkline(self.values, options.max_width), style="cyan", no_wrap=True)
 
         def __rich_measure__(self, console, options):
-            from rich.measure import Measurement
+            from rich.measure import Measurement  # an optional package
 
             return Measurement(8, options.max_width)
 
@@ -130,6 +131,7 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--once", action="store_true", help="print one view and end")
     args = parser.parse_args(argv)
     try:
+        # an optional package
         from rich.console import Console
         from rich.live import Live
     except ImportError:

@@ -4,15 +4,13 @@ import html
 import math
 import os
 
-from trainer.errors import UserError
+from trainer.reports.dump_files import GRADIENTS, NOISE, open_dump
 from trainer.reports.run_rows import RunRows, is_number
 
 LOSS_LIMITS = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 NORM_LIMIT = 1e-4  # in fp32; rounding of bf16 and fp16 moves the norm too much to judge it
 GRADIENT_LIMIT = 1e-4
-NOISE = 1e-6  # a gradient below this share of the norm of all gradients is rounding
 FLOOR = 1e-9  # the lowest colour
-GRADIENTS = "grads_step1.safetensors"
 
 
 def loss_limit(reference: RunRows, run: RunRows) -> float:
@@ -77,14 +75,14 @@ def gradient_differences(runs: list[RunRows]) -> dict[str, dict[str, float]]:
     if not paths[runs[0].name]:
         return {}
     found: dict[str, dict[str, float]] = {}
-    with _open(paths[runs[0].name]) as reference:
+    with open_dump(paths[runs[0].name]) as reference:
         names = sorted(reference.keys(), key=_in_model_order)
         norms = {name: reference.get_tensor(name).double().norm().item() for name in names}
         floor = NOISE * math.sqrt(sum(norm**2 for norm in norms.values()))
         for run in runs[1:]:
             if not paths[run.name]:
                 continue
-            with _open(paths[run.name]) as other:
+            with open_dump(paths[run.name]) as other:
                 if set(other.keys()) != set(names) or any(_shape(other, n) != _shape(reference, n) for n in names):
                     continue
                 found[run.name] = {}
@@ -94,15 +92,6 @@ def gradient_differences(runs: list[RunRows]) -> dict[str, dict[str, float]]:
                     noise = distance <= floor and norms[name] <= floor
                     found[run.name][name] = 0.0 if noise or not distance else distance / max(norms[name], 1e-300)
     return found
-
-
-def _open(path: str):
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError("RUN", f"{path} cannot be read: {error}", "a dump of --parity_dump") from None
 
 
 def _shape(file, name: str) -> list[int]:

@@ -9,6 +9,9 @@ import html
 import io
 import os
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
 from trainer.errors import UserError
 from trainer.reports.parting import (
     FLOOR,
@@ -114,9 +117,6 @@ def difference_chart(runs: list[RunRows], key: str) -> str:
 
 def _draw(title: str, curves: list[tuple[list[int], list[float]]], limits: set[float] | None = None) -> str:
     """A curve for each run, in the run's colour. `limits` are dashed lines on a logarithmic axis."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     # text stays text, and the same report has the same bytes
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
         figure = Figure(figsize=(4.8, 2.7), layout="constrained")

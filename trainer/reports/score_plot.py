@@ -1,15 +1,12 @@
 """Plot the scores of a reward model on the evaluation set."""
 
 import torch
+from matplotlib.figure import Figure
 
 
 def plot_scores(chosen: torch.Tensor, rejected: torch.Tensor, path: str) -> None:
     """Write a PNG file with histograms of both sides' scores (n,) over the same bins, and with their means."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no global state, no display
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4))
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(7, 4))  # not by pyplot: no global state, no display
     axes = figure.add_subplot()
     low, high = torch.cat([chosen, rejected]).aminmax()
     bins = torch.linspace(low.item(), max(high.item(), low.item() + 1e-6), 41).tolist()

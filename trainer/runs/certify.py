@@ -16,8 +16,8 @@ MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "t
 def certify_run(saved: list[str], folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:
     """Write the certificate of the finished run in `folder`. Only rank 0 calls it.
 
-    `saved` are the folders of the trained models, and `model_folder` is that of --pretrain. `fingerprint` is that of the loader or of the prompts. `device` is a
-    torch.device.
+    `saved` are the folders of the trained models, and `model_folder` is that of --pretrain. `fingerprint` is that of
+    the loader or of the prompts. `device` is a torch.device.
     """
     starts, rows = certificate.final_rows(folder)
     facts = starts[-1]

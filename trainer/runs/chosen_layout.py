@@ -8,7 +8,7 @@ from trainer.distributed import mesh
 from trainer.flags.parse_flags import with_flags
 from trainer.flags.rules import refuse
 from trainer.planning.auto_layout import choose_layout
-from trainer.planning.layout_plan import Work
+from trainer.planning.plan_inputs import Work
 from trainer.runs.run_setup import choose_attention, strategy_of
 
 

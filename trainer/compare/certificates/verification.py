@@ -1,17 +1,7 @@
-"""`verify_run RUN`: check a run against its certificate: same data, same order, same curve, same weights.
+"""Verify a run against its certificate: which checks run, and a run that is repeated in another layout."""
 
-python -m trainer.cli.verify_run runs/X                     check files, data, order, learning rates, checkpoints
-python -m trainer.cli.verify_run runs/X --certify K         also replay K steps with the plain loop
-torchrun --nproc_per_node N -m trainer.cli.verify_run runs/X --rerun DIR [-- FLAGS]
-                                                            also train again, in another layout, and compare the curve
-
-Exit code: 0 if all that could be checked is as certified, 1 if something is not, 2 if nothing could be checked.
-"""
-
-import argparse
 import json
 import os
-import sys
 import tempfile
 
 from trainer.compare.certificates import certificate_checks as checks
@@ -131,38 +121,31 @@ def describe(results: dict[str, list[str] | None]) -> str:
     return "\n".join(lines)
 
 
-def run(argv: list[str]) -> None:
-    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser("python -m trainer.cli.verify_run", description=__doc__, **options)
-    parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
-    parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
-    parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")
-    parser.add_argument("--certify", type=int, metavar="K", help="replay K random steps and write the result into RUN")
-    parser.add_argument("--device", default="cpu", help="where --certify computes (default: cpu)")
-    parser.add_argument("--rerun", metavar="DIR", help="train again into the new folder DIR, and compare the curve")
-    args = parser.parse_args(own)
-    if flags and not args.rerun:
-        raise UserError("--", "flags without --rerun", "--rerun DIR -- FLAGS")
-    if args.certify is not None and args.certify < 1:
-        raise UserError("--certify", str(args.certify), "an integer above 0")
+def verify_run(
+    folder: str, places: dict[str, str | None], num_replays: int | None, device: str, rerun_dir: str | None, flags: list[str]
+) -> bool:  # fmt: skip
+    """Verify a run, and print what differs. Returns whether all that could be checked is as certified.
+
+    `places` says where the data and the model of the run (keys "dataset" and "pretrain") are on this machine. Up to
+    `num_replays` steps are replayed on `device`. With `rerun_dir`, all ranks train again there, with `flags` after
+    those of the run; ranks above 0 then return True.
+    """
     quiet_libraries()
-    content = certificate.read(args.run)
-    if (args.rerun or args.certify) and (broken := checks.check_seal(content)):  # a replay seals the certificate anew
-        raise UserError("--rerun" if args.rerun else "--certify", broken[0], "the certificate as it was written")
-    places = {"dataset": args.dataset, "pretrain": args.pretrain}
+    content = certificate.read(folder)
+    asked = "--rerun" if rerun_dir else "--certify" if num_replays else None
+    if asked and (broken := checks.check_seal(content)):  # a replay seals the certificate anew
+        raise UserError(asked, broken[0], "the certificate as it was written")
     replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
-    results = {"rerun": rerun(replaced, args.rerun, flags)} if args.rerun else {}
+    results = {"rerun": rerun(replaced, rerun_dir, flags)} if rerun_dir else {}
     if int(os.environ.get("RANK", 0)):
-        return
-    if args.certify:
-        folder = _model_folder(args.pretrain or content["arguments"]["pretrain"])
-        if folder is None:
+        return True
+    if num_replays:
+        model_folder = _model_folder(replaced["arguments"]["pretrain"])
+        if model_folder is None:
             raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
-        print(certify_steps(args.run, args.certify, args.device, folder, args.dataset))
-    results = verify(args.run, args.dataset, args.pretrain) | results
+        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"]))
+    results = verify(folder, places["dataset"], places["pretrain"]) | results
     print(describe(results))
     failed = [name for name, differences in results.items() if differences]
-    print(f"FAIL {args.run}: {', '.join(failed)}" if failed else f"PASS {args.run}", flush=True)
-    if failed:
-        sys.exit(1)
+    print(f"FAIL {folder}: {', '.join(failed)}" if failed else f"PASS {folder}", flush=True)
+    return not failed

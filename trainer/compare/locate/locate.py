@@ -26,8 +26,8 @@ from trainer.compare.locate.traced_pair import (
     describe_features,
     describe_tokens,
 )
-from trainer.compare.runs.dumps import GRADIENTS, WEIGHTS
 from trainer.datasets.batches.packing import IGNORE
+from trainer.reports.dump_files import GRADIENTS, WEIGHTS
 
 
 def locate(a: TracedRun, b: TracedRun) -> list[PhaseResult]:

@@ -21,7 +21,8 @@ from trainer.compare.locate.traced_pair import (
     constant_ratio,
     describe_shard,
 )
-from trainer.compare.runs.dumps import GRADIENTS, WEIGHTS, global_norm
+from trainer.compare.runs.dumps import global_norm
+from trainer.reports.dump_files import GRADIENTS, WEIGHTS
 
 GRADIENT, GRADIENT_FLOOR = 16.0, 4.0
 ADAM_STEP = 2e-3  # of a full step of Adam

@@ -28,8 +28,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainer.compare.runs.comparison_report import configuration_line
 from trainer.compare.runs.launch import Job, free_port, run_jobs
+from trainer.compare.runs.matrix import Configuration, full_matrix, matrix_thresholds
+from trainer.compare.runs.run_matrix import run_matrix
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.planning.predicted_memory import predict
 
 ROOT = Path(__file__).resolve().parents[3]
 PART_SECONDS = 600
@@ -123,8 +128,6 @@ class Machine:
         return sorted({1, self.num_ranks})
 
     def demo(self) -> Path:
-        from trainer.datasets.demos.demo import make_demo
-
         make_demo(str(self.scratch / "demo"))
         return self.scratch / "demo"
 
@@ -135,7 +138,7 @@ class Machine:
 
 
 def doctor(machine: Machine, until: float) -> Iterator[Row]:
-    error, output = machine.launch("doctor", machine.num_ranks, ["trainer.planning.doctor_findings"], until)
+    error, output = machine.launch("doctor", machine.num_ranks, ["trainer.cli.doctor"], until)
     found = [line for line in output.splitlines() if line.startswith(("ok ", "note ", "FAIL "))]
     for line in found:
         yield Row(line[6:21].strip(), line[21:].strip(), "", line.startswith("FAIL"))
@@ -165,10 +168,6 @@ def kernels(machine: Machine, until: float) -> Iterator[Row]:
 
 def parity(machine: Machine, until: float) -> Iterator[Row]:
     """The plain loop is always in fp32 and on the CPU, so a GPU is compared with something else than itself."""
-    from trainer.compare.runs.comparison_report import configuration_line
-    from trainer.compare.runs.matrix import Configuration, full_matrix, matrix_thresholds
-    from trainer.compare.runs.run_matrix import run_matrix
-
     wanted = re.compile(TINY_PARITY if machine.tiny else PARITY)
     layouts = [c for c in full_matrix() if wanted.search(c.name) and c.nproc <= machine.num_ranks]
     chosen = [
@@ -205,8 +204,8 @@ def resume(machine: Machine, until: float) -> Iterator[Row]:
 
 
 def memory(machine: Machine, until: float) -> Iterator[Row]:
+    # not at the top: it imports torch, which --help does not need
     from trainer.compare.machines.measured_memory import GLIBC, RUNS, make_model
-    from trainer.planning.predicted_memory import predict
 
     names = ["fsdp2-3-fp32"] if machine.tiny else RUNS
     num_params, layer = make_model(machine.scratch / "memory", *((384, 27) if machine.tiny else (1024, 24)))
@@ -322,6 +321,7 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 
 def _where(tiny: bool, num_ranks: int) -> str:
+    # not at the top: --help needs neither
     import torch
 
     from trainer.runs.outputs import versions
@@ -338,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
     parser.add_argument("--ranks", type=int, help="number of ranks (as many as GPUs, at most 8; with --tiny 1)")
     args = parser.parse_args(argv)
-    import torch
+    import torch  # not at the top: --help does not need it
 
     if not args.tiny and not torch.cuda.is_available():
         print("error: no CUDA device here (allowed: --tiny, to check the script)", file=sys.stderr)

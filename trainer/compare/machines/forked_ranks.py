@@ -54,6 +54,7 @@ def import_libraries() -> None:
     """Import what every training command needs, so that ranks that are forked later have it."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # a GPU that is used before a fork fails after it
+    # not at the top: these libraries read the variables when they are imported
     import torch
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

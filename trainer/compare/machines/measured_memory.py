@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trainer.compare.runs.many_runs import run_here
+from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import gather_objects
 from trainer.entry import run_command
 from trainer.planning.predicted_memory import STAGES
@@ -137,10 +139,6 @@ def main(argv: list[str]) -> None:
 
 def make_model(folder: Path, width: int, layers: int) -> tuple[int, int]:
     """Write the demo with a larger Llama into `folder`. Returns its parameters, and those of one layer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from trainer.datasets.demos.demo import make_demo
-
     make_demo(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = LlamaConfig(

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
 
 from trainer.compare.other_trainers.plain_reference import Job, open_model
 from trainer.compare.other_trainers.their_config import training_arguments
-from trainer.compare.runs.dumps import NOISE
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step
 from trainer.errors import UserError
+from trainer.models.model_loading import load_tokenizer
+from trainer.reports.dump_files import NOISE
 
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4
 SHOWN = 8
-BUILT_IN = {
-    "hf": "trainer.compare.other_trainers.adapters:HFTrainerAdapter",
-    "trl": "trainer.compare.other_trainers.adapters:TRLAdapter",
-}
 
 
 class Adapter(Protocol):
@@ -48,11 +47,6 @@ class HFTrainerAdapter:
     config_class = "transformers:TrainingArguments"
 
     def load(self, config: dict[str, Any]) -> torch.nn.Module:
-        from datasets import Dataset
-        from transformers import DataCollatorForSeq2Seq
-
-        from trainer.models.model_loading import load_tokenizer
-
         tokenizer, model = load_tokenizer(config["model"]), load_plain_model(config["model"], "cpu")
         self.folder = tempfile.TemporaryDirectory()
         rows = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})  # a trainer wants to see some data
@@ -86,6 +80,9 @@ class TRLAdapter(HFTrainerAdapter):
     config_class = "trl:SFTConfig"
 
 
+BUILT_IN = {"hf": HFTrainerAdapter, "trl": TRLAdapter}
+
+
 def _named(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -100,7 +97,7 @@ def open_adapter(name: str) -> Adapter:
     """hf, trl, or MODULE:CLASS. Raises UserError if there is no such class."""
     sys.path.insert(0, os.getcwd())
     try:
-        adapter = _named(BUILT_IN.get(name, name))()
+        adapter = BUILT_IN[name]() if name in BUILT_IN else _named(name)()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError("--audit", f"{name}: {error}", f"{', '.join(BUILT_IN)}, or MODULE:CLASS") from None
     if not all(callable(getattr(adapter, method, None)) for method in ("load", "step")):

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, get_scheduler, set_seed
 
 from trainer.compare.other_trainers.their_config import training_arguments
 from trainer.compare.runs.logs import Run, Step
 from trainer.compare.runs.parity import Comparison, signed_rel
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step
+from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
+from trainer.models.folder_faults import load_fault
 from trainer.models.model_loading import resolve_model_folder
 
 MicroBatches = list[list[int]]  # the row numbers of each micro-batch of one step
@@ -72,8 +76,6 @@ def make_job(
 
 def read_samples(path: str) -> list[dict]:
     """The tokenized rows of a file: input_ids, and labels (-100: no loss) or masks. Without both, all tokens count."""
-    from trainer.datasets.files.loading import load_rows
-
     samples = []
     for number, row in enumerate(load_rows(path, flag="--data", split="train"), start=1):
         ids, labels = row.get("input_ids"), row.get("labels")
@@ -97,10 +99,6 @@ def _are_token_ids(ids: Any) -> bool:
 
 def open_model(job: Job) -> torch.nn.Module:
     """The plain model of a job. Raises UserError for a folder, a device or token numbers that it cannot have."""
-    from transformers import AutoModelForCausalLM
-
-    from trainer.models.folder_faults import load_fault
-
     try:
         model = load_plain_model(job.model, "cpu")
     except Exception as error:  # of many types: transformers reports broken folders in many ways
@@ -119,9 +117,6 @@ def hf_order(arguments, samples: list[dict], num_ranks: int, num_steps: int) -> 
 
     Several ranks share out the batches of one sampler in turn. So the micro-batches of a step are consecutive.
     """
-    from datasets import Dataset
-    from transformers import Trainer, set_seed
-
     set_seed(arguments.seed)
     rows = Dataset.from_dict({"row": range(len(samples)), "input_ids": [sample["input_ids"] for sample in samples]})
     trainer = Trainer(
@@ -163,8 +158,6 @@ def read_sample_ids(path: str, num_rows: int, micro_batch_size: int) -> list[Mic
 
 def replay(job: Job, num_steps: int, mistake: Mistake | None = None) -> dict[int, Step]:
     """Run the plain loop. Returns loss, gradient norm and learning rate of each step."""
-    from transformers import get_scheduler
-
     arguments, model = job.arguments, open_model(job)
     optimizer = torch.optim.AdamW(
         _groups(model, arguments),
@@ -193,8 +186,6 @@ def replay(job: Job, num_steps: int, mistake: Mistake | None = None) -> dict[int
 
 def _groups(model, arguments) -> list[dict]:
     """Weight decay as the HF Trainer decides it."""
-    from transformers import Trainer
-
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     named = list(model.named_parameters())
     return [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
 
 from trainer.errors import UserError, one_line
 
@@ -117,8 +118,6 @@ def _checked(name: str, value: Any) -> Any:
 
 def training_arguments(values: dict[str, Any], output_dir: str):
     """The transformers.TrainingArguments of this configuration, for the CPU. Raises UserError for wrong values."""
-    from transformers import TrainingArguments
-
     kept = {name: _checked(name, values[name]) for name in FIELDS if values.get(name) is not None}
     if kept.pop("warmup_ratio", None):  # older versions had both; the number of steps came first
         kept.setdefault("warmup_steps", 0)

@@ -5,14 +5,9 @@ from pathlib import Path
 
 from trainer.compare.runs.parity import Comparison, judge
 from trainer.errors import UserError
+from trainer.reports.dump_files import GRADIENTS, NOISE, WEIGHTS, open_dump
 
-GRADIENTS = "grads_step1.safetensors"
-WEIGHTS = "weights_final.safetensors"
 CHUNK = 1 << 22  # elements; a float64 copy of a whole embedding would need the most memory
-# A gradient below this fraction of the norm of all gradients is rounding noise. The terms of its sum are as large as
-# those of other gradients, and fp32 rounds each by up to 2**-24 = 6e-8 of its size. 1e-6 is 17 such roundings.
-# An example is the bias of keys: it adds the same to all scores of a query, so its gradient is zero in theory.
-NOISE = 1e-6
 
 
 def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | Path) -> None:
@@ -26,7 +21,7 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
     gradients, others = Path(reference_dir) / GRADIENTS, Path(run_dir) / GRADIENTS
     comparison.worst_gradient, comparison.noise = compare_gradients(gradients, others)
     floor = NOISE * global_norm(gradients)
-    with _open(gradients) as a, _open(others) as b:
+    with open_dump(gradients) as a, open_dump(others) as b:
         known = set(a.keys()) & set(b.keys())
 
         def is_noise(name: str):
@@ -49,7 +44,7 @@ def compare_gradients(reference: Path, other: Path) -> tuple[dict, dict[str, flo
     A size is a fraction of the norm of all gradients of the reference.
     """
     total = global_norm(reference)
-    with _open(reference) as a, _open(other) as b:
+    with open_dump(reference) as a, open_dump(other) as b:
         names = _same_names(reference, _with_gradient(a, b), other, _with_gradient(b, a))
         sizes = {name: max(_norm(a.get_tensor(name)), _norm(b.get_tensor(name))) for name in names}
         noise = {name: size / total for name, size in sizes.items() if 0 < size <= NOISE * total < math.inf}
@@ -65,7 +60,7 @@ def compare_files(reference: Path, other: Path, noise=None, max_update: float = 
     `noise` takes a name and says which elements have noise for a gradient. A difference of such elements up to
     `max_update` does not count.
     """
-    with _open(reference) as a, _open(other) as b:
+    with open_dump(reference) as a, open_dump(other) as b:
         names = _same_names(reference, set(a.keys()), other, set(b.keys()))
         rels = {}
         for name in names:
@@ -85,7 +80,7 @@ def _with_gradient(file, other) -> set[str]:
 
 
 def global_norm(file: Path) -> float:
-    with _open(file) as tensors:
+    with open_dump(file) as tensors:
         return math.sqrt(sum(_norm(tensors.get_tensor(name)) ** 2 for name in tensors.keys()))  # noqa: SIM118
 
 
@@ -105,17 +100,6 @@ def _noise_elements(a, b, floor: float, threshold: float | None):
     if norm <= floor:
         return largest > 0
     return (largest > 0) & (largest <= max(floor, (threshold or 0.0) * norm) / math.sqrt(a.numel()))
-
-
-def _open(path: Path):
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise UserError(str(path), "no such file", "a dump written by --parity_dump")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(str(path), f"cannot be read as safetensors: {error}") from None
 
 
 def _same_names(reference: Path, expected: set[str], other: Path, found: set[str]) -> list[str]:

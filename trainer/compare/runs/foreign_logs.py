@@ -120,6 +120,7 @@ def _json_line_rows(path: Path) -> dict[int, dict] | None:
 
 def _tensorboard_rows(*paths: Path) -> dict[int, dict]:
     try:
+        # an optional package
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         raise UserError(str(paths[0]), "tensorboard is not installed", "pip install -e '.[tensorboard]'") from None
@@ -142,6 +143,7 @@ def _tensorboard_rows(*paths: Path) -> dict[int, dict]:
 def _wandb_histories(path: Path) -> Iterator[tuple[int, dict]]:
     """The history of a run that wandb wrote to disk (WANDB_MODE=offline, or the copy of an online run)."""
     try:
+        # optional packages
         from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError:

@@ -104,7 +104,7 @@ def load_matrix(matrix: str, only: str | None = None) -> list[Configuration]:
 
 
 def _read_matrix(path: Path) -> list[Configuration]:
-    import yaml
+    import yaml  # not needed for --help
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -6,14 +6,15 @@ our runs with it. `compare_backends.py --reference plain` replays the runs of ot
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from trainer.checkpoints.shards import ShardReader
+from trainer.model_folders.model_folder import stored_tensors
+from trainer.models.model_loading import disable_dropout, has_sdpa
 
 
 def load_plain_model(folder: str, device: str, trust_remote_code: bool = False) -> torch.nn.Module:
     """The causal language model of a folder in fp32, without dropout."""
-    from transformers import AutoModelForCausalLM
-
-    from trainer.models.model_loading import disable_dropout, has_sdpa
-
     attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, trust_remote_code) else "eager"
     options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -24,9 +25,6 @@ def load_plain_model(folder: str, device: str, trust_remote_code: bool = False) 
 @torch.no_grad()
 def read_checkpoint(model: torch.nn.Module, folder: str) -> None:
     """Give a plain model the weights of a checkpoint of any layout."""
-    from trainer.checkpoints.shards import ShardReader
-    from trainer.model_folders.model_folder import stored_tensors
-
     reader = ShardReader(folder)
     for name, tensor in stored_tensors(model).items():
         tensor.copy_(reader.read_full(f"weight/{name}").view(tensor.shape))

@@ -24,7 +24,7 @@ def require_matplotlib(flag: str) -> None:
 
 def plot_comparisons(path: str | Path, runs: list[Run], comparisons: list[Comparison]) -> None:
     """Plot the loss curves, and below them the relative differences of loss and grad norm with the loss threshold."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not needed for --help
 
     figure = Figure(figsize=(9, 8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -46,7 +46,7 @@ def plot_comparisons(path: str | Path, runs: list[Run], comparisons: list[Compar
 
 def plot_matrix(path: str | Path, reference: Run, runs: list[Run], report: dict) -> None:
     """Plot all loss curves over the reference, and below them the largest differences, a row per configuration."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not needed for --help
 
     entries = report["configurations"]
     heights = (3.5, 1.2 + 0.22 * len(entries))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.zoo import zoo
+from trainer.compare.zoo.tiny import shrink
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 
@@ -153,7 +154,7 @@ def find_folder(model: str) -> str:
         return str(Path(model).resolve())
     if Path(model).exists() or model.startswith((".", "/", "~")):
         raise UserError("MODEL", f"{model} is not a folder", "a Hugging Face model folder or hub name")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # not at the top: --help does not need it
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
     try:
@@ -165,7 +166,10 @@ def find_folder(model: str) -> str:
 
 def read_config(folder: str):
     """The config of a folder, without its quantization. Raises UserError for a broken one, and for remote code."""
+    # not at the top: `import_libraries` sets the environment first
     from transformers import CONFIG_MAPPING, AutoConfig
+
+    from trainer.models.folder_faults import unreadable
 
     try:
         values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8-sig"))
@@ -173,8 +177,6 @@ def read_config(folder: str):
         if not is_remote:
             config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # of many types: each class checks its values in its own way
-        from trainer.models.folder_faults import unreadable
-
         raise unreadable(folder, "MODEL", error) from None
     if is_remote:
         found = f"{folder} comes with its own code, which check does not run"
@@ -186,13 +188,14 @@ def read_config(folder: str):
 
 
 def _has_causal_model(config) -> bool:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # not at the top: the environment is set first
 
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def heading(folder: str, config) -> str:
     """The page of --print_model for the model in its full size, on the meta device."""
+    # not at the top: `import_libraries` sets the environment first
     from transformers import AutoModelForCausalLM
 
     from trainer.models.model_loading import has_sdpa
@@ -205,6 +208,7 @@ def heading(folder: str, config) -> str:
 
 
 def _on_meta(config, attention: str = "eager"):
+    # not at the top: `import_libraries` sets the environment first
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -214,6 +218,7 @@ def _on_meta(config, attention: str = "eager"):
 
 def weight_rows(folder: str, configs: list) -> list[tuple]:
     """(name, verdict, note) of the weights of the folder: their form, and whether they are those of the config."""
+    # not at the top: `import_libraries` sets the environment first
     from trainer.model_folders.model_folder import check_weights, find_weights, quantization
     from trainer.model_folders.quantized_folder import block_size
     from trainer.models.model_loading import resolve_model_folder
@@ -236,6 +241,7 @@ def weight_rows(folder: str, configs: list) -> list[tuple]:
 
 def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     """(name, verdict, note, flags) of the tokenizer and of each kind of conversation."""
+    # not at the top: `import_libraries` sets the environment first
     from trainer.datasets.conversations import training_templates
     from trainer.datasets.conversations.templates import GENERATION_TAG, chat_template, render_chat
     from trainer.models.folder_faults import check_tokens
@@ -300,7 +306,6 @@ CONVERSATIONS = (
 
 def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, tell: Callable) -> None:
     """Run a tiny model of the first of `configs` that can be built and trained alone."""
-    from trainer.compare.zoo.tiny import shrink
 
     def tell_cell(configuration, cell) -> None:
         ranks = f"{' '.join(configuration.args)} ({configuration.nproc} rank{'s' * (configuration.nproc > 1)})"

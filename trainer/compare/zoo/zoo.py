@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trainer.compare.machines.forked_ranks import Ending, import_libraries, run_ranks
-from trainer.compare.runs.dumps import WEIGHTS, add_dumps, compare_files
+from trainer.compare.runs.dumps import add_dumps, compare_files
 from trainer.compare.runs.logs import read_run
 from trainer.compare.runs.many_runs import run_here
 from trainer.compare.runs.matrix import Configuration
@@ -35,6 +35,7 @@ from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
 THRESHOLDS = Thresholds(loss=1e-5, grad_norm=1e-4, dump=1e-4)
