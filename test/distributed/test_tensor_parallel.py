@@ -9,13 +9,8 @@ from transformers import AutoModelForCausalLM, Olmo2Config
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.model_parallel import tensor_parallel
-from trainer.model_parallel.tensor_parallel import (
-    complete_plan,
-    get_hf_tp_plan,
-    get_llama_tp_plan,
-    get_optimized_tp_plan,
-    resolve_tp_plan,
-)
+from trainer.model_parallel.tensor_parallel import complete_plan, resolve_tp_plan
+from trainer.model_parallel.tp_plans import get_hf_tp_plan, get_llama_tp_plan, get_optimized_tp_plan
 from trainer.strategies.options import StrategyOptions
 from trainer.strategies.refusals import refuse_idle_tp_flags
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how each module is cut over the tp axis. Only `apply_tp_plan` changes a model.
+"""Tensor parallelism: how each module is sharded over tp. Only `apply_tp_plan` changes a model.
 
 A plan maps module patterns to transformers' style strings, `{"model.layers.*.self_attn.q_proj": "colwise", ...}`.
 `resolve_tp_plan` chooses a plan, completes it and tries it: the result names every module that holds a parameter. A
@@ -11,7 +11,6 @@ rank's heads. Its gradient is a part of a sum over tp, so it needs `replicated_w
 
 import copy
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -19,12 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
 from trainer.model_parallel.expert_parallel import are_experts
-from trainer.model_parallel.tp_plans import PLANS, heads_divide, plans_with_all_heads
+from trainer.model_parallel.tp_plans import (
+    get_gathered_tp_plan,
+    get_hf_tp_plan,
+    get_llama_tp_plan,
+    get_optimized_tp_plan,
+    has_llama_layout,
+    heads_divide,
+    is_within,
+    parent_of,
+    paths_of,
+    pattern_of,
+    plans_with_all_heads,
+    shard_sequence,
+)
 from trainer.model_parallel.tp_styles import COLWISE, LORA_STYLES, SEQUENCE_FORMS, STYLES
 
 FLAG = "--tensor_parallel_size"
@@ -34,10 +45,10 @@ FLAG = "--tensor_parallel_size"
 
 
 def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
-    """Raise UserError unless a model of this config can be cut over `tp` ranks, and each part over `fsdp` ranks.
+    """Raise UserError unless a model of this config can be sharded over `tp` ranks, and each part over `fsdp` ranks.
 
     `tp` must divide the MLP width. Heads that it does not divide are computed in full by every tp rank. The vocabulary
-    may be cut unevenly if `fsdp` divides the hidden size (see `fsdp_placement`).
+    may be sharded unevenly if `fsdp` divides the hidden size (see `fsdp_placement`).
     """
     text = config.get_text_config()
     values = [getattr(layer, "intermediate_size", None) or text.hidden_size for layer in layer_configs(text)]
@@ -55,7 +66,7 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
 
 
 def fsdp_placement(parameter: torch.Tensor) -> Shard | None:
-    """Return the dimension that fully_shard cuts: the first (None), or the second if tp cuts the first unevenly.
+    """Return the dimension that fully_shard shards: the first (None), or the second if tp shards the first unevenly.
 
     7 rows over tp 2 are 4 and 3. Over fsdp 3, these become 2, 2, 0 and 1, 1, 1. A DTensor cannot describe this layout:
     its strided shard assigns the single row of the third fsdp rank to tp rank 0.
@@ -63,69 +74,6 @@ def fsdp_placement(parameter: torch.Tensor) -> Shard | None:
     if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
         return None
     return Shard(1) if parameter.ndim > 1 and parameter.shape[0] % parameter.device_mesh.size() else None
-
-
-# --- plans by source
-
-
-def get_hf_tp_plan(model) -> dict[str, str]:
-    """Return the model's own plan, `model.tp_plan`: `_tp_plan` of its class and `base_model_tp_plan` of its config."""
-    return dict(model.tp_plan)
-
-
-def get_llama_tp_plan(model) -> dict[str, str]:
-    """Return Megatron-LM's plan (Shoeybi et al. 2019): heads and MLP columns over tp, a reduction after each block."""
-    return _plan_of(model, norms=("input_layernorm", "post_attention_layernorm"))
-
-
-def get_qwen_tp_plan(model) -> dict[str, str]:
-    """Return the LLaMA plan with Qwen3's norms over the dimensions of a head. These norms see only local heads."""
-    return _plan_of(model, norms=("input_layernorm", "post_attention_layernorm"), head_norms=True)
-
-
-def get_gemma_tp_plan(model) -> dict[str, str]:
-    """Return the LLaMA plan with Gemma's norms before and after each block, and Gemma3's norms of heads."""
-    blocks = ("attention", "feedforward")
-    norms = ("input_layernorm", *(f"{side}_{block}_layernorm" for side in ("pre", "post") for block in blocks))
-    return _plan_of(model, norms=norms, head_norms=True)
-
-
-def get_optimized_tp_plan(model, sequence_parallel: bool = False) -> dict[str, str]:
-    """Return our plan for the architecture of `model`, or {}. `sequence_parallel` selects the form for that flag."""
-    model_type = model.config.get_text_config().model_type
-    plan = OUR_PLANS[model_type](model) if model_type in OUR_PLANS else _named_plan(model, PLANS.get(model_type, {}))
-    return shard_sequence(plan) if sequence_parallel else plan
-
-
-OUR_PLANS = {
-    "llama": get_llama_tp_plan,
-    "mistral": get_llama_tp_plan,
-    "qwen2": get_qwen_tp_plan,
-    "qwen3": get_qwen_tp_plan,
-    "gemma": get_gemma_tp_plan,
-    "gemma2": get_gemma_tp_plan,
-    "gemma3_text": get_gemma_tp_plan,
-}
-
-
-def _plan_of(model, norms: tuple[str, ...], head_norms: bool = False) -> dict[str, str]:
-    """Return the LLaMA layout with these norms, without entries for modules that the model does not have."""
-    layer = {f"self_attn.{name}_proj": "colwise" for name in "qkv"}
-    layer |= {"self_attn.o_proj": "rowwise"}
-    layer |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-    layer |= dict.fromkeys(norms, "replicated")
-    if head_norms:
-        layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "replicated_with_grad_allreduce")
-    base = {"embed_tokens": "embedding_rowwise", "norm": "replicated"}
-    base |= {f"layers.*.{name}": style for name, style in layer.items()}
-    return _named_plan(model, base)
-
-
-def _named_plan(model, base: dict[str, str]) -> dict[str, str]:
-    """Return a plan of the base model with its prefix, without entries for modules that the model does not have."""
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    present = {pattern_of(name) for name, _ in model.named_modules()}
-    return {f"{prefix}{name}": style for name, style in base.items() if f"{prefix}{name}" in present}
 
 
 # --- the plan that is applied
@@ -136,16 +84,16 @@ def resolve_tp_plan(
 ) -> dict[str, str]:
     """Return the complete plan of a model that is not sharded yet: ours, the model's own, or one that fits any layer.
 
-    With `tp_mesh`, two tokens go through a copy on the meta device that is cut by the plan. Nothing is communicated.
+    With `tp_mesh`, two tokens go through a copy on the meta device that is sharded by the plan. Nothing is communicated.
 
     Raises:
-        UserError: there is no plan, a style is unknown, the plan does not cover a parameter that it must cut, or the
+        UserError: there is no plan, a style is unknown, the plan does not cover a parameter that it must shard, or the
             layers do not work with it.
     """
     plans = [get_hf_tp_plan(model)]
     if not use_hf_tp_plan:
         plans = [get_optimized_tp_plan(model) or plans[0], get_gathered_tp_plan(model)]
-        if _has_llama_layout(model):
+        if has_llama_layout(model):
             plans.insert(1, get_llama_tp_plan(model))
     if tp_mesh is not None and not heads_divide(model.config, tp_mesh.size()):
         plans = [whole for plan in plans for whole in plans_with_all_heads(model, plan)]
@@ -168,9 +116,9 @@ def _checked_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh | None, seque
     kind = type(model).__name__
     if not any("*" in pattern for pattern in plan):
         raise UserError(FLAG, f"no tensor-parallel plan for {kind}", f"{FLAG} 1")
-    # each tp rank holds some whole experts, where transformers' plans cut all of them inside
+    # each tp rank holds some whole experts, where transformers' plans shard all of them inside
     experts = {pattern_of(name) for name, module in model.named_modules() if are_experts(module)}
-    plan = {pattern: style for pattern, style in plan.items() if not _is_within(pattern, experts)}
+    plan = {pattern: style for pattern, style in plan.items() if not is_within(pattern, experts)}
     plan |= dict.fromkeys(experts, "experts")
     if experts and sequence_parallel:
         raise UserError("--sequence_parallel", f"with {kind}: its routers see whole sequences", "leave it out")
@@ -198,11 +146,11 @@ def _text_part(model) -> str:
 def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     """Return `plan` with an entry for every module that holds parameters, and one for the input of each block.
 
-    Head and embedding are cut over the vocabulary. Otherwise full logits would be gathered, and a tied weight can be
-    cut in only one way. Other missing modules become replicas where all activations are full: between blocks, and in
-    blocks whose column-parallel layers gather their output. A block without an entry becomes one replica: its input
-    and output are full. In a mixture of experts, routers and shared experts become replicas. A missing module is an
-    error in a block that works on this rank's columns, and in experts that are not stacked.
+    Head and embedding are sharded over the vocabulary. Otherwise full logits would be gathered, and a tied weight can
+    be sharded in only one way. Other missing modules become replicas where all activations are full: between blocks,
+    and in blocks whose column-parallel layers gather their output. A block without an entry becomes one replica: its
+    input and output are full. In a mixture of experts, routers and shared experts become replicas. A missing module is
+    an error in a block that works on this rank's columns, and in experts that are not stacked.
     """
     plan = dict(plan)
     patterns = {name: pattern_of(name) for name, _ in model.named_modules()}
@@ -215,34 +163,34 @@ def complete_plan(model, plan: dict[str, str]) -> dict[str, str]:
     layers = {pattern[: pattern.index("*") + 1] for pattern in plan if "*" in pattern}
     # by name: in some models, a module of the same name is attention in one layer and a scan in another. A layer is no
     # block, although OPT has linear layers directly in it.
-    cut = [(_parent(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
+    cut = [(parent_of(name), plan[pattern]) for name, pattern in patterns.items() if plan.get(pattern) in COLWISE]
     split = {block for block, style in cut if style == "colwise" and patterns[block] not in layers}
     gathered = {block for block, _ in cut if patterns[block] not in layers} - split
-    with_experts = {_parent(name) for name, pattern in patterns.items() if plan.get(pattern) == "experts"}
+    with_experts = {parent_of(name) for name, pattern in patterns.items() if plan.get(pattern) == "experts"}
     mixtures = {name for name in with_experts if patterns[name] not in layers}  # in Gemma 4, it is the layer itself
     whole = set()  # blocks that each tp rank computes in full
     for name, parameter in model.named_parameters():
-        owner = _parent(name)
+        owner = parent_of(name)
         if patterns[owner] in plan:
             continue
-        if _is_within(owner, mixtures) and not _is_within(owner, split | gathered):
+        if is_within(owner, mixtures) and not is_within(owner, split | gathered):
             plan[patterns[owner]] = "replicated"
             continue
-        layer = next((at for at in _paths(owner) if patterns[at] in layers), None)
+        layer = next((at for at in paths_of(owner) if patterns[at] in layers), None)
         block = ".".join(owner.split(".")[: layer.count(".") + 2]) if layer else ""
         is_of_experts = layer not in {None, *with_experts} and re.search("expert|router", name)
-        if _is_within(owner, split) or any(_is_within(at, {block}) for at in split) or is_of_experts:
+        if is_within(owner, split) or any(is_within(at, {block}) for at in split) or is_of_experts:
             kind = type(model).__name__
             raise UserError(FLAG, f"the tensor-parallel plan of {kind} does not cover the parameter {name}", "1")
         is_norm = parameter.ndim == 1 and owner not in gathered
-        if is_norm and _is_within(owner, gathered):
+        if is_norm and is_within(owner, gathered):
             plan[patterns[owner]] = "replicated_in_block"
         elif layer is None or owner == layer or (is_norm and owner == block):
             plan[patterns[owner]] = "replicated"
         else:
             whole.add(block)
     styles = dict.fromkeys(split | gathered, "block_input") | dict.fromkeys(whole, "replicated_block")
-    in_whole = {patterns[name] for name in patterns if _is_within(name, whole)}
+    in_whole = {patterns[name] for name in patterns if is_within(name, whole)}
     plan = {at: style for at, style in plan.items() if not (at in in_whole and style == "replicated_in_block")}
     return plan | _by_pattern(styles, patterns)
 
@@ -253,25 +201,6 @@ def _by_pattern(styles: dict[str, str], patterns: dict[str, str]) -> dict[str, s
     for name, pattern in patterns.items():
         of_pattern.setdefault(pattern, set()).add(styles.get(name))
     return {patterns[at] if len(of_pattern[patterns[at]]) == 1 else at: styles[at] for at in patterns if at in styles}
-
-
-def get_gathered_tp_plan(model) -> dict[str, str]:
-    """Return a plan for any decoder layer: each linear layer is cut by columns, and its output is gathered.
-
-    So every tp rank computes all heads, and only weights and matrix products are shared out. Blocks with convolutions
-    stay whole: their kernels may read the weights of their linear layers.
-    """
-    plan = {}
-    for name, layer in model.named_modules():
-        if type(layer).__name__ not in (model._no_split_modules or ()):
-            continue
-        for child, block in layer.named_children():
-            if all(parameter.ndim <= 2 for parameter in block.parameters()):
-                linear = [at for at, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-                plan |= {
-                    pattern_of(".".join(filter(None, (name, child, at)))): "colwise_gather_output" for at in linear
-                }
-    return plan
 
 
 def _try_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh, flag: str) -> None:
@@ -306,7 +235,8 @@ def _check_even(sharded, tp: int) -> None:
             raise UserError(FLAG, f"{tp} does not divide the {parameter.shape[placement.dim]} of {name}", f"{FLAG} 1")
 
 
-def copy_on_meta(model):
+def copy_on_meta(model) -> nn.Module:
+    """A model like `model` without weights, on the meta device. Its experts return their input."""
     with torch.device("meta"):
         copied = type(model)(copy.deepcopy(model.config))
     copied.set_attn_implementation("eager")
@@ -316,6 +246,7 @@ def copy_on_meta(model):
 
 
 def forward_on_meta(model) -> None:
+    """Run two tokens, input_ids (1, 2), through a model on the meta device."""
     runs = model if model.get_output_embeddings() is not None else model.base_model
     with torch.device("meta"), _NoValues():
         input_ids = torch.zeros(1, 2, dtype=torch.long)
@@ -335,7 +266,7 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     """Extend a complete plan of the base model to the LoRA layers of `model`.
 
     Raises:
-        UserError: the plan cuts an adapted layer in a way that its matrices cannot follow.
+        UserError: the plan shards an adapted layer in a way that its matrices cannot follow.
     """
     adapted = {pattern_of(name) for name, module in model.named_modules() if hasattr(module, "base_layer")}
     result = {pattern: style for pattern, style in plan.items() if pattern not in adapted}
@@ -347,11 +278,6 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
     return result
 
 
-def shard_sequence(plan: dict[str, str]) -> dict[str, str]:
-    """Shard norms and residuals of a plan over the sequence, for --sequence_parallel (Korthikanti et al. 2022)."""
-    return {pattern: SEQUENCE_FORMS.get(style, style) for pattern, style in plan.items()}
-
-
 def format_plan(plan: dict[str, str]) -> str:
     """Format a plan for --print_tp_plan, one line per entry."""
     width = max(map(len, plan))
@@ -359,40 +285,15 @@ def format_plan(plan: dict[str, str]) -> str:
 
 
 def apply_tp_plan(model, plan: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Cut `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication.
+    """Shard `model`, which is on the meta device, over `tp_mesh`. Every parameter becomes a DTensor. No communication.
 
-    Stacked experts stay as they are: `expert_parallel.shard_experts` cuts them over ep and tp.
+    Stacked experts stay as they are: `expert_parallel.shard_experts` shards them over ep and tp.
     """
     for name, _ in reversed(list(model.named_modules())):  # a block after the modules inside it
         style = plan.get(name) or plan.get(pattern_of(name))
         if style not in (None, "experts"):
             parallelize_module(model.get_submodule(name), tp_mesh, STYLES[style]())
-    model.tie_weights(recompute_mapping=False)  # two tied modules have each got their own parameter
+    model.tie_weights(recompute_mapping=False)  # now two tied modules have separate parameters
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    plain = [name for name in plain if not are_experts(model.get_submodule(_parent(name)))]
+    plain = [name for name in plain if not are_experts(model.get_submodule(parent_of(name)))]
     assert not plain, f"{plain[0]} is in no module of the plan"
-
-
-def pattern_of(name: str) -> str:
-    """model.layers.3.mlp -> model.layers.*.mlp"""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _paths(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules around it, from the outermost."""
-    parts = name.split(".")
-    return (".".join(parts[: n + 1]) for n in range(len(parts)))
-
-
-def _is_within(name: str, blocks: set[str]) -> bool:
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)
-
-
-def _has_llama_layout(model) -> bool:
-    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    present = {pattern_of(name).rpartition("*.")[2] for name, _ in model.named_modules()}
-    return set(layer) <= present

@@ -15,7 +15,7 @@ from trainer.distributed.gradient_collectives import SumGradients
 
 
 class _Colwise(ColwiseParallel):
-    """ColwiseParallel that also cuts the Conv1D of GPT-2, a linear layer with a transposed weight (in, out)."""
+    """ColwiseParallel that also shards the Conv1D of GPT-2, a linear layer with a transposed weight (in, out)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, Conv1D):
@@ -61,9 +61,9 @@ def _cut_conv1d(style: ParallelStyle, module: Conv1D, mesh: DeviceMesh, placemen
 class Replicated(ParallelStyle):
     """Every tp rank runs the module on the same full input, or on its own part of it if `sum_gradients`.
 
-    The parameters become replicated DTensors. While the module runs, they are plain tensors. So the module may do with
-    them whatever it likes: kernels of its own, convolutions, scans. `whole` includes all parameters of the modules
-    inside that no other style has cut. `sum_gradients` adds up gradients over tp: each rank saw its own heads.
+    The parameters become replicated DTensors. While the module runs, they are plain tensors. So the module may use them
+    in any way: its own kernels, convolutions, scans. `whole` includes all parameters of the modules
+    inside that no other style has sharded. `sum_gradients` adds up gradients over tp: each rank saw its own heads.
     """
 
     def __init__(self, *, whole: bool = False, sum_gradients: bool = False):
@@ -91,7 +91,7 @@ class Replicated(ParallelStyle):
                 owner._parameters[name] = parameter
 
         module.register_forward_pre_hook(use_local)
-        # also after an exception: a recomputed layer is left by one as soon as its last activation is there
+        # also after an exception: recomputation leaves a layer by one, as soon as its last activation is there
         module.register_forward_hook(restore, always_call=True)
         return module
 
@@ -135,7 +135,7 @@ class BlockInput(ParallelStyle):
         return module
 
 
-# the style strings of transformers' plans, and the ones that `resolve_tp_plan` adds
+# the style strings of transformers' plans, and the styles that `resolve_tp_plan` adds
 STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": _Colwise,
     "rowwise": _Rowwise,
@@ -173,7 +173,7 @@ SEQUENCE_FORMS = {
     "colwise_vocab": "colwise_vocab_from_sequence",
 }
 # style of a layer -> styles of its own weight, of A and of B. In a column-parallel layer, A is a replica: every tp rank
-# has its output. B is cut like the layer. In a row-parallel layer, A is cut like the layer and B is a replica.
+# has its output. B is sharded like the layer. In a row-parallel layer, A is sharded like the layer, B is a replica.
 LORA_STYLES = {
     "colwise": ("colwise", "replicated_in_block", "colwise"),
     "colwise_gather_output": ("colwise_gather_output", "replicated_in_block", "colwise_gather_output"),

@@ -46,6 +46,7 @@ def choose_cpu_matmul(choice: str) -> str:
 
 
 def chosen() -> str:
+    """The library in use for fp32 products: onednn or mkl."""
     return "onednn" if _in_use else "mkl"
 
 

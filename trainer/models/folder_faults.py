@@ -18,7 +18,7 @@ DOWNLOAD = "complete files: download the folder again"
 
 
 def unreadable(folder: str, flag: str, error: Exception) -> UserError:
-    """What is wrong with the files of `folder`, which `flag` names. `error` is what the reader said."""
+    """What is wrong with the files of `folder`, which `flag` names. `error` is what the reader raised."""
     names = sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name)))
     for name in names:
         path = os.path.join(folder, name)
@@ -168,9 +168,9 @@ def tokenizer_fault(folder: str, error: Exception) -> UserError:
 
 
 def check_tokens(tokenizer, vocab_size: int, folder: str, flag: str) -> None:
-    """Raises UserError if the tokenizer makes a token that the model has no embedding for.
+    """Raise UserError if the tokenizer makes a token that the model has no embedding for.
 
-    Special tokens that no text contains, such as that of an image, may be beyond. Some published models have them.
+    Special tokens that no text contains, such as the token of an image, may be beyond. Some published models have them.
     """
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.errors import UserError, one_line
 from trainer.model_parallel.expert_parallel import are_experts
 
-# layers with a forward pass of their own that computes what nn.Linear computes: of Falcon, and of 4-bit models
+# layers whose own forward pass computes the same as nn.Linear: in Falcon, and in 4-bit models
 SAME_AS_LINEAR = ("FalconLinear", "Linear4bit")
 HEADS = ("score",)  # the head of a reward model is new: it is trained whole and saved with the adapter
 
@@ -31,8 +31,10 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     """Put LoRA layers into `model`, in place, and freeze all other weights except a reward head.
 
     The adapter records `base` as its base model. Call this before a strategy prepares the model. The model may be on
-    the meta device: `prepare` gives the adapter its values. Raises UserError for target modules that do not exist in
-    the model, or that are not linear layers inside it.
+    the meta device: `prepare` gives the adapter its values.
+
+    Raises:
+        UserError: target modules do not exist in the model, or are not linear layers inside it.
     """
     from peft import LoraConfig, inject_adapter_in_model  # an extra, `.[lora]`, that may be absent
 
@@ -90,8 +92,8 @@ def fixed_model(policy, reference) -> Iterator:
 def default_targets(model) -> list[str]:
     """The names of all linear layers between embedding and head that an adapter fits, of the text part of a model.
 
-    A router of experts has a forward pass of its own. The kernels of Mamba read the weight of `out_proj`, so they would
-    not see its adapter. Layers that share a weight (Zamba) cannot be tied again behind adapters. peft takes some names
+    A router of experts has its own forward pass. The kernels of Mamba read the weight of `out_proj`, so they would
+    ignore its adapter. Layers that share a weight (Zamba) cannot be tied again behind adapters. peft takes some names
     (`gate_proj`) for the stacked experts of mixtures, also in paths. A name is the last part of the path, unless it
     would also mean another module.
     """

@@ -52,7 +52,7 @@ def token_scores(model, batch: dict) -> torch.Tensor:
 
 
 def scoring_pad(model, tokenizer) -> int:
-    """Return the config's pad token, or else the tokenizer's. By it, transformers finds the token to score."""
+    """Return the config's pad token, or else the tokenizer's. transformers uses it to find the token to score."""
     pad_token_id = model.config.get_text_config().pad_token_id
     return tokenizer.pad_token_id if pad_token_id is None else pad_token_id
 
@@ -69,8 +69,10 @@ def make_initial_reward_model(
 
     The head is `head_prefix`.weight in `source`, and score.weight, (1, hidden_size), in `folder`. A new head depends
     only on the seed: it is the same on every layout. Its standard deviation is 1 / sqrt(hidden_size + 1) (Stiennon et
-    al. 2020, appendix B.1). Raises UserError if transformers has no sequence classifier for the model, or if `source`
-    has no safetensors.
+    al. 2020, appendix B.1).
+
+    Raises:
+        UserError: transformers has no sequence classifier for the model, or `source` has no safetensors.
     """
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

@@ -1,6 +1,6 @@
-"""What one call of an attention function needs: documents, window, chunks, soft cap and sinks, wherever the model has them.
+"""What one call of an attention function needs: documents, window, chunks, soft cap and sinks.
 
-transformers gives some of it as arguments of the call. The rest is in the module's config, or in the mask that a padded
+transformers passes some of them as arguments of the call. The rest is in the module's config, in the mask that a padded
 run would build, or in the arguments of the model call.
 """
 
@@ -14,18 +14,17 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.errors import UserError
 from trainer.models.layers.model_call import current_call
 
-UNSUPPORTED = (
-    "position_bias",
-    "indices",
-    "block_indices",
-)  # options of some models, which attention here does not have
-CHUNKED_MODELS = {
-    "llama4_text"
-}  # their mask cuts "chunked_attention" layers into chunks of attention_chunk_size tokens
-WINDOWS_IN_MASKS = {"phimoe"}  # every layer has the config's window, and only the mask knows it
+# options of some models that attention here does not have
+UNSUPPORTED = ("position_bias", "indices", "block_indices")
+# their mask cuts "chunked_attention" layers into chunks of attention_chunk_size tokens
+CHUNKED_MODELS = {"llama4_text"}
+# every layer has the config's window, and only the mask shows it
+WINDOWS_IN_MASKS = {"phimoe"}
 
 
 class AttentionCall(NamedTuple):
+    """The inputs of one attention call, without keys and values."""
+
     query: torch.Tensor  # (rows, heads, tokens, head_dim)
     cu_seqlens: Optional[torch.Tensor]  # None for rows of one document
     cu_seqlens_host: Optional[torch.Tensor]
@@ -45,7 +44,12 @@ class AttentionCall(NamedTuple):
 def read_call(module, query, attention_mask, kwargs: dict, flag: str, allowed: str, packed: bool) -> AttentionCall:
     """Read the arguments of an attention function that transformers calls for the layer `module`.
 
-    Raises UserError, with `flag` and what is `allowed`, if this attention cannot serve the call."""
+    `query` is (rows, heads, tokens, head_dim). `kwargs` are the other arguments of the call. `packed`: a row holds
+    documents.
+
+    Raises:
+        UserError: this attention cannot serve the call. The error names `flag` and what is `allowed`.
+    """
     config = getattr(module, "config", None)
     name = getattr(config, "model_type", type(module).__name__)
     source = kwargs if kwargs.get("cu_seqlens") is not None else current_call()
@@ -62,7 +66,7 @@ def read_call(module, query, attention_mask, kwargs: dict, flag: str, allowed: s
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _tuned_by_position(module, query, flag)
     scale, sinks = kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("s_aux")
-    if isinstance(sinks, DTensor):  # over tp: this rank needs the sinks of its heads
+    if isinstance(sinks, DTensor):  # sharded over tp: this rank needs the sinks of its heads
         sinks = sinks.redistribute(placements=[Shard(0)]).to_local()
     return AttentionCall(query, *documents, window, chunk, scale, kwargs.get("softcap"), sinks)
 

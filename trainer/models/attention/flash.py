@@ -1,7 +1,7 @@
-"""Which flash-attention kernels can run here: those of the packages flash-attn 2, 3 and 4, and torch's own.
+"""Which flash-attention kernels can run here, from the packages flash-attn 2, 3 and 4 or from torch.
 
-The limits are those of the kernels: fp16 or bf16, head_dim of at most 256, a GPU of compute capability 8.0 (Ampere) or
-newer. torch's kernel also needs a head_dim that is a multiple of 8. `flash_limits.py` refuses what a flag cannot have.
+The kernels need fp16 or bf16, a head_dim of at most 256, and a GPU of compute capability 8.0 (Ampere) or newer. torch's
+kernel also needs a head_dim that is a multiple of 8. `flash_limits.py` checks the flags.
 """
 
 import functools
@@ -34,6 +34,7 @@ def flash_fault(version: int) -> Optional[str]:
 
 
 def has_flash_attn() -> bool:
+    """Return whether flash-attn 2 can be used."""
     return flash_fault(2) is None
 
 
@@ -45,12 +46,12 @@ def _is_installed(package: str) -> bool:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether the kernels of a GPU compute with `tensor`. The tests say yes, and bring kernels for the CPU."""
+    """Return whether GPU kernels compute with `tensor`. Tests replace this, and bring kernels for the CPU."""
     return tensor.is_cuda
 
 
 def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether flash kernels, torch's or those of flash-attn 2, can serve (..., head_dim) tensors on CUDA."""
+    """Return whether the flash kernels of torch and flash-attn 2 can serve (..., head_dim) tensors on CUDA."""
     head_dim = query.shape[-1]
     fits = query.dtype in (torch.bfloat16, torch.float16) and head_dim == value.shape[-1]
     return fits and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0 and _is_new_enough(query.device)

@@ -1,4 +1,4 @@
-"""What --attn_implementation flash_attention_2 and flash_attention_3 cannot have: one line, before the model is read."""
+"""Refusals of --attn_implementation flash_attention_2 and flash_attention_3, before the model is read."""
 
 import torch
 
@@ -47,7 +47,7 @@ def validate_head_dims(config, attention: str = "flash_attention_2") -> None:
 
 
 def validate_flash_model(config, auto_class, attention: str) -> None:
-    """Raise UserError for a model that transformers does not compute with this kernel. It would take another one."""
+    """Raise UserError for a model for which transformers would silently use another kernel."""
     kind = model_class(config, auto_class._model_mapping)
     if kind is None:
         return

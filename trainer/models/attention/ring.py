@@ -1,12 +1,12 @@
 """Causal attention over a row of tokens that is split over a sequence-parallel group, as a ring of key-value blocks.
 
-Each rank keeps its queries. Keys and values travel once around the ring (Liu et al. 2023, Ring Attention with Blockwise
+Each rank keeps its queries. Keys and values go once around the ring (Liu et al. 2023, Ring Attention with Blockwise
 Transformers). The log-sum-exp merges the partial results of the blocks (Milakov & Gimelshein 2018, Online normalizer
 calculation for softmax). Backward sends keys and values around again, together with fp32 sums of their gradients.
 Between passes, a rank holds only its own query, key, value, out and lse: O(tokens / sp) memory.
 
-Ranks hold zigzag shards, see trainer.datasets.batches.sequence_split. Packed documents never attend to each other. On one rank
-(no group), the same code serves packed rows whose attention has sinks or a soft cap.
+Ranks hold zigzag shards, see trainer.datasets.batches.sequence_split. Packed documents never attend to each other. On
+one rank (no group), the same code serves packed rows whose attention has sinks or a soft cap.
 
 A sink is one more score in the softmax of each query, without a key. A query's own rank adds it once, after all blocks.
 """
@@ -195,7 +195,7 @@ def _place(group: Optional[dist.ProcessGroup]) -> tuple[int, int]:
 
 
 def _circulate(block: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (owner's rank, block) for every rank of `group`, this rank first. The next block travels meanwhile."""
+    """Yield (owner's rank, block) for every rank of `group`, this rank first. The next block is sent meanwhile."""
     rank, size = _place(group)
     for step in range(size):
         finish = _start_shift(block, group) if step + 1 < size else None
@@ -204,7 +204,7 @@ def _circulate(block: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Itera
 
 
 def _start_shift(tensor: torch.Tensor, group: Optional[dist.ProcessGroup]) -> Callable[[], torch.Tensor]:
-    """Start to send `tensor` to the next rank of `group`. The result waits for and returns the previous rank's one."""
+    """Start to send `tensor` to the next rank of `group`. The returned function waits for the previous rank's tensor."""
     if _place(group)[1] == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)

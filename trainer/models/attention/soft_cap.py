@@ -1,4 +1,4 @@
-"""Attention of one block whose scores have a soft cap (Gemma 2), as kernels.py specifies it, in plain matrix products.
+"""Attention of one block whose scores have a soft cap (Gemma 2), in plain matrix products. kernels.py specifies it.
 
 Scores of a few queries exist at a time, in fp32. No kernel of torch has soft caps: on a GPU this is correct, but slow.
 """

@@ -1,6 +1,6 @@
 """Attention over packed documents, registered through transformers' AttentionInterface.
 
-A packed row holds several documents. `cu_seqlens` (documents + 1,) says where each one begins and ends. Attention never
+A packed row holds several documents. `cu_seqlens` (documents + 1,) holds the bounds of the documents. Attention never
 crosses documents, and no (tokens x tokens) mask is built.
 """
 
@@ -77,7 +77,7 @@ def _varlen_kernel(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) 
 def validate_attention_layers(config, flag: str, allowed: str) -> None:
     """Raise UserError for a transformers config with layers that would see other documents, or only a part of a sequence.
 
-    Such layers never call a registered attention function, and `recurrent_layers` does not know them either.
+    Such layers never call a registered attention function, and `recurrent_layers` does not support them either.
     """
     text = config.get_text_config()
     layers = {layer for name in LAYER_NAMES for layer in getattr(text, name, None) or ()} - ATTENTION_LAYERS
@@ -90,18 +90,19 @@ def validate_attention_layers(config, flag: str, allowed: str) -> None:
 def validate_registered_attention(config, flag: str, allowed: str) -> None:
     """Raise UserError for a transformers config whose model does not fit a registered attention function.
 
-    Such a model calls no registered function, or needs more than causal attention within a window."""
+    Such a model calls no registered function, or needs more than causal attention within a window.
+    """
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or ()
     if "chunked_attention" in layers and text.model_type not in CHUNKED_MODELS:
         raise UserError(flag, f"{config.model_type} has layers of chunked_attention", allowed)
-    if layers and set(layers) == {"linear_attention"}:  # no attention at all; `validate_attention_layers` knows these
+    if layers and set(layers) == {"linear_attention"}:  # no attention; `validate_attention_layers` has checked them
         return
     kind = model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     if kind is None:  # only a call can show whether it fits
         return
-    # Other models without sdpa have inputs that attention here does not know. Models whose implementation cannot be set
-    # have attention code in the layer itself. That code sees neither documents nor shards.
+    # Other models without sdpa have inputs that attention here does not support. Models whose implementation cannot be
+    # set have attention code in the layer itself. That code sees neither documents nor shards.
     fits = kind._supports_sdpa or text.model_type in MODELS_WITH_SINKS
     if not (fits and kind._can_set_attn_implementation()):
         raise UserError(flag, f"{config.model_type} has its own kind of attention", allowed)

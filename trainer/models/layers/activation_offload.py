@@ -1,7 +1,7 @@
-"""Keep in host memory what the decoder keeps for the backward pass: with `recompute_layers`, the layers' inputs.
+"""Keep the decoder's tensors for the backward pass in host memory: with `recompute_layers`, the layers' inputs.
 
-On a GPU, a stream of its own copies them. One layer's input goes out while the next layer runs. In the backward pass, it
-comes back while the layer after it runs.
+On a GPU, a separate stream copies them. One layer's input is copied out while the next layer runs. In the backward pass,
+it is copied back while the layer after it runs.
 """
 
 import functools
@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class _Kept:
-    """One tensor in host memory. `layout` is that of a DTensor; `back` and `ready` are its copy on the device."""
+    """One tensor in host memory. `layout` describes a DTensor. `back` and `ready` are the copy on the device."""
 
     host: torch.Tensor
     device: torch.device
     layout: Optional[dict]
-    before: Optional["_Kept"]  # the tensor that was kept before this one: the backward pass asks for it next
+    before: Optional["_Kept"]  # the tensor that was kept before this one: the backward pass needs it next
     back: Optional[torch.Tensor] = None
     ready: Any = None
 
@@ -29,7 +29,7 @@ class HostCopies:
 
     def __init__(self):
         self._last: Optional[_Kept] = None
-        self._beside = None  # the stream of the copies
+        self._copies = None  # the stream of the copies
         self._leaving = None  # (tensor, event): memory that its copy still reads
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
@@ -49,7 +49,7 @@ class HostCopies:
     def give(self, kept: _Kept) -> torch.Tensor:
         """Return the tensor on its device, and start the copy of the one that is needed next."""
         self._release()
-        self._last = None  # from now on, only the backward pass holds what it has not asked for
+        self._last = None  # from now on, only the backward pass holds the tensors that it still needs
         for wanted in (kept, kept.before):
             if wanted is not None and wanted.back is None:
                 wanted.back = torch.empty_like(wanted.host, device=wanted.device)
@@ -59,16 +59,16 @@ class HostCopies:
         return DTensor.from_local(tensor, run_check=False, **kept.layout) if kept.layout else tensor
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor):
-        """Copy beside the current stream, after all that it has begun. Return the event of the end."""
+        """Copy on the other stream, after all work of the current stream so far. Return the event of the end."""
         streams = _streams(target.device if source.device.type == "cpu" else source.device)
-        self._beside = self._beside or streams.Stream()
-        self._beside.wait_stream(streams.current_stream())
-        with streams.stream(self._beside):
+        self._copies = self._copies or streams.Stream()
+        self._copies.wait_stream(streams.current_stream())
+        with streams.stream(self._copies):
             target.copy_(source, non_blocking=True)
-            return self._beside.record_event()
+            return self._copies.record_event()
 
     def _release(self) -> None:
-        """Let the memory of the tensor before be used again: what the current stream does next waits for its copy."""
+        """Free the memory of the previous tensor: the next work of the current stream waits for the copy of it."""
         if self._leaving:
             tensor, copied = self._leaving
             _streams(tensor.device).current_stream().wait_event(copied)
@@ -81,7 +81,7 @@ def _streams(device: torch.device):
 
 
 def offload_layer_inputs(model: torch.nn.Module) -> None:
-    """Keep in host memory what the decoder keeps. The head is not included: its weight would be copied as well."""
+    """Keep the decoder's saved tensors in host memory, in place. Not the head's: its weight would be copied as well."""
     decoder = model.base_model
     forward = decoder.forward
 

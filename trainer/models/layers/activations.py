@@ -1,6 +1,6 @@
 """What a forward pass keeps for backward: everything, only each decoder layer's input, or also the costly results.
 
-`activation_offload.py` keeps it in host memory.
+`activation_offload.py` moves it to host memory.
 """
 
 import functools

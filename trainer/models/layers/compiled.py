@@ -1,5 +1,7 @@
 """`--compile`: torch.compile of each decoder layer, and of a step of decoding. One compilation serves all layers."""
 
+from collections.abc import Callable
+
 import torch
 
 from trainer.model_parallel.expert_parallel import are_experts
@@ -19,15 +21,15 @@ def compile_layers(model: torch.nn.Module) -> None:
             module.compile()
 
 
-def compile_decoding(model: torch.nn.Module):
+def compile_decoding(model: torch.nn.Module) -> Callable:
     """`model`, compiled for calls that read one token per row. One code serves every number of rows and of keys."""
     _prepare(model)
     return torch.compile(model, dynamic=True)
 
 
 def _prepare(model: torch.nn.Module) -> None:
-    """Let experts run as they are: torch fails to compile their grouped products in fp32, and their number of tokens
-    changes all the time."""
+    """Exclude experts, in place: torch fails to compile their grouped products in fp32, and the number of their tokens
+    changes in every call."""
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for module in model.modules():
         if are_experts(module):

@@ -1,11 +1,12 @@
-"""Mixers whose heads are shared out over ranks: linear attention, Mamba 2, short convolutions.
+"""Mixers whose heads are sharded over ranks: linear attention, Mamba 2, short convolutions.
 
 Each rank computes its own heads for all tokens, from its own slices of the weights. The results of the ranks are parts
-of a sum, because the output layer adds up over heads. Weights stay where they are: FSDP2, ZeRO and the tensor-parallel
-plan store them as before, and a mixer slices them while it computes. So checkpoints and optimizers do not change.
+of a sum, because the output layer adds up over heads. The storage of the weights does not change: FSDP2, ZeRO and the
+tensor-parallel plan keep them as before, and a mixer slices them while it computes. So checkpoints and optimizers do not
+change either.
 
-A table per mixer says where the heads are in each weight. What the table does not know is computed whole, on each rank:
-heads that the ranks do not divide, adapters in the mixer, quantized weights, and generation with a cache.
+A table per mixer holds the places of the heads in each weight. Every rank computes the whole mixer where the table does
+not fit: heads that the ranks do not divide, adapters in the mixer, quantized weights, and generation with a cache.
 """
 
 import contextlib
@@ -25,13 +26,15 @@ Sections = list[tuple[int, int]]  # (size, number of equal parts) of each stretc
 
 
 class Table(NamedTuple):
+    """The places of the heads in the weights of a mixer, for one number of ranks."""
+
     cuts: dict[str, Sections]  # of the output rows of a layer, or of the input columns of `out_proj`
     sizes: dict[str, int]  # attributes of the mixer that count its heads
     whole: tuple[str, ...] = ()  # parameters that all heads use
     wide_norm: bool = False  # the gated norm is over the heads of all ranks
 
 
-# --- the tables. Each function returns None for a number of ranks that does not divide the heads.
+# --- the tables. Each function returns None if the number of ranks does not divide the heads.
 
 
 def _gated_delta_net(mixer, ranks: int) -> Optional[Table]:
@@ -48,7 +51,7 @@ def _gated_delta_net(mixer, ranks: int) -> Optional[Table]:
 
 
 def _mamba_2(mixer, ranks: int) -> Optional[Table]:
-    """B and C belong to groups of heads. Where there are fewer groups than ranks, several ranks compute the same B and C."""
+    """B and C belong to groups of heads. With fewer groups than ranks, several ranks compute the same B and C."""
     groups = mixer.n_groups
     norm_groups = _norm_groups(mixer)
     is_wide = norm_groups == 1 and not getattr(mixer.norm, "norm_before_gate", False)
@@ -65,7 +68,7 @@ def _mamba_2(mixer, ranks: int) -> Optional[Table]:
 
 
 def _norm_groups(mixer) -> int:
-    """Return over how many groups of channels the gated norm of a Mamba-2 mixer is."""
+    """Return the number of groups of channels in the gated norm of a Mamba-2 mixer."""
     if not list(mixer.norm.parameters()):
         return mixer.num_heads  # there is no norm
     if hasattr(mixer.norm, "group_size"):
@@ -96,7 +99,7 @@ TABLES = {
 
 
 def own_part(tensor: torch.Tensor, dim: int, sections: Sections, rank: int, ranks: int) -> torch.Tensor:
-    """Return a copy of what a rank takes of each section of `dim`.
+    """Return a copy of the part of each section of `dim` that belongs to `rank`.
 
     Rank 1 of 2 takes [1 3 4] of [0 1 2 3 4] with sections (2, 2), (2, 2), (1, 1).
     """
@@ -112,8 +115,8 @@ def own_part(tensor: torch.Tensor, dim: int, sections: Sections, rank: int, rank
 class OwnHeads:
     """The heads of `mixer` that this rank computes. Create it before a strategy wraps the model.
 
-    Heads are shared out over both groups if the product of their sizes divides them, otherwise over one of them.
-    `tp` and `sp` are the groups that share. Both are None if every rank computes the whole mixer.
+    Heads are sharded over both groups if the product of their sizes divides them, otherwise over one group. `tp` and
+    `sp` are the groups that shard. Both are None if every rank computes the whole mixer.
     """
 
     def __init__(self, mixer, tp_group: Optional[dist.ProcessGroup], sp_group: Optional[dist.ProcessGroup]):
@@ -133,7 +136,10 @@ class OwnHeads:
 
     @contextlib.contextmanager
     def taken(self, caches: bool) -> Iterator[Optional[torch.nn.Module]]:
-        """Yield the mixer with this rank's slices of the weights. None: compute the whole mixer. `caches` its states?"""
+        """Yield the mixer with this rank's slices of the weights, or None: compute the whole mixer.
+
+        `caches`: this call uses the states of a generation, so it gives None.
+        """
         wholes = None if self.table is None or caches else self._whole_parameters()
         if wholes is None:
             yield None
@@ -146,7 +152,7 @@ class OwnHeads:
                 _owner(self.own, name)._buffers[name.rpartition(".")[2]] = part
             self.own.train(self.mixer.training)
             if self.table.wide_norm:
-                self.own.training = False  # kernels that compute all of a mixer at once would norm our heads alone
+                self.own.training = False  # kernels that fuse a whole mixer would norm only our heads
             yield self.own
         finally:
             for name in wholes:
@@ -166,7 +172,7 @@ class OwnHeads:
             if tensor.shape == self.shapes[name]:
                 wholes[name] = tensor
             elif self.tp and (self.tp.size() * len(tensor), *tensor.shape[1:]) == self.shapes[name]:
-                parts[name] = tensor  # a plan has cut its rows over tp
+                parts[name] = tensor  # a plan has sharded its rows over tp
             else:
                 return None
         if self.tp:
@@ -185,13 +191,13 @@ class OwnHeads:
 
 
 def shared_over(mixer, tp: int, sp: int) -> tuple[int, int]:
-    """Return how many ranks of tp and of sp share the heads of a mixer: all, those of one axis, or (1, 1)."""
+    """Return over how many ranks of tp and of sp the heads of a mixer are sharded: both axes, one axis, or (1, 1)."""
     ways = [(tp, sp), (tp, 1), (1, sp)]
     return next((way for way in ways if math.prod(way) > 1 and find_table(mixer, math.prod(way))), (1, 1))
 
 
 def find_table(mixer, ranks: int) -> Optional[Table]:
-    """Return where the heads of a mixer are if it can be shared out over `ranks`: every parameter has to be known."""
+    """Return the places of a mixer's heads if it can be sharded over `ranks`. The table must cover every parameter."""
     make = TABLES.get(type(mixer).__name__)
     table = make(mixer, ranks) if make else None
     for name, parameter in mixer.named_parameters() if table else ():
@@ -224,7 +230,7 @@ def _owner(module: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _without_hooks(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the same module without hooks, parameters and buffers. Those are put in for each call."""
+    """Return the same module without hooks, parameters and buffers. Each call puts tensors in."""
     bare = type(module).__new__(type(module))
     torch.nn.Module.__init__(bare)
     vars(bare).update({name: value for name, value in vars(module).items() if name not in vars(bare)})
@@ -235,7 +241,7 @@ def _without_hooks(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wide_norm(norm, width: int, groups: list, hidden: torch.Tensor, gate: Optional[torch.Tensor] = None):
-    """The gated RMS norm over `width` channels, of which this rank has some: squares are summed over the groups."""
+    """The gated RMS norm over `width` channels. This rank has some of them: squares are summed over the groups."""
     dtype, hidden = hidden.dtype, hidden.float()
     if gate is not None:
         hidden = hidden * F.silu(gate.float())

@@ -1,21 +1,21 @@
 """Layers with a state from token to token: linear attention, state spaces, short convolutions.
 
 Such a mixer calls no attention function. Its state would run on from one packed document into the next, and a rank
-with a part of a sequence would not know the state before it. `restart_at_documents` mends both from outside: the
-mixers of transformers do not change, and every kind of them is served by the same code.
+with a part of a sequence would not know the state before it. `restart_at_documents` corrects both from outside: the
+mixers of transformers do not change, and the same code serves every kind.
 
 - Packed documents become the rows of batches that are padded on the right. A causal mixer gives real tokens the same
   values with or without padding on their right. Documents of like length share a batch.
 - The hidden states of a split sequence are gathered over sp, and put in the order of the text. Every rank of sp and of tp
   computes its own heads for all tokens (`head_shares`). The sum over the ranks is scattered over sp again.
-- Where heads cannot be shared out, every rank computes the whole mixer and keeps its own tokens. Its loss is that of its
+- Where heads cannot be sharded, every rank computes the whole mixer and keeps its own tokens. Its loss covers only its
   own tokens, so gradients are counted once.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.models.layers.head_shares import OwnHeads
 
 # model_type of transformers -> class of its mixers. Each maps hidden states (rows, tokens, hidden) to the same shape,
-# alone or as the first item of a tuple.
+# as the result or as the first item of a tuple.
 MIXERS = {
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
@@ -55,7 +55,7 @@ TOKEN_BY_TOKEN = {"moe", "mlp"}
 
 
 def known_layers(config) -> set[str]:
-    """Return the names of the layers without attention that `restart_at_documents` makes right in this config's model."""
+    """Return the names of the layers without attention that `restart_at_documents` supports in a model of this config."""
     return WITH_MIXER | TOKEN_BY_TOKEN if config.get_text_config().model_type in MIXERS else set()
 
 
@@ -65,17 +65,19 @@ def restart_at_documents(
     tp_group: Optional[dist.ProcessGroup] = None,
 ) -> None:
     """Make the mixers of a transformers model restart at packed documents, and see whole sequences if `sp_group` splits
-    them. The ranks of both groups share the heads. Changes the `forward` of modules in place, and nothing for a model
+    them. Heads are sharded over both groups. This changes the `forward` of modules in place, and nothing in a model
     without mixers.
 
-    Call this after activation checkpointing is switched on, and before a strategy wraps the model. Raises UserError for
-    a model whose mixers have unknown classes.
+    Call this after activation checkpointing is switched on, and before a strategy wraps the model.
+
+    Raises:
+        UserError: the mixers of the model have unknown classes.
     """
     config = model.config.get_text_config()
     mixers = mixers_of(model)
     expected = sum(layer in WITH_MIXER for layer in getattr(config, "layer_types", None) or ())
     if len(mixers) != expected:  # remote code with the model_type of transformers' own model
-        found = f"{config.model_type} has {expected} layers with a state, of which {len(mixers)} are known"
+        found = f"{config.model_type} has {expected} layers with a state; {len(mixers)} of them are known"
         raise UserError("--packing_samples, --ring_attn_size", found, "leave them out")
     if not mixers:
         return
@@ -89,7 +91,7 @@ def restart_at_documents(
 
 
 def share_heads(model: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Let the ranks of `tp_group` share the heads of mixers. For whole sequences without packing; see above."""
+    """Shard the heads of mixers over `tp_group`, in place. For whole sequences without packing; see above."""
     change_mixers(mixers_of(model), Row(), None, tp_group)
 
 
@@ -109,8 +111,11 @@ def change_mixers(mixers: list[torch.nn.Module], row: "Row", sp_group, tp_group)
 
 
 def _gather_as_a_whole(mixer: torch.nn.Module) -> None:
-    """Make ZeRO 3 gather the weights of a mixer once per call. Its ranks have different numbers of batches, and gathers
-    for each batch would not meet. ZeRO 3 sees the gradients of positional inputs only, and layers name their inputs."""
+    """Make ZeRO 3 gather the weights of a mixer once per call, in place.
+
+    The ranks have different numbers of batches, so gathers for each batch would not match. ZeRO 3 handles gradients of
+    positional inputs only, but layers name their inputs.
+    """
 
     def call(self, hidden_states, *args, **kwargs):
         return mixer_class.__call__(self, hidden_states, *args, **kwargs)
@@ -126,7 +131,8 @@ class Row:
     batches: Optional["Batches"] = None
 
     @contextlib.contextmanager
-    def of(self, batches: Optional["Batches"]):
+    def of(self, batches: Optional["Batches"]) -> Iterator[None]:
+        """Set the documents inside this context."""
         before, self.batches = self.batches, batches
         try:
             yield
@@ -168,7 +174,7 @@ def _restarting(forward: Callable, row: Row, sp_group: Optional[dist.ProcessGrou
     @functools.wraps(forward)
     def restarting(hidden_states, *args, **kwargs):
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_ROW}
-        rest: list = []  # what the mixer returns beside its output, such as its last state
+        rest: list = []  # what the mixer returns besides its output, such as its last state
         with heads.taken(caches=any(kwargs.get(name) is not None for name in CACHES)) as own:
             tp, over_sp = (heads.tp, heads.sp is not None) if own else (None, False)
             compute = own.forward if own else forward

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on the length of the text: `longrope` and `dynamic`.
 
-transformers takes the longest text of a micro-batch, for all of its rows. The loss of a text then depends on the texts
-beside it, and so on the layout. Texts up to the length of pre-training all have the same frequencies.
+transformers uses the longest text of a micro-batch for all of its rows. The loss of a text then depends on the other
+texts of the micro-batch, and so on the layout. Texts up to the length of pre-training all have the same frequencies.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def fit_rotary(model, *, longest: int, rolls_out: bool, packed: bool, is_split: 
 
 
 def _original_length(module: torch.nn.Module) -> int:
-    """The length of pre-training, the least of all kinds of layers."""
+    """The length of pre-training: the smallest one of all kinds of layers."""
     parameters = module.config.rope_parameters
     entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
     known = [entry["original_max_position_embeddings"] for entry in entries if entry.get("rope_type") == "longrope"]
@@ -49,7 +49,7 @@ def _original_length(module: torch.nn.Module) -> int:
 
 def _of_each_document(module: torch.nn.Module, original: int):
     """Return the forward of a longrope module: a document has the long frequencies if it is longer than `original`."""
-    plain = inspect.unwrap(type(module).forward)  # without the look at the longest text
+    plain = inspect.unwrap(type(module).forward)  # without the check of the longest text
 
     @torch.no_grad()
     def forward(x: torch.Tensor, position_ids: torch.Tensor):

@@ -27,7 +27,7 @@ class Routers:
     """
 
     def __init__(self, model: torch.nn.Module, config):
-        """`config` is that of the model. Raises UserError if `model` has no experts."""
+        """`config` is the config of the model. Raises UserError if `model` has no experts."""
         text = config.get_text_config()
         self.top_k = getattr(text, "num_experts_per_tok", None)
         self.num_experts = next((n for name in NUMBERS if isinstance(n := getattr(text, name, None), int)), None)
@@ -42,7 +42,7 @@ class Routers:
             raise UserError(FLAG, f"{self.kind} has no router over experts", "a mixture such as qwen3_moe, olmoe")
 
     def check(self, recorded: Iterable[torch.Tensor]) -> None:
-        """Raise UserError if recorded experts, (tokens, layers, k), are not those of such a model."""
+        """Raise UserError if recorded experts, (tokens, layers, k), do not fit this model."""
         for experts in recorded:
             in_range = bool(((experts >= 0) & (experts < self.num_experts)).all())
             if experts.ndim != 3 or experts.shape[1:] != (self.num_layers, self.top_k) or not in_range:
@@ -95,7 +95,7 @@ class _Choice(TorchFunctionMode):
 
 
 class RecordedRows:
-    """`CachedRows` that note the experts of every token that they read."""
+    """`CachedRows` that record the experts of every token that they read. `first`, `next` and `keep` are theirs."""
 
     def __init__(self, going, routers: Routers, prompts: Sequence[Sequence[int]]):
         self.going, self.routers = going, routers

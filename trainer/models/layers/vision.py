@@ -1,4 +1,4 @@
-"""The vision tower of a model of images and text: what trains in it, how fast, and what it sees of packed or split rows."""
+"""The vision tower of a model of images and text: what trains in it, how fast, and images in packed or split rows."""
 
 import inspect
 

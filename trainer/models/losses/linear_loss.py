@@ -83,7 +83,9 @@ def as_autocast(hidden, weight, bias) -> tuple:
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def token_nll(model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chunk_rows: int):
+def token_nll(
+    model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chunk_rows: int
+) -> tuple[torch.Tensor, bool]:
     """Run a causal language model whose head is a torch.nn.Linear, for `labels` (rows, tokens).
 
     `kept` (n,) are the places of the labels in all rows. Returns fp32 -log p(labels), (rows, tokens), 0 where IGNORE,
@@ -120,7 +122,7 @@ def forward_replaced(module: torch.nn.Module, forward: Callable) -> Iterator[Non
 
 @functools.cache
 def head_is_last(config_class: type, config_json: str) -> bool:
-    """Return whether a model returns the output of its head unchanged. A copy without weights or layers is tried."""
+    """Return whether a model returns the output of its head unchanged. This runs a copy without weights and layers."""
     config = config_class.from_dict(json.loads(config_json))
     outputs = []
     try:
@@ -130,6 +132,6 @@ def head_is_last(config_class: type, config_json: str) -> bool:
             model.base_model.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
             model.get_output_embeddings().register_forward_hook(lambda module, args, output: outputs.append(output))
             logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
-    except (ValueError, AttributeError):  # a class that transformers does not know, or other outputs: remote code
+    except (ValueError, AttributeError):  # remote code: an unknown class, or other outputs
         return False
     return logits is outputs[-1]

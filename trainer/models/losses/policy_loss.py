@@ -18,8 +18,8 @@ MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     """Clamp a log-ratio at +-20 before its exp: e^800 is inf, and inf times an advantage of 0 is NaN.
 
-    The gradient inside the bounds is unchanged, and 0 outside. The bounds are those of verl (core_algos.py: policy loss
-    and k3) and of OpenRLHF (models/loss.py).
+    The gradient inside the bounds is unchanged, and 0 outside. verl (core_algos.py: policy loss and k3)
+    and OpenRLHF (models/loss.py) use the same bounds.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -155,7 +155,8 @@ def value_loss(
 ) -> torch.Tensor:
     """Return max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token.
 
-    OpenAI baselines, ppo2; see Engstrom et al. 2020, section 3. Without `value_clip`, the loss is (V - R)^2 / 2."""
+    OpenAI baselines, ppo2; see Engstrom et al. 2020, section 3. Without `value_clip`, the loss is (V - R)^2 / 2.
+    """
     losses = (values - returns) ** 2
     if value_clip is not None:
         held = old_values + (values - old_values).clamp(-value_clip, value_clip)
@@ -176,5 +177,5 @@ def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float
 
 
 def num_targets(length: int, loss_agg: str) -> int:
-    """Return what a sample adds to the denominator of the loss."""
+    """Return what a sample of `length` response tokens adds to the denominator of the loss."""
     return length if loss_agg == "token" else 1

@@ -1,7 +1,7 @@
 """Log-probs and entropies of a policy without the logits of a whole micro-batch: (tokens, vocabulary) never exists.
 
-As in `linear_loss`, the head of the model returns results instead of logits. Here they are two numbers per token. The head
-may also be sharded over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of the logits of a chunk.
+As in `linear_loss`, the head of the model returns results instead of logits. Here they are two numbers per token. The
+head may also be sharded over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of a chunk's logits.
 """
 
 from collections.abc import Callable

@@ -55,6 +55,7 @@ class LogRatios:
 
 
 def loss_names(loss: str) -> list[str]:
+    """The names in a value of --loss: "dpo, bco" gives ["dpo", "bco"]."""
     return [name.strip() for name in loss.split(",")]
 
 

@@ -16,7 +16,7 @@ def sum_by_sequence(
     Sums are fp64, because a preference looks at small differences of large sums. Every sp rank gets every sum. The loss
     of these sums counts on only one sp rank, see `counts_here`. Values [1, 2, 4] of sequences [0, 1, 0] give [5, 2].
     """
-    # a micro-batch without a sequence still has a token with id 0; its sum is cut off
+    # a micro-batch without a sequence still has a token with id 0; its sum is removed
     sums = torch.zeros(max(num_sequences, 1), *values.shape[2:], dtype=torch.float64, device=values.device)
     sums = sums.index_add(0, sequence_ids.flatten(), values.flatten(0, 1).double())
     if sp_group is not None and sp_group.size() > 1:

@@ -85,7 +85,7 @@ def token_entropies(
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
-    """Return `function(fp32 logits, labels)` of the tokens that have a label: (rows, tokens). The host waits once for a GPU."""
+    """Return `function(fp32 logits, labels)` of the tokens with a label: (rows, tokens). The host waits once for a GPU."""
     if labels.numel() <= chunk_tokens:
         kept = places_of_labels({"labels": labels}) if kept is None else kept
         return _of_chunk(logits.flatten(0, -2), labels.flatten(), kept, function).view(labels.shape)

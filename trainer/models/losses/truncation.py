@@ -1,4 +1,4 @@
-"""Truncated sampling: which tokens --top_p, --top_k and --min_p keep, and logits of the distribution over these tokens."""
+"""Truncated sampling: the tokens that --top_p, --top_k and --min_p keep, and logits of the distribution over them."""
 
 import torch
 from torch.distributed.tensor import DTensor

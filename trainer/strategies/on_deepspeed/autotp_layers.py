@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
-from trainer.model_parallel.tensor_parallel import pattern_of
+from trainer.model_parallel.tp_plans import pattern_of
 
 FLAG = "--tensor_parallel_size"
 # style of a plan -> AutoTP's partition type
