@@ -483,60 +483,93 @@ def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, 
 # --- one line
 
 WRONG = {
-    "--share_prompts": ["--share_prompts", "--packing_samples"],
-    "--top_p": ["--top_p", "1.1"],
-    "--n_samples_per_prompt": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
-    "--reward_func": ["--reward_func", ""],
-    "--remote_rm_url": ["--remote_rm_url", "http://x"],
-    "--label_key": ["--reward_func", "math", "--label_key", ""],
-    "--reward_weights": ["--reward_weights", "1", "2"],
-    "--reward_clip_range": ["--reward_clip_range", "1", "0"],
-    "--overlong_buffer_len": ["--overlong_buffer_len", "8"],
-    "--dual_clip": ["--dual_clip", "0.5"],
-    "--sapo_temperatures": ["--policy_loss", "sapo", "--sapo_temperatures", "1", "0"],
-    "--advantage_batch_std": ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "2", "--advantage_batch_std"],
-    "--rollout_kl_estimator": ["--rollout_kl_estimator", "k1"],
-    "--eps_clip_high": ["--policy_loss", "reinforce", "--eps_clip_high", "0.3"],
-    "--use_kl_loss": ["--use_kl_loss"],
-    "--kl_target": ["--kl_target", "6"],
-    "--ref_model": ["--ref_model", "x"],
-    "--kl_in_score": ["--init_kl_coef", "0.1", "--kl_in_score", "--use_kl_loss", "--kl_estimator", "k2"],
-    "--kl_estimator": ["--use_kl_loss", "--init_kl_coef", "0.1"],
-    "--sequence_parallel": ["--sequence_parallel"],
-    "--value_clip": ["--advantage_estimator", "rloo", "--value_clip", "0.2"],
-    "--freezing_actor_steps": ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
-    "--dynamic_filtering_range": ["--dynamic_filtering_range", "1", "0"],
-    "--dynamic_filtering": ["--dynamic_filtering", "--rollouts_from", "x"],
-    "--stop": ["--stop", ""],
-    "--lambd": ["--advantage_estimator", "rloo", "--lambd", "0.9"],
-    "--no_advantage_std_norm": ["--advantage_estimator", "rloo", "--no_advantage_std_norm"],
-    "--eps_clip": ["--policy_loss", "reinforce", "--eps_clip", "0.3"],
-    "--kl_horizon": ["--init_kl_coef", "0.1", "--kl_horizon", "5"],
-    "--overlong_penalty_factor": ["--overlong_penalty_factor", "2"],
-    "--remote_rm_api_key": ["--remote_rm_api_key", "key.txt"],
-    "--remote_rm_retries": ["--remote_rm_retries", "1"],
-    "--wandb_project": ["--wandb_project", "mine"],
-    "--offload_ref": ["--offload_ref"],
-    "--offload_reward": ["--offload_reward"],
-    "--offload_critic": ["--advantage_estimator", "rloo", "--offload_critic"],
-    "--offload_actor_optimizer": ["--offload_actor_optimizer", "--adam_offload"],
-    "--lora_dropout": ["--lora_rank", "4", "--lora_dropout", "0.1"],
-    "--load_in_4bit": ["--lora_rank", "4", "--load_in_4bit"],
-    "--param_dtype": ["--param_dtype", "fp16"],
-    "--best_metric_key": ["--best_metric_key", "eval_loss"],
-    "--vllm_gpu_memory_utilization": ["--vllm_gpu_memory_utilization", "0.4"],
+    "--share_prompts with --packing_samples: ": ["--share_prompts", "--packing_samples"],
+    "--top_p: 1.1": ["--top_p", "1.1"],
+    "--advantage_estimator rloo with --n_samples_per_prompt 1: it compares the responses":
+        ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "1"],
+    "--reward_func: missing": ["--reward_func", ""],
+    "--remote_rm_url http://x with --reward_func: a run has one source of scores": ["--remote_rm_url", "http://x"],
+    "--reward_func math without --label_key: it compares responses with the labels":
+        ["--reward_func", "math", "--label_key", ""],
+    "--reward_weights 1.0 2.0 with --reward_func ": ["--reward_weights", "1", "2"],
+    "--reward_clip_range: ": ["--reward_clip_range", "1", "0"],
+    "--overlong_buffer_len 8 with --generate_max_len 8: ": ["--overlong_buffer_len", "8"],
+    "--dual_clip: 0.5": ["--dual_clip", "0.5"],
+    "--sapo_temperatures: ": ["--policy_loss", "sapo", "--sapo_temperatures", "1", "0"],
+    "--advantage_batch_std with --advantage_estimator rloo: ":
+        ["--advantage_estimator", "rloo", "--n_samples_per_prompt", "2", "--advantage_batch_std"],
+    "--rollout_kl_estimator k1 without --rollout_kl_max: ": ["--rollout_kl_estimator", "k1"],
+    "--eps_clip_high 0.3 with --policy_loss reinforce: this loss does not clip":
+        ["--policy_loss", "reinforce", "--eps_clip_high", "0.3"],
+    "--use_kl_loss with --init_kl_coef 0: there is no reference": ["--use_kl_loss"],
+    "--kl_target 6.0 with --init_kl_coef 0: ": ["--kl_target", "6"],
+    "--ref_model x with --init_kl_coef 0: ": ["--ref_model", "x"],
+    "--kl_in_score with --use_kl_loss: ":
+        ["--init_kl_coef", "0.1", "--kl_in_score", "--use_kl_loss", "--kl_estimator", "k2"],
+    "--use_kl_loss with --kl_estimator k1: the gradient of k1 is zero on average":
+        ["--use_kl_loss", "--init_kl_coef", "0.1"],
+    "--sequence_parallel with --advantage_estimator gae: ": ["--sequence_parallel"],
+    "--value_clip 0.2 with --advantage_estimator rloo: only gae trains a critic":
+        ["--advantage_estimator", "rloo", "--value_clip", "0.2"],
+    "--freezing_actor_steps 2 with --advantage_estimator rloo: ":
+        ["--advantage_estimator", "rloo", "--freezing_actor_steps", "2"],
+    "--dynamic_filtering_range: 1 0": ["--dynamic_filtering", "--dynamic_filtering_range", "1", "0"],
+    "--dynamic_filtering with --rollouts_from: ": ["--dynamic_filtering", "--rollouts_from", "x"],
+    "--stop: an empty text": ["--stop", ""],
+    "--lambd 0.9 with --advantage_estimator rloo: ": ["--advantage_estimator", "rloo", "--lambd", "0.9"],
+    "--no_advantage_std_norm with --advantage_estimator rloo: ":
+        ["--advantage_estimator", "rloo", "--no_advantage_std_norm"],
+    "--eps_clip 0.3 with --policy_loss reinforce: ": ["--policy_loss", "reinforce", "--eps_clip", "0.3"],
+    "--kl_horizon 5 without --kl_target: ": ["--init_kl_coef", "0.1", "--kl_horizon", "5"],
+    "--overlong_penalty_factor 2.0 without --overlong_buffer_len: ": ["--overlong_penalty_factor", "2"],
+    "--remote_rm_api_key key.txt without --remote_rm_url: ": ["--remote_rm_api_key", "key.txt"],
+    "--remote_rm_retries 1 without --remote_rm_url: ": ["--remote_rm_retries", "1"],
+    "--wandb_project mine without --use_wandb: ": ["--wandb_project", "mine"],
+    "--offload_ref with --init_kl_coef 0: ": ["--offload_ref"],
+    "--offload_reward without --reward_pretrain: ": ["--offload_reward"],
+    "--offload_critic with --advantage_estimator rloo: ": ["--advantage_estimator", "rloo", "--offload_critic"],
+    "--offload_actor_optimizer with --adam_offload: optimizer states are always in host":
+        ["--offload_actor_optimizer", "--adam_offload"],
+    "--lora_dropout 0.1 with rollouts: ": ["--lora_rank", "4", "--lora_dropout", "0.1"],
+    "--load_in_4bit with rollouts: ": ["--lora_rank", "4", "--load_in_4bit"],
+    "--param_dtype fp16 with rollouts: ": ["--param_dtype", "fp16"],
+    "--best_metric_key eval_loss without --eval_dataset: ": ["--best_metric_key", "eval_loss"],
+    "--vllm_gpu_memory_utilization 0.4 with --rollout_engine hf: ": ["--vllm_gpu_memory_utilization", "0.4"],
+    "--dual_clip 2.0 with --policy_loss sapo: ": ["--policy_loss", "sapo", "--dual_clip", "2"],
+    "--advantage_batch_std with --no_advantage_std_norm: ":
+        ["--advantage_estimator", "group_norm", "--advantage_batch_std", "--no_advantage_std_norm"],
+    "--tis_cap 1.0 with --tis_mask: ": ["--tis_cap", "1", "--tis_mask"],
+    "--critic_learning_rate 0.1 with --advantage_estimator rloo: ":
+        ["--advantage_estimator", "rloo", "--critic_learning_rate", "0.1"],
+    "--reward_weights 1.0 with --remote_rm_url http://x: a server gives one score":
+        ["--reward_func", "", "--remote_rm_url", "http://x", "--reward_weights", "1"],
+    "--engine_tensor_parallel_size 2 with --rollout_engine hf: ": ["--engine_tensor_parallel_size", "2"],
+    "--offload_actor_optimizer with --rollouts_from: nothing is generated":
+        ["--offload_actor_optimizer", "--rollouts_from", "x"],
+    "--env_memory_mb 9 without --env_sandbox: ": ["--reward_func", "", "--env", "e.py", "--env_memory_mb", "9"],
+    "--share_prompts with --attn_implementation eager: ":
+        ["--advantage_estimator", "group_norm", "--share_prompts", "--attn_implementation", "eager"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", WRONG)
-def test_flags_that_do_not_go_together(flag, tmp_path):
+@pytest.mark.parametrize("error", WRONG)
+def test_flags_that_do_not_go_together(error, tmp_path):
     from trainer.cli.train_ppo import parse
     from trainer.runs.rl.rl_checks import validate
 
-    args, _ = parse(flags(tmp_path, "wrong", *WRONG[flag]))
-    with pytest.raises(UserError) as error:
+    args, _ = parse(flags(tmp_path, "wrong", *WRONG[error]))
+    with pytest.raises(UserError) as found:
         validate(args)
-    assert error.value.where == flag, str(error.value)
+    assert str(found.value).startswith(error), str(found.value)
+
+
+def test_the_demo_has_a_rate_for_a_critic_that_it_does_not_train():
+    from trainer.cli.train_ppo import parse
+    from trainer.runs.rl.rl_checks import validate
+
+    args, is_demo = parse([])
+    assert is_demo and args.advantage.advantage_estimator == "group_norm" and args.critic.critic_learning_rate == 1e-3
+    validate(args, is_demo)
 
 
 def test_a_prompt_without_a_label_is_named_before_the_first_step(folder):

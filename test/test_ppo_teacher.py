@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.cli.train_ppo import parse
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.runs.rl.rl_checks import validate
 
 COMMAND = [sys.executable, "-m", "trainer.cli.train_ppo", "--pretrain"]
 
@@ -59,4 +60,4 @@ def test_a_policy_comes_closer_to_its_teacher(tmp_path):
 def test_flags_that_contradict_a_teacher(flags):
     flag = next(flag for flag in reversed(flags) if flag.startswith("--"))
     with pytest.raises(UserError, match=re.escape(flag)):
-        parse(["--pretrain", "m", "--dataset", "d", *flags])
+        validate(parse(["--pretrain", "m", "--dataset", "d", *flags])[0])

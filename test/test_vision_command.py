@@ -13,7 +13,6 @@ from trainer.errors import UserError
 from trainer.flags.rules import refuse
 from trainer.models.layers.vision import check_tower
 from trainer.runs.image_runs import ImageRun
-from trainer.runs.rl.rl_checks import refuse_with_images
 
 REFUSED = {
     "--expert_parallel_size 2": "--expert_parallel_size 2 with rows that have images",
@@ -49,22 +48,22 @@ def test_flags_of_the_tower_are_refused_without_images(flags):
 
 
 REFUSED_BY_PPO = {
-    "--rollout_engine vllm_server": "--rollout_engine: with rows that have images",
-    "--rollout_engine vllm --tensor_parallel_size 2": "--engine_tensor_parallel_size: with rows that have images",
-    "--advantage_estimator gae": "--advantage_estimator: with rows that have images",
-    "--reward_pretrain rm": "--reward_pretrain: with rows that have images",
-    "--ref_model other": "--ref_model: with rows that have images",
-    "--env calculator.py:Env": "--env: with rows that have images",
-    "--max_staleness 1": "--max_staleness: with rows that have images",
+    "--rollout_engine vllm_server": "--rollout_engine vllm_server with rows that have images",
+    "--rollout_engine vllm --tensor_parallel_size 2": "--rollout_engine vllm with rows that have images",
+    "--advantage_estimator gae": "--dataset d with --advantage_estimator gae: rows have images",
+    "--reward_pretrain rm": "--reward_pretrain rm with rows that have images",
+    "--ref_model other --init_kl_coef 0.1": "--ref_model other with rows that have images",
+    "--env calculator.py:Env": "--env calculator.py:Env with rows that have images",
+    "--max_staleness 1": "--max_staleness 1 with rows that have images",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED_BY_PPO)
 def test_flags_of_train_ppo_that_do_not_work_with_images_are_refused(flags):
-    estimator = [] if "estimator" in flags else ["--advantage_estimator", "group_norm"]
+    estimator = [] if "estimator" in flags else ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2"]
     args, _ = train_ppo.parse(["--pretrain", "m", "--dataset", "d", *estimator, *flags.split()])
     with pytest.raises(UserError) as found:
-        refuse_with_images(args)
+        refuse("train_ppo", args, has_images=True)
     assert str(found.value).startswith(REFUSED_BY_PPO[flags])
 
 

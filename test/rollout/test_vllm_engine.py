@@ -425,7 +425,7 @@ def test_the_share_of_a_gpu_needs_one(demo, monkeypatch):
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_ppo", *flags])
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1, output[-3000:]
-    assert "--vllm_gpu_memory_utilization: 0.3 on the CPU" in errors[0]
+    assert "--vllm_gpu_memory_utilization 0.3 on the CPU: " in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -439,4 +439,4 @@ def test_flags_that_vllm_does_not_take(flag, value):
     flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "x.py", "--rollout_engine", "vllm", flag, value]
     with pytest.raises(UserError) as error:
         validate(parse(flags)[0])
-    assert error.value.where == flag, str(error.value)
+    assert error.value.where.split()[0] == flag, str(error.value)

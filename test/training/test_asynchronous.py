@@ -258,13 +258,13 @@ def test_what_does_not_go_with_it_is_one_line(tmp_path, other):
     args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", "--max_staleness", "2", *REFUSED[other]))
     with pytest.raises(UserError) as found:
         validate(args)
-    assert str(found.value) == f"--max_staleness: 2 with {other} (allowed: 0)"
+    assert str(found.value).startswith(f"--max_staleness 2 with {other}: ")
 
 
 @pytest.mark.parametrize("other", [["--stop", "x"], ["--routing_replay"]])
 def test_what_does_not_go_with_partial_rollouts_is_one_line(tmp_path, other):
     line = flags(tmp_path, "x", "--backend", "fsdp2", "--partial_rollouts", *other)
-    for more, error in ((["--max_staleness", "2"], f"with {other[0]}"), ([], "--max_staleness above 0")):
+    for more, error in ((["--max_staleness", "2"], f"with {other[0]}: "), ([], "without --max_staleness: ")):
         args, _ = train_ppo.parse([*line, *more][: None if more else len(line) - len(other)])
         with pytest.raises(UserError, match="--partial_rollouts") as found:
             validate(args)
@@ -275,7 +275,7 @@ def test_it_needs_a_correction(tmp_path):
     line = flags(tmp_path, "x", "--backend", "fsdp2", "--max_staleness", "2")
     at = line.index("--tis_cap")
     args, _ = train_ppo.parse(line[:at] + line[at + 2 :])
-    with pytest.raises(UserError, match=r"--tis_cap: missing with --max_staleness 2"):
+    with pytest.raises(UserError, match="--max_staleness 2 without --tis_cap: older weights"):
         validate(args)
 
 
@@ -293,12 +293,12 @@ def test_effective_share():
 
 URL = ["--rollout_engine", "vllm_server", "--engine_urls", "http://127.0.0.1:1"]
 NO_SERVER = {
-    "--engine_urls: missing with --rollout_engine vllm_server": URL[:2],
-    "--engine_urls: http://127.0.0.1:1 with --rollout_engine hf": URL[2:],
+    "--rollout_engine vllm_server without --engine_urls: ": URL[:2],
+    "--engine_urls http://127.0.0.1:1 with --rollout_engine hf: ": URL[2:],
     "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
-    "--engine_urls: 2 for 1 ranks": [*URL[:3], "http://a,http://b"],
-    "--top_k: with --rollout_engine vllm_server": [*URL, "--top_k", "5"],
-    "--temperature: 0.001 with --rollout_engine vllm_server": [*URL, "--temperature", "0.001"],
+    "--engine_urls http://a,http://b for 1 ranks: a rank uses one server": [*URL[:3], "http://a,http://b"],
+    "--top_k 5 with --rollout_engine vllm_server: ": [*URL, "--top_k", "5"],
+    "--temperature 0.001 with --rollout_engine vllm_server: ": [*URL, "--temperature", "0.001"],
 }
 
 
@@ -314,5 +314,5 @@ def test_what_servers_cannot_do_is_one_line(tmp_path, monkeypatch, error):
 def test_ranks_that_update_alone_need_a_server_each(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *URL, "--max_staleness", "1"))
-    with pytest.raises(UserError, match="--engine_urls: 1 for 2 ranks with --max_staleness 1"):
+    with pytest.raises(UserError, match=r"--engine_urls http://127\.0\.0\.1:1 for 2 ranks with --max_staleness 1: "):
         validate(args)

@@ -29,7 +29,7 @@ def run(argv: list[str]) -> None:
     from trainer.runs.rl.rl_checks import validate
     from trainer.runs.rl.rl_run import train
 
-    validate(args)
+    validate(args, is_demo)
     train(args, is_demo)
 
 

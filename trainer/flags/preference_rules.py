@@ -38,6 +38,13 @@ def _is_kto(f) -> bool:
 
 LOSS_RULES = (
     Rule(
+        "ref_offload",
+        lambda f: f.lora_rank and not f.ref_model,
+        "with --lora_rank",
+        "the reference is the model without its adapter",
+        REMOVE,
+    ),
+    Rule(
         "ref_model ref_offload precompute_ref_logps",
         lambda f: f.loss_has_reference is False,
         "with --loss {loss}",
@@ -62,6 +69,21 @@ LOSS_RULES = (
 )
 
 ONLINE_RULES = (
+    Rule("loss", _is_kto, "with --online", "the answers to a prompt become pairs", "Take a loss of pairs."),
+    Rule(
+        "online",
+        lambda f: f.n_samples_per_prompt < 2,
+        "with --n_samples_per_prompt 1",
+        "a pair has two answers",
+        "Set --n_samples_per_prompt to 2 or more.",
+    ),
+    Rule(
+        "online",
+        lambda f: f.has_images,
+        "with rows that have images",
+        "pairs of the model's own answers have only text",
+        "Take rows without images.",
+    ),
     *PAIR_RULES,
     *LOSS_RULES,
     Rule(
@@ -80,13 +102,6 @@ DPO_RULES = (
         "ref_model ref_offload precompute_ref_logps",
         lambda f: f.load_in_4bit,
         "with --load_in_4bit",
-        "the reference is the model without its adapter",
-        REMOVE,
-    ),
-    Rule(
-        "ref_offload",
-        lambda f: f.lora_rank and not f.ref_model,
-        "with --lora_rank",
         "the reference is the model without its adapter",
         REMOVE,
     ),

@@ -60,28 +60,12 @@ def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
 def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
     """The arguments with what --teacher sets: the reference is the teacher, and advantages are its KL with weight 1.
 
-    Flags that the user gives win. Raises UserError for those that contradict it.
+    Flags that the user gives win.
     """
     if args.kl.teacher is None:
-        if args.advantage.advantage_estimator == "distill":
-            raise UserError("--advantage_estimator", "distill without --teacher", "--teacher MODEL")
         return args, is_demo
     values = {"advantage_estimator": "distill", "ref_model": args.kl.teacher, "init_kl_coef": 1.0}
-    args, is_demo = parse([*_as_flags(values, lower=False), *argv])
-    contradictions = {
-        "--advantage_estimator": args.advantage.advantage_estimator != "distill" and args.advantage.advantage_estimator,
-        "--ref_model": args.kl.ref_model != args.kl.teacher and args.kl.ref_model,
-        "--init_kl_coef": not args.kl.init_kl_coef and "0",
-        "--kl_estimator": args.kl.kl_estimator != "k1" and args.kl.kl_estimator,
-        "--preset": args.advantage.preset,
-        "--use_kl_loss": args.kl.use_kl_loss,
-        "--kl_in_score": args.kl.kl_in_score,
-        "--dynamic_filtering": args.rollout.dynamic_filtering,
-    }
-    for flag, value in contradictions.items():
-        if value:
-            raise UserError(flag, f"{value} with --teacher" if value is not True else "with --teacher", "leave it out")
-    return args, is_demo
+    return parse([*_as_flags(values, lower=False), *argv])
 
 
 def _as_flags(values: dict, lower: bool = True) -> list[str]:

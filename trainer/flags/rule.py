@@ -11,6 +11,7 @@ from trainer.flags.parse_flags import flat, groups_of
 # What a rule may know besides the flags. A value here means "not known yet", and refuses nothing.
 UNKNOWN: dict[str, Any] = {
     "num_ranks": 0,
+    "needs_labels": False,  # a reward function compares with labels
     "is_demo": False,
     "on_cpu": False,
     "on_gpu": False,
@@ -64,13 +65,11 @@ def defaults_of(commands: Iterable[type]) -> dict[str, Any]:
     }
 
 
-def first_refusal(rules: Iterable[Rule], args, commands: Iterable[type], usual: dict, **facts) -> UserError | None:
-    """The error for the first rule that `args` break. Default values and those in `usual` are never refused."""
+def first_refusal(rules: Iterable[Rule], args, commands: Iterable[type], **facts) -> UserError | None:
+    """The error for the first rule that `args` break. Default values are never refused."""
     known, own, defaults = knowledge(args, commands, **facts), flat(args), flat(type(args)())
     for rule in rules:
-        used = [
-            name for name in rule.flags.split() if name in own and own[name] not in (defaults[name], usual.get(name))
-        ]
+        used = [name for name in rule.flags.split() if name in own and own[name] != defaults[name]]
         if used and rule.when(known):
             return rule.refusal(used[0], known)
     return None

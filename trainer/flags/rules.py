@@ -3,15 +3,14 @@
 The commands, `check`, `--print_model`, docs/flags.md and "Known limits" read this table.
 """
 
-from collections.abc import Mapping
-from typing import Any, Optional
-
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.preference_rules import DPO_RULES, KD_RULES, ONLINE_RULES, REWARD_RULES
 from trainer.flags.rl_flags import PPOArguments
+from trainer.flags.rl_rules import PPO_RULES
+from trainer.flags.rollout_rules import ROLLOUT_RULES
 from trainer.flags.rule import Rule, first_refusal
 from trainer.flags.training_rules import TRAINING_RULES
 
@@ -28,18 +27,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "train_sft": TRAINING_RULES,
     "train_rm": (*TRAINING_RULES, *REWARD_RULES),
     "train_dpo": (*TRAINING_RULES, *DPO_RULES),
-    "train_ppo": TRAINING_RULES,
-    "train_dpo --online": (*TRAINING_RULES, *ONLINE_RULES),
+    "train_ppo": (*TRAINING_RULES, *PPO_RULES, *ROLLOUT_RULES),
+    "train_dpo --online": (*TRAINING_RULES, *ONLINE_RULES, *ROLLOUT_RULES),
     "train_kd": (*TRAINING_RULES, *KD_RULES),
 }
 
 
-def refuse(command: str, args, usual: Optional[Mapping[str, Any]] = None, **facts) -> None:
+def refuse(command: str, args, **facts) -> None:
     """Raise UserError for the first pair of flags in `args` that do not go together.
 
-    `usual` are values that are never refused, such as those of a preset. `facts` are known by now besides the flags;
-    `rule.UNKNOWN` lists them. The same rules are asked again when more is known.
+    `facts` are known by now besides the flags; `rule.UNKNOWN` lists them. The same rules are asked again when more is
+    known.
     """
-    error = first_refusal(RULES[command], args, COMMANDS.values(), usual or {}, **facts)
+    error = first_refusal(RULES[command], args, COMMANDS.values(), **facts)
     if error:
         raise error

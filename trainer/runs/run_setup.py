@@ -47,7 +47,7 @@ def set_up(
     no_search_for_packed_rows()
     strategy = strategy_of(args)
     is_cpu, is_packed = strategy.device.type == "cpu", args.batch.packing_samples
-    refuse(command, args, on_cpu=is_cpu, on_gpu=not is_cpu)
+    refuse(command, args, is_demo=is_demo, on_cpu=is_cpu, on_gpu=not is_cpu)
     if not args.batch.max_tokens_per_micro_batch:
         validate_batch_sizes(args.batch.train_batch_size, args.batch.micro_train_batch_size, strategy.sizes.dp)
     attention = choose_attention(args)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Optional
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.flags.parse_flags import check_numbers, flat
@@ -77,12 +76,12 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     apply(run, "at_end")
 
 
-def check_flags(command: str, args, eval_metrics: tuple[str, ...], usual: Optional[dict] = None, **facts) -> None:
+def check_flags(command: str, args, eval_metrics: tuple[str, ...], **facts) -> None:
     """Raise UserError for flags that no run could have, before any rank, data or model is used.
 
-    `usual` and `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
+    `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
-    refuse(command, args, usual, **facts)
+    refuse(command, args, **facts)
     check_numbers(flat(args))
     check_scheduler_name(args.optimizer.lr_scheduler)
     check_adapter(args.lora)

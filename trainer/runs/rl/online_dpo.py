@@ -13,8 +13,7 @@ from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import AdvantageArguments, KLArguments, PPOArguments
 from trainer.runs.preference_runs import check_losses, needs_reference, pair_loss
 from trainer.runs.rl import rl_run
-from trainer.runs.rl.rl_checks import EVAL_METRICS
-from trainer.runs.rl.rl_checks import validate as validate_ppo
+from trainer.runs.rl.rl_checks import EVAL_METRICS, check_rewards, check_rollouts, facts_of_rollouts
 from trainer.runs.run_setup import Setup
 from trainer.runs.run_training import check_flags
 
@@ -33,12 +32,11 @@ def validate(args: OnlineDPOArguments) -> None:
     """Raise UserError for flags that do not go together."""
     if not args.preference.online:
         raise UserError("--online", "false", "leave it out")
-    if args.preference.loss == "kto":
-        raise UserError("--loss", "kto with --online, which makes pairs", "a loss of pairs")
-    if args.rollout.n_samples_per_prompt < 2:
-        raise UserError("--n_samples_per_prompt", "1 with --online: a pair has two answers", "2 or more")
-    check_flags("train_dpo --online", args, EVAL_METRICS, **check_losses(args.preference))
-    validate_ppo(as_ppo(args))
+    facts = check_losses(args.preference) | facts_of_rollouts(args.scores)
+    check_flags("train_dpo --online", args, EVAL_METRICS, **facts)
+    check_rollouts(args.rollout)
+    has_other_scores = args.rollout.rollouts_from and not args.data.eval_dataset
+    check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
 
 
 def as_ppo(args: OnlineDPOArguments) -> PPOArguments:

@@ -66,9 +66,6 @@ def _vllm_engine(args: PPOArguments, setup: Setup, options: dict, image_run=None
     if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
         found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
         raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
-    if share is not None and setup.strategy.device.type != "cuda":
-        found = f"{share:g} on the CPU: the cache there has room for --micro_rollout_batch_size responses"
-        raise UserError("--vllm_gpu_memory_utilization", found, "leave it out")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

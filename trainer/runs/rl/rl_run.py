@@ -9,7 +9,6 @@ from typing import Any, Optional
 
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
-from trainer.errors import UserError
 from trainer.flags.parse_flags import flat
 from trainer.flags.presets import told
 from trainer.flags.rl_flags import PPOArguments
@@ -29,7 +28,6 @@ from trainer.runs import outputs
 from trainer.runs.certify import certify_run
 from trainer.runs.image_runs import ImageRun
 from trainer.runs.rl import rl_roles as build
-from trainer.runs.rl.rl_checks import refuse_with_images
 from trainer.runs.rl.rl_engines import rollouts_ahead
 from trainer.runs.rl.rl_options import ppo_options
 from trainer.runs.run_data import has_images, load_flag_rows, load_sets, tokenizer_of_rows
@@ -120,12 +118,9 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     load = functools.partial(load_data, args, tokenizer, functions=functions)
     prompts, eval_prompts, ledger = load_sets(args.data, setup, load, render_prompt_text)
     any_images = has_images(prompts) or has_images(eval_prompts)
-    refuse("train_ppo", args, has_images=any_images, no_images=not any_images)
+    rules = "train_dpo --online" if method else COMMAND
+    refuse(rules, own, is_demo=is_demo, has_images=any_images, no_images=not any_images)
     image_run = ImageRun(setup, [prompts, eval_prompts], args.vision.cache_pixels) if any_images else None
-    if image_run:
-        if method:
-            raise UserError("--online", "with rows that have images", "leave it out")
-        refuse_with_images(args)
     stops = (*stop_ids(tokenizer, setup.folder), *(image_run.image_tokens() if image_run else ()))
     frozen = build.frozen_rollouts(args)
     sizes = {
