@@ -9,24 +9,27 @@ from trainer.flags.parse_flags import with_flags
 from trainer.flags.rules import refuse
 from trainer.planning.auto_layout import choose_layout
 from trainer.planning.plan_inputs import Work
+from trainer.runs.feature import Feature
 from trainer.runs.run_setup import choose_attention, strategy_of
 
 
-def with_layout(args, command: str, *, sequences: int, has_frozen_copy: bool):
-    """`args` with the flags of the chosen layout, which config.yaml then repeats. Rank 0 chooses and broadcasts.
+def choose(run) -> None:
+    """Replace the flags of the run by those of the chosen layout, which config.yaml then repeats.
 
-    `sequences`: a sample has so many. `has_frozen_copy`: the run also holds a frozen model of the same size.
-
-    Raises:
-        UserError: no layout fits.
+    Rank 0 chooses and broadcasts. Raises UserError if no layout fits.
     """
+    args, method = run.args, run.method
     device = mesh.resolve_device(args.layout.device)
     mesh.start_process_group(device, host_tensors=device.type == "cuda")  # the layout may offload
-    work, check = work_of(args, sequences, has_frozen_copy), functools.partial(check_layout, args, command)
+    work = work_of(args, method.loader_options.get("sequences_per_sample", 1), method.has_frozen_copy)
+    check = functools.partial(check_layout, args, method.command)
     flags, line = choose_layout(args.model.pretrain, work, device, check)
     if dist.get_rank() == 0:
         print(line, flush=True)
-    return with_flags(args, layout="flags", **flags)
+    run.args = with_flags(args, layout="flags", **flags)
+
+
+LAYOUT = Feature("layout", lambda run: run.args.layout.layout == "auto", before_setup=choose)
 
 
 def check_layout(args, command: str, flags: dict) -> None:
@@ -38,7 +41,7 @@ def check_layout(args, command: str, flags: dict) -> None:
 
 
 def work_of(args, sequences: int, has_frozen_copy: bool) -> Work:
-    """What a step of this run trains."""
+    """What a step of this run trains. A sample has so many `sequences`. `has_frozen_copy`: a second model is held."""
     tokens, length = args.batch.max_tokens_per_micro_batch, args.length.max_len * sequences
     return Work(
         samples=args.batch.train_batch_size,

@@ -84,7 +84,13 @@ def freeze_parts(strategy, model, is_adapter: bool, freeze_vision: bool) -> None
 def read_images(run) -> None:
     """Let micro-batches hold images, and every model of the run be one that reads them."""
     images = ImageRun(run.setup, [run.samples, run.eval_samples], run.args.vision.cache_pixels)
-    run.collate_rows, run.auto_class = images.collate, KINDS.get(run.auto_class, run.auto_class)
+    run.collate_rows = images.collate
+    use_images(run, images)
+
+
+def use_images(run, images: ImageRun) -> None:
+    """Let every model of the run be one that reads images."""
+    run.auto_class = KINDS.get(run.auto_class, run.auto_class)
     run.folder_checks.append(images.check_kind)
     run.model_changes.append(images.fit)
 

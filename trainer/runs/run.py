@@ -43,11 +43,11 @@ class Run:
 
     method: Method
     args: Any  # the groups of flags of the command
-    setup: Setup
-    load_data: Callable  # (names, split, flag) to (samples, ledger)
-    collate_rows: Callable  # samples to the tensors of a micro-batch
-    auto_class: type
-    build_loader: Callable  # (samples, shuffle=...) to the training loader
+    setup: Optional[Setup] = None
+    load_data: Optional[Callable] = None  # (names, split, flag) to (samples, ledger)
+    collate_rows: Optional[Callable] = None  # samples to the tensors of a micro-batch
+    auto_class: Optional[type] = None
+    build_loader: Optional[Callable] = None  # (samples, shuffle=...) to the training loader
     samples: Any = None
     eval_samples: Any = None
     ledger: Any = None  # of the training data
@@ -62,6 +62,12 @@ class Run:
     hooks: LoopHooks = LoopHooks()  # what else the loop calls
     progress: Optional[Progress] = None
     total_steps: int = 0
+
+    @property
+    def saved_models(self) -> Callable[[str], list[str]]:
+        """From the run folder to the folders of the trained models; the second one is the average of --ema_beta."""
+        has_average = self.flags.ema_beta is not None
+        return functools.partial(outputs.saved_models, self.args.output, has_average=has_average)
 
     @property
     def flags(self) -> SimpleNamespace:
@@ -86,6 +92,6 @@ class Run:
         """The run folder, which the first call makes."""
         if self.output_dir is None:
             output, resumes = self.args.output, self.args.checkpoint.load_checkpoint is not None
-            saved = functools.partial(outputs.saved_models, output)
-            self.output_dir = outputs.open_run(output, self.setup.strategy, self.method.command, resumes, saved)
+            command, saved = self.method.command, self.saved_models
+            self.output_dir = outputs.open_run(output, self.setup.strategy, command, resumes, saved)
         return self.output_dir

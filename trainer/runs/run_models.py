@@ -5,7 +5,6 @@ rotary tables, attention and mixers of packed or split rows. `shard_model`: adap
 """
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Optional
@@ -15,7 +14,7 @@ from transformers import GenerationConfig
 from trainer.distributed import heartbeat
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
-from trainer.flags.common_flags import LayoutArguments, LoraArguments, ModelArguments, OptimizerArguments
+from trainer.flags.common_flags import LayoutArguments, ModelArguments, OptimizerArguments
 from trainer.model_folders import model_folder
 from trainer.models.attention.choice import fit_attention, validate_model
 from trainer.models.folder_faults import check_tokens, load_fault
@@ -25,7 +24,6 @@ from trainer.models.layers.compiled import compile_layers
 from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
 from trainer.models.layers.rotary_lengths import fit_rotary
 from trainer.models.layers.vision import set_learning_rate
-from trainer.models.lora import LoraOptions, add_adapter
 from trainer.models.model_loading import disable_dropout, has_sdpa
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
@@ -92,36 +90,6 @@ def change_layers(flags: ModelArguments, setup: Setup, model) -> None:
         restart_at_documents(model, setup.sp_group, tp_group)
     elif tp_group is not None:
         share_heads(model, tp_group)
-
-
-def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str) -> None:
-    """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters."""
-    targets = names_of(flags.target_modules) if flags.target_modules else None
-    alpha = flags.lora_alpha or 2 * flags.lora_rank
-    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts)
-    add_adapter(model, options, pretrain)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters")
-
-
-def check_adapter(flags: LoraArguments) -> None:
-    """Raise UserError for a missing package, or for values that no adapter can have."""
-    needed = {
-        "--lora_rank": ("peft", "lora", flags.lora_rank),
-        "--load_in_4bit": ("bitsandbytes", "qlora", flags.load_in_4bit),
-    }
-    for flag, (package, extra, is_used) in needed.items():
-        if is_used and importlib.util.find_spec(package) is None:
-            raise UserError(flag, f"{package} is not installed", f"pip install -e '.[{extra}]'")
-    if flags.lora_dropout == 1:
-        raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
-    if flags.target_modules is not None and not names_of(flags.target_modules):
-        raise UserError("--target_modules", repr(flags.target_modules), "comma-separated names of layers")
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """The names in a comma-separated text."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def shard_model(

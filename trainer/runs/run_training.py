@@ -11,11 +11,12 @@ from trainer.flags.rules import COMMANDS, refuse
 from trainer.metrics import flops_per_token, full_size
 from trainer.optimizers.build import check_scheduler_name
 from trainer.runs import outputs
-from trainer.runs.chosen_layout import with_layout
+from trainer.runs.adapters import check_adapter
+from trainer.runs.feature import apply
 from trainer.runs.features import FEATURES
 from trainer.runs.run import Method, Run
 from trainer.runs.run_data import build_loader, load_sets
-from trainer.runs.run_models import add_adapter_of_flags, check_adapter, shard_model
+from trainer.runs.run_models import shard_model
 from trainer.runs.run_setup import set_up
 from trainer.training.checkpointing import Checkpoints, Trained
 from trainer.training.loop import LoopOptions
@@ -27,30 +28,27 @@ MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain")  #
 
 def train(args, method: Method, is_demo: bool = False) -> None:
     """One run, in the order of its parts: flags, strategy, data, model, features, optimizer, loop, save."""
+    run, features = Run(method=method, args=args), (*FEATURES, *method.features)
     check_flags(method.command, args, method.eval_metrics, is_demo=is_demo, **method.facts)
-    if args.layout.layout == "auto":
-        sequences = method.loader_options.get("sequences_per_sample", 1)
-        args = with_layout(args, method.command, sequences=sequences, has_frozen_copy=method.has_frozen_copy)
-    run = start(args, method, is_demo)
-    setup, strategy = run.setup, run.setup.strategy
+    apply(features, run, "before_setup")
+    start(run, is_demo)
+    args, setup, strategy = run.args, run.setup, run.setup.strategy
 
-    apply(run, "before_data")
+    apply(features, run, "before_data")
     sets = load_sets(args.data, setup, run.load_data, method.render)
     run.samples, run.eval_samples, run.ledger = sets
     refuse(method.command, args, has_images=run.has_images, no_images=not run.has_images, **method.facts)
-    apply(run, "with_data")
+    apply(features, run, "with_data")
     run.loader = run.build_loader(run.samples, shuffle=not args.batch.no_shuffle)
     if run.eval_samples:
         run.eval_loader = loader_of(run, run.eval_samples, shuffle=False)
 
     run.open()
     run.model = run.load(method.model_folder(run))
-    apply(run, "with_model")
+    apply(features, run, "with_model")
     run.loss_fn = method.make_loss(run)
-    apply(run, "with_loss")
+    apply(features, run, "with_loss")
 
-    if args.lora.lora_rank:
-        add_adapter_of_flags(args.lora, strategy, run.model, args.model.pretrain)
     flops = model_flops(run.model, run.ledger)
     run.total_steps = args.batch.max_steps or args.batch.max_epochs * len(run.loader)
     groups, tower_lr = (args.model, args.optimizer, args.layout), run.flags.vision_learning_rate
@@ -73,7 +71,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
         save(run)
         if metrics:
             metrics.event("end", steps=run.total_steps)
-    apply(run, "at_end")
+    apply(features, run, "at_end")
 
 
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], **facts) -> None:
@@ -97,33 +95,19 @@ def check_outputs(args) -> None:
     outputs.check_saved_models(args.output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
 
 
-def start(args, method: Method, is_demo: bool) -> Run:
-    """The run after its setup, with the data and the loader of its method."""
-    setup = set_up(method.command, args, longest=args.length.max_len, is_demo=is_demo)
-    run = Run(
-        method=method,
-        args=args,
-        setup=setup,
-        load_data=functools.partial(method.load_data, args, setup.tokenizer),
-        collate_rows=collate_packed if setup.is_packed else collate_padded,
-        auto_class=method.auto_class,
-        build_loader=None,
-    )
+def start(run: Run, is_demo: bool) -> None:
+    """Set the run up: the strategy, the tokenizer, and what reads and collates the data of its method."""
+    run.setup = setup = set_up(run.method.command, run.args, longest=run.args.length.max_len, is_demo=is_demo)
+    run.load_data = functools.partial(run.method.load_data, run.args, setup.tokenizer)
+    run.collate_rows = collate_packed if setup.is_packed else collate_padded
+    run.auto_class = run.method.auto_class
     run.build_loader = functools.partial(loader_of, run)
-    return run
 
 
 def loader_of(run: Run, samples, *, shuffle: bool):
     """The strategy's loader of a set that is in memory or on disk."""
     collate, options = run.method.collate(run.collate_rows), run.method.loader_options
     return build_loader(run.args.batch, run.setup, samples, collate, shuffle=shuffle, **options)
-
-
-def apply(run: Run, place: str) -> None:
-    """Call the functions that the features of this run have for a place, in the order of the list."""
-    for feature in (*FEATURES, *run.method.features):
-        if feature.is_used(run):
-            vars(feature)[place](run)
 
 
 def model_flops(model, ledger) -> float:

@@ -6,15 +6,24 @@ Rollouts, rewards and the loop around them are those of `train_ppo`; see `traini
 import functools
 from collections.abc import Callable
 
+from trainer.datasets.samples.preference import collate_pairs
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import AdvantageArguments, KLArguments, PPOArguments
+from trainer.methods.ranked_pairs import PairSet, best_and_worst, make_pair_updates
+from trainer.rollout.placement import move, trained_by
 from trainer.runs.preference_runs import check_losses, needs_reference, pair_loss
 from trainer.runs.rl import rl_run
+<<<<<<< HEAD
 from trainer.runs.rl.rl_checks import EVAL_METRICS, check_rewards, check_rollouts, facts_of_rollouts
 from trainer.runs.run_setup import Setup
+=======
+from trainer.runs.rl.rl_checks import EVAL_METRICS
+from trainer.runs.rl.rl_checks import validate as validate_ppo
+from trainer.runs.rl.rl_parts import RLMethod, RLRun
+>>>>>>> fa50011 (A run of RL is a method with features, like the other runs)
 from trainer.runs.run_training import check_flags
 
 COMMAND = "train_dpo"
@@ -64,22 +73,18 @@ def as_ppo(args: OnlineDPOArguments) -> PPOArguments:
     )
 
 
-def make_pairs_of(args: PPOArguments, setup: Setup) -> Callable:
+def make_pairs_of(run: RLRun) -> Callable:
     """Return `make_batches(samples, episode)`: this rank's batches of pairs, and the samples, moved to where they train.
 
     It communicates (all-to-all over the world).
     """
-    from trainer.datasets.samples.preference import collate_pairs
-    from trainer.methods.ranked_pairs import PairSet, best_and_worst
-    from trainer.rollout.placement import move, trained_by
-
-    pad, size = setup.tokenizer.pad_token_id, args.rollout.n_samples_per_prompt
-    whole = args.batch.micro_train_batch_size * 2 * (args.prompts.prompt_max_len + args.rollout.generate_max_len)
+    args, strategy, pad = run.args, run.setup.strategy, run.setup.tokenizer.pad_token_id
+    size, whole = args.rollout.n_samples_per_prompt, args.batch.micro_train_batch_size * 2 * run.setup.longest
     capacity = args.batch.max_tokens_per_micro_batch or whole
 
     def make_batches(samples: list, episode: int) -> tuple[list, list]:
         pairs = best_and_worst(samples, size)
-        loader = setup.strategy.setup_dataloader(
+        loader = strategy.setup_dataloader(
             PairSet(samples, pairs),
             functools.partial(collate_pairs, pad_token_id=pad, packed=args.batch.packing_samples),
             batch_size=args.batch.train_batch_size,
@@ -89,7 +94,7 @@ def make_pairs_of(args: PPOArguments, setup: Setup) -> Callable:
             shuffle=False,
         )
         loader.load_state_dict({"epoch": episode, "next_index": 0})
-        of_ranks = trained_by(setup.strategy.meshes, loader)
+        of_ranks = trained_by(strategy.meshes, loader)
         places = [[place for pair in own for place in pairs[pair]] for own in of_ranks]
         samples = move(samples, places)
         loader.dataset = PairSet(samples, pairs)
@@ -98,15 +103,15 @@ def make_pairs_of(args: PPOArguments, setup: Setup) -> Callable:
     return make_batches
 
 
+def make_updates(run: RLRun) -> Callable:
+    """The updates of the policy on pairs of its own answers."""
+    loss_fn = pair_loss(run.method.own_flags.preference, run.roles.reference, run.setup.sp_group)
+    return make_pair_updates(loss_fn, run.args.rollout.n_samples_per_prompt)
+
+
 def run_online(argv: list[str]) -> None:
     args = parse(argv)
     quiet_libraries()
     validate(args)
-
-    def make_updates(setup: Setup, roles) -> Callable:
-        from trainer.methods.ranked_pairs import make_pair_updates
-
-        loss_fn = pair_loss(args.preference, roles.reference, setup.sp_group)
-        return make_pair_updates(loss_fn, args.rollout.n_samples_per_prompt)
-
-    rl_run.train(as_ppo(args), method=rl_run.Method(COMMAND, args, make_pairs_of, make_updates, 1))
+    method = RLMethod(COMMAND, make_pairs_of, make_updates, per_prompt=1, rules="train_dpo --online", own_flags=args)
+    rl_run.train(as_ppo(args), method=method)

@@ -19,8 +19,9 @@ from trainer.runs.run_models import frozen_model, load_model, stop_ids
 from trainer.runs.run_setup import Setup
 
 
-def build_reward(args: PPOArguments, setup: Setup, make_batches: Callable, functions: dict[str, Callable]) -> Callable:
+def build_reward(run, make_batches: Callable) -> Callable:
     """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
+    args, setup, functions = run.args, run.setup, run.functions
     if args.scores.reward_pretrain:
         return _reward_models(args, setup, make_batches)
     if args.scores.remote_rm_url:

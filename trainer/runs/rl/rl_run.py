@@ -1,49 +1,103 @@
-"""A run of reinforcement learning: data, roles, state and phases in the order of the calls."""
+"""One run of reinforcement learning, from flags to a saved policy. `train` shows its order."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Optional
+
+from transformers import AutoModelForCausalLM
 
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
 from trainer.flags.parse_flags import flat
-from trainer.flags.presets import told
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
-from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 from trainer.methods.ppo import train_ppo
 from trainer.methods.ppo_state import PPORun, RLState
 from trainer.metrics import Rows
-from trainer.model_folders.model_folder import read_config
-from trainer.rollout import rollouts_file
 from trainer.rollout.prompt_order import PromptOrder
-from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed, origin_of
+from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.reward_functions import load_reward_functions, needs_labels, wanted_columns
-from trainer.rollout.sample_pages import SamplePages
-from trainer.rollout.timeline import Timeline
+from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
+<<<<<<< HEAD
 from trainer.runs.certify import certify_run
 from trainer.runs.image_runs import ImageRun
 from trainer.runs.rl import rl_roles as build
 from trainer.runs.rl.rl_engines import rollouts_ahead
+=======
+from trainer.runs.feature import apply
+from trainer.runs.rl.rl_features import RL_FEATURES
+>>>>>>> fa50011 (A run of RL is a method with features, like the other runs)
 from trainer.runs.rl.rl_options import ppo_options
-from trainer.runs.run_data import has_images, load_flag_rows, load_sets, tokenizer_of_rows
+from trainer.runs.rl.rl_parts import RLMethod, RLRun
+from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
+from trainer.runs.run_data import load_flag_rows, load_sets, tokenizer_of_rows
 from trainer.runs.run_models import stop_ids
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
 from trainer.training.verify_resume import verify_replay
 
-COMMAND = "train_ppo"
+POLICY = RLMethod("train_ppo", make_batches_of)
 
 
-def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: Optional[dict] = None):
+def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) -> None:
+    """One run, in the order of its parts: strategy, prompts, roles, features, state, phases, save. Flags are checked."""
+    run = RLRun(method=method, args=args, auto_class=AutoModelForCausalLM)
+    kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
+    run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)
+
+    apply(RL_FEATURES, run, "before_data")
+    read_prompts(run)
+    apply(RL_FEATURES, run, "with_data")
+    order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
+    run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
+    run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
+
+    run.open()
+    run.options = ppo_options(args, (*stop_ids(run.setup.tokenizer, run.setup.folder), *run.more_stops))
+    run.roles = build_roles(run)
+    apply(RL_FEATURES, run, "with_roles")
+
+    run.checkpoints = checkpoints_of(run)
+    run.progress = run.checkpoints.resume(args.checkpoint.load_checkpoint)
+    state, sp_group = run.checkpoints.trained.loader, run.setup.sp_group
+    batches, strategy = method.make_batches(run), run.setup.strategy
+    run.ppo = PPORun(strategy, run.roles, state, run.options, batches, run.checkpoints, sp_group)
+    run.ppo.updates = method.make_updates(run)
+    apply(RL_FEATURES, run, "with_loss")
+    loop = loop_options(args, run.total_steps)
+    if args.checkpoint.verify_resume:
+        loop = dataclasses.replace(loop, eval_steps=None, parity_dump=None)
+        strategy.print(verify_resume(run.ppo, loop, run.progress, args.checkpoint.verify_resume))
+        return
+
+    run.ppo.eval_prompts = list(run.eval_samples) if run.eval_samples else None
+    run.ppo.rollouts_log = RolloutsLog(run.output_dir, run.setup.tokenizer)
+    apply(RL_FEATURES, run, "with_logs")
+    facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
+    metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.progress, **facts)
+    with metrics or contextlib.nullcontext():
+        train_ppo(run.ppo, loop, run.progress, metrics)
+        save(run)
+        if metrics:
+            metrics.event("end", steps=run.progress.step)
+    apply(RL_FEATURES, run, "at_end")
+
+
+def read_prompts(run: RLRun) -> None:
+    """Read the prompts with the columns that the reward functions take."""
+    args = run.args
+    run.functions = load_reward_functions(args.scores.reward_func)
+    load = functools.partial(load_data, args, run.setup.tokenizer, functions=run.functions)
+    run.samples, run.eval_samples, run.ledger = load_sets(args.data, run.setup, load, render_prompt_text)
+    refuse(run.method.rules, run.own_flags, has_images=run.has_images, no_images=not run.has_images)
+
+
+def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: dict):
     """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
     rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
-    columns = rows.column_names if args.environment.env else wanted_columns(functions or {}, rows.column_names, flag)
+    columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
     prompts, ledger = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)(
         rows,
         tokenizer,
@@ -60,6 +114,18 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     return add_columns(prompts, rows, columns), ledger
 
 
+def checkpoints_of(run: RLRun) -> Checkpoints:
+    """The checkpoints of the run, with its state between rollouts as the position in the data."""
+    args, roles = run.args, run.roles
+    facts = {"n_samples_per_prompt": args.rollout.n_samples_per_prompt, "train_batch_size": args.batch.train_batch_size}
+    history = {"origin": origin_of(flat(run.own_flags)), "num_histories": args.rollout.max_staleness + 1}
+    state = RLState(run.order, args.kl.init_kl_coef, facts=facts, **history)
+    others = {"critic": roles.critic} if roles.critic else {}
+    trained = Trained(run.setup.strategy, *roles.actor, state, run.setup.tokenizer, others, roles.average)
+    policy = SavePolicy() if args.checkpoint.verify_resume else outputs.save_policy(args.checkpoint)
+    return Checkpoints(run.output_dir, trained, policy, flat(run.own_flags))
+
+
 def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
     """Run --verify_resume: replay steps together with their rollouts. Returns the line that reports the result."""
 
@@ -71,6 +137,7 @@ def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
     return verify_replay(ppo_run.checkpoints, progress, some_steps)
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True)
 class Method:
     """What another command changes: it shares the rollouts and the reward, and makes updates of its own."""
@@ -177,3 +244,11 @@ def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = 
     if metrics and args.output.certificate:
         facts = (command, setup.folder, state.fingerprint(), strategy.device)
         certify_run(saved(output_dir), output_dir, *facts)
+=======
+def save(run: RLRun) -> None:
+    """Write the policy, and the average of its weights if there is one, unless --no_save is given."""
+    facts = (run.method.command, flat(run.own_flags), run.progress, run.ledger)
+    for path, is_average in zip(run.saved_models(run.output_dir), (False, True)):
+        with run.roles.average.in_place() if is_average else contextlib.nullcontext():
+            outputs.save_model(run.setup.strategy, run.roles.actor[0], run.setup.tokenizer, path, *facts)
+>>>>>>> fa50011 (A run of RL is a method with features, like the other runs)

@@ -1,0 +1,140 @@
+"""The list of features of RL, in the order in which a run applies them."""
+
+import functools
+
+from trainer.datasets.batches import shared_prompts
+from trainer.datasets.images.image_batches import WORKERS
+from trainer.flags.presets import told
+from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
+from trainer.model_folders.model_folder import read_config
+from trainer.models.layers.routing_replay import Routers
+from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed
+from trainer.rollout.rollouts_file import frozen
+from trainer.rollout.sample_pages import SamplePages
+from trainer.rollout.timeline import Timeline
+from trainer.runs.adapters import adapt
+from trainer.runs.certify import certify_run
+from trainer.runs.feature import Feature
+from trainer.runs.image_runs import ImageRun, freeze_vision, use_images
+from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
+from trainer.runs.rl.rl_frozen import frozen_rollouts
+from trainer.training.ema import WeightAverage
+
+# --- what the policy is and reads
+
+
+def print_preset(run) -> None:
+    run.setup.strategy.print(told(run.args))
+
+
+def read_images(run) -> None:
+    """Let prompts have images: in the micro-batches, in every model, and in the engine."""
+    images = ImageRun(run.setup, [run.samples, run.eval_samples], run.args.vision.cache_pixels)
+    use_images(run, images)
+    run.collate_rollout, run.loader_options = images.rows_of_rollout, {"num_workers": WORKERS}
+    run.more_stops = images.image_tokens()
+    run.engine_options["hf"] |= {"auto_class": run.auto_class, "read_images": images.read_prompts}
+    run.engine_options["vllm"] |= {"images_of": images.tensors_of_prompt, "processor": images.collate.processor}
+
+
+def share_prompts(run) -> None:
+    """Train the responses to one prompt in one row."""
+    run.collate_rollout, run.sizes_to_plan = shared_prompts.collate_shared, shared_prompts.sizes_to_plan
+    run.model_changes.append(shared_prompts.refuse_model)
+
+
+def read_frozen(run) -> None:
+    run.frozen = frozen_rollouts(run.args)
+
+
+def train_frozen(run) -> None:
+    run.ppo.recorded = frozen(run.frozen)
+
+
+# --- what the roles are
+
+
+def record_experts(run) -> None:
+    run.engine_options["hf"]["record_experts"] = True
+
+
+def replay_experts(run) -> None:
+    """Let training send each token to the experts of its rollout. Frozen rollouts must have them."""
+    run.roles.routers = Routers(run.roles.actor[0], run.model.config)
+    if run.frozen:
+        run.roles.routers.check(sample.experts for samples in run.frozen for sample in samples)
+
+
+def keep_average(run) -> None:
+    run.roles.average = WeightAverage(run.setup.strategy, *run.roles.actor[:2], run.args.advantage.ema_beta)
+
+
+def talk(run) -> None:
+    run.roles.environment = build_environments(run.args.environment, run.args.prompts.prompt_max_len, run.setup)
+
+
+def generate_ahead(run) -> None:
+    run.roles.ahead = rollouts_ahead(run)
+
+
+# --- what the algorithm does besides
+
+
+def balance_experts(run) -> None:
+    """Add the load-balancing loss to that of the policy."""
+    top_k = experts_per_token(read_config(run.setup.folder, run.args.model.trust_remote_code))
+    coef = run.args.experts.aux_loss_coef
+    run.ppo.balance = functools.partial(with_batch_balance_loss, aux_loss_coef=coef, top_k=top_k)
+
+
+def resume_rollouts(run) -> None:
+    """Let a resumed run train the rollouts that it has generated after its checkpoint."""
+    args, ahead, found = run.args, run.roles.ahead, ResumedRollouts()
+    if args.checkpoint.load_checkpoint is not None and not args.rollout.dynamic_filtering:
+        found = find_resumed(run.output_dir, run.ppo.state, args.rollout.n_samples_per_prompt)
+    if found:
+        run.setup.strategy.print(
+            f"rollouts {min(found)} to {max(found)} were generated before the resume: they are trained as they are"
+        )
+    if ahead:
+        ahead.files, ahead.resumed = AheadFiles(run.output_dir), found
+    else:
+        run.ppo.recorded = found
+
+
+def write_pages(run) -> None:
+    if run.setup.strategy.is_rank_0():
+        run.ppo.pages = SamplePages(run.output_dir, run.setup.tokenizer, run.args.rollout.sample_pages)
+
+
+def write_timeline(run) -> None:
+    run.ppo.timeline = Timeline(run.output_dir)
+
+
+def certify(run) -> None:
+    """Write the certificate of a finished run (rank 0)."""
+    if run.setup.strategy.is_rank_0():
+        facts = (run.method.command, run.setup.folder, run.ppo.state.fingerprint(), run.setup.strategy.device)
+        certify_run(run.saved_models(run.output_dir), run.output_dir, *facts)
+
+
+RL_FEATURES = (
+    Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
+    Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
+    Feature("shared prompts", lambda run: run.args.rollout.share_prompts, with_data=share_prompts),
+    Feature(
+        "frozen rollouts", lambda run: run.args.rollout.rollouts_from, with_data=read_frozen, with_loss=train_frozen
+    ),
+    Feature("adapter", lambda run: run.args.lora.lora_rank, with_model=adapt),
+    Feature(
+        "routers", lambda run: run.args.rollout.routing_replay, with_data=record_experts, with_roles=replay_experts
+    ),
+    Feature("average", lambda run: run.args.advantage.ema_beta is not None, with_roles=keep_average),
+    Feature("environment", lambda run: run.args.environment.env, with_roles=talk),
+    Feature("staleness", lambda run: run.args.rollout.max_staleness, with_roles=generate_ahead),
+    Feature("balance", lambda run: run.args.experts.aux_loss_coef, with_loss=balance_experts),
+    Feature("resumed rollouts", lambda run: not run.args.rollout.rollouts_from, with_logs=resume_rollouts),
+    Feature("sample pages", lambda run: run.args.rollout.sample_pages, with_logs=write_pages),
+    Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),
+    Feature("certificate", lambda run: run.args.output.certificate, at_end=certify),
+)

@@ -1,0 +1,48 @@
+"""What a run of RL is: a method, and the parts that grow around it."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from trainer.methods.ppo_state import PPOOptions, PPORun, Roles
+from trainer.rollout.prompt_order import PromptOrder
+from trainer.runs.run import Run
+from trainer.training.checkpointing import Checkpoints
+
+
+@dataclass(frozen=True)
+class RLMethod:
+    """What a command brings to a run of RL. Another command than train_ppo shares the rollouts and the reward."""
+
+    command: str
+    make_batches: Callable  # (run) to `make_batches(samples, episode)`, the batches that the updates take
+    make_updates: Callable = lambda run: None  # (run) to the `updates` of a PPORun; None: those of the policy
+    per_prompt: Optional[int] = None  # a batch counts so many of each prompt; None: its responses
+    rules: str = "train_ppo"  # the command in the table of rules
+    own_flags: Any = None  # of that command, which the run folder records; None: those of the run
+
+
+@dataclass
+class RLRun(Run):
+    """A run of RL as it grows. Features change it at fixed places; see `feature.Feature`."""
+
+    more_stops: tuple[int, ...] = ()  # tokens that end a response, besides eos
+    engine_options: dict[str, dict] = dataclasses.field(
+        default_factory=lambda: {"hf": {}, "vllm": {}, "vllm_server": {}}
+    )
+    loader_options: dict = dataclasses.field(default_factory=dict)  # of the batches of a rollout
+    collate_rollout: Optional[Callable] = None  # in place of that of texts; see `collate_samples`
+    sizes_to_plan: Optional[Callable] = None  # from samples to the sizes that micro-batches are planned by
+    functions: dict[str, Callable] = dataclasses.field(default_factory=dict)  # of the reward
+    frozen: Optional[list] = None  # rollouts of --rollouts_from
+    order: Optional[PromptOrder] = None
+    options: Optional[PPOOptions] = None
+    roles: Optional[Roles] = None
+    checkpoints: Optional[Checkpoints] = None
+    ppo: Optional[PPORun] = None
+
+    @property
+    def own_flags(self):
+        """The flags that the run folder records."""
+        return self.method.own_flags or self.args
