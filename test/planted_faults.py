@@ -99,14 +99,14 @@ def strategies() -> list:
 
 def change_model(change: Callable) -> None:
     """Call change(model) on the model before it is sharded."""
-    from trainer.runs import run_training
+    from trainer.runs import run
 
     def around(original, *args, **kwargs):
         model = original(*args, **kwargs)
         change(model)
         return model
 
-    wrap(run_training, "load_model", around)
+    wrap(run, "load_model", around)
 
 
 def change_prepared(change: Callable) -> None:

@@ -28,7 +28,8 @@ from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_
 from trainer.rollout.engines import vllm
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm import VLLMEngine
-from trainer.runs import precompute, run_setup
+from trainer.runs import run_setup
+from trainer.runs.features import precompute
 from trainer.runs.rl import rl_engines
 from trainer.runs.run_setup import set_up, set_up_gpu
 from trainer.training import loop

@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import from_flat
 from trainer.flags.rules import refuse
-from trainer.runs.module_trace import PARTS, _CompiledHook, _signs
+from trainer.runs.features.module_trace import PARTS, _CompiledHook, _signs
 
 CHOSEN = ("loss mask off by one", "packed documents see each other, bf16", "no all-reduce after down_proj", "offset of the",
           "ring counts the gradients", "norms of heads not summed over tp$", "norm of one rank", "another eps",

@@ -24,7 +24,7 @@ from trainer.planning.plan_inputs import Machine, Work, machine_of
 from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
 from trainer.planning.plan_traffic import Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
-from trainer.runs import chosen_layout
+from trainer.runs.features import chosen_layout
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from trainer.datasets.demos import vision_demo
 from trainer.errors import UserError
 from trainer.flags.rules import refuse
 from trainer.models.layers.vision import check_tower
-from trainer.runs.image_runs import ImageRun
+from trainer.runs.features.image_runs import ImageRun
 
 REFUSED = {
     "--expert_parallel_size 2": "--expert_parallel_size 2 with rows that have images",

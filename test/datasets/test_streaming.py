@@ -19,7 +19,7 @@ from trainer.datasets.samples.streaming import StreamedBatches, start_of_epoch
 from trainer.errors import UserError
 from trainer.flags.rules import refuse
 from trainer.models.model_loading import load_tokenizer
-from trainer.runs import streamed_run
+from trainer.runs.features import streamed_run
 from trainer.runs.run_data import load_sft
 
 SHORT = ["--max_len", "22", "--max_steps", "5"]  # some rows are cut off, and some have no loss token left

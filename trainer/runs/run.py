@@ -33,7 +33,7 @@ class Method:
     facts: dict = dataclasses.field(default_factory=dict)  # for the table of rules
     has_frozen_copy: bool = False  # the run also holds a frozen model of the same size
     marks_tokens: bool = False  # its `collate` says which tokens are no padding
-    features: tuple = ()  # in addition to the list in features.py; see `feature.Feature`
+    features: tuple = ()  # in addition to the list in feature_list.py; see `feature.Feature`
     after_training: Callable[["Run"], None] = lambda run: None  # before the model is saved
 
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.datasets.batches.packing import IGNORE
 from trainer.errors import UserError
-from trainer.runs.module_trace import FACTS, TRACE
+from trainer.runs.features.module_trace import FACTS, TRACE
 
 ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-9}
 MODULE, TOKEN = 6.0, 8.0
