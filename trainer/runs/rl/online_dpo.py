@@ -16,14 +16,8 @@ from trainer.methods.ranked_pairs import PairSet, best_and_worst, make_pair_upda
 from trainer.rollout.placement import move, trained_by
 from trainer.runs.preference_runs import check_losses, needs_reference, pair_loss
 from trainer.runs.rl import rl_run
-<<<<<<< HEAD
 from trainer.runs.rl.rl_checks import EVAL_METRICS, check_rewards, check_rollouts, facts_of_rollouts
-from trainer.runs.run_setup import Setup
-=======
-from trainer.runs.rl.rl_checks import EVAL_METRICS
-from trainer.runs.rl.rl_checks import validate as validate_ppo
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
->>>>>>> fa50011 (A run of RL is a method with features, like the other runs)
 from trainer.runs.run_training import check_flags
 
 COMMAND = "train_dpo"

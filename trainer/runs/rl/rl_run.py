@@ -19,15 +19,8 @@ from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.reward_functions import load_reward_functions, needs_labels, wanted_columns
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
-<<<<<<< HEAD
-from trainer.runs.certify import certify_run
-from trainer.runs.image_runs import ImageRun
-from trainer.runs.rl import rl_roles as build
-from trainer.runs.rl.rl_engines import rollouts_ahead
-=======
 from trainer.runs.feature import apply
 from trainer.runs.rl.rl_features import RL_FEATURES
->>>>>>> fa50011 (A run of RL is a method with features, like the other runs)
 from trainer.runs.rl.rl_options import ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
@@ -137,118 +130,9 @@ def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
     return verify_replay(ppo_run.checkpoints, progress, some_steps)
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True)
-class Method:
-    """What another command changes: it shares the rollouts and the reward, and makes updates of its own."""
-
-    command: str
-    flags: Any  # its own, which the run folder records
-    make_batches_of: Callable  # (args, setup), in place of that of `rl_roles`
-    make_updates: Callable  # (setup, roles) to the `updates` of a PPORun
-    per_prompt: int  # of what a batch counts, for each prompt
-
-
-def _balance(args: PPOArguments, folder: str) -> Optional[Callable]:
-    """The function that adds the load-balancing loss to the policy's loss, if there is one."""
-    if not args.experts.aux_loss_coef:
-        return None
-    top_k = experts_per_token(read_config(folder, args.model.trust_remote_code))
-    return functools.partial(with_batch_balance_loss, aux_loss_coef=args.experts.aux_loss_coef, top_k=top_k)
-
-
-def _resume_rollouts(args: PPOArguments, ppo_run, output_dir: str) -> None:
-    """Let a resumed run train the rollouts that it has generated after its checkpoint."""
-    found, ahead = ResumedRollouts(), ppo_run.roles.ahead
-    if args.checkpoint.load_checkpoint is not None and not args.rollout.dynamic_filtering:
-        found = find_resumed(output_dir, ppo_run.state, args.rollout.n_samples_per_prompt)
-    if found:
-        ppo_run.strategy.print(
-            f"rollouts {min(found)} to {max(found)} were generated before the resume: they are trained as they are"
-        )
-    if ahead:
-        ahead.files, ahead.resumed = AheadFiles(output_dir), found
-    else:
-        ppo_run.recorded = found
-
-
-def train(args: PPOArguments, is_demo: bool = False, method: Optional[Method] = None) -> None:
-
-    own, command = (method.flags, method.command) if method else (args, COMMAND)
-    kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm"}
-    longest = args.prompts.prompt_max_len + args.rollout.generate_max_len
-    setup = set_up("train_ppo", args, longest=longest, is_demo=is_demo, **kind)
-    strategy, tokenizer = setup.strategy, setup.tokenizer
-    if args.advantage.preset:
-        strategy.print(told(args))
-    functions = load_reward_functions(args.scores.reward_func)
-    load = functools.partial(load_data, args, tokenizer, functions=functions)
-    prompts, eval_prompts, ledger = load_sets(args.data, setup, load, render_prompt_text)
-    any_images = has_images(prompts) or has_images(eval_prompts)
-    rules = "train_dpo --online" if method else COMMAND
-    refuse(rules, own, is_demo=is_demo, has_images=any_images, no_images=not any_images)
-    image_run = ImageRun(setup, [prompts, eval_prompts], args.vision.cache_pixels) if any_images else None
-    stops = (*stop_ids(tokenizer, setup.folder), *(image_run.image_tokens() if image_run else ()))
-    frozen = build.frozen_rollouts(args)
-    sizes = {
-        "batch_size": args.rollout.rollout_batch_size,
-        "seed": args.batch.seed,
-        "curriculum": args.rollout.curriculum,
-    }
-    order = PromptOrder(prompts, **sizes, shuffle=not args.batch.no_shuffle)
-    total_steps = build.count_steps(args, order, frozen, method and method.per_prompt)
-    saved = functools.partial(outputs.saved_models, args.output, has_average=args.advantage.ema_beta is not None)
-    resumes = args.checkpoint.load_checkpoint is not None
-    output_dir = outputs.open_run(args.output, strategy, command, resumes, saved)
-    make_batches = build.make_batches_of(args, setup, image_run)
-    options, balance = ppo_options(args, stops), _balance(args, setup.folder)
-    roles = build.build_roles(args, setup, output_dir, total_steps, make_batches, functions, image_run)
-    if roles.routers and frozen:
-        roles.routers.check(sample.experts for samples in frozen for sample in samples)
-    roles.ahead = rollouts_ahead(args, roles, total_steps, options.sampling)
-    facts = {"n_samples_per_prompt": args.rollout.n_samples_per_prompt, "train_batch_size": args.batch.train_batch_size}
-    history = {"origin": origin_of(flat(own)), "num_histories": args.rollout.max_staleness + 1}
-    state = RLState(order, args.kl.init_kl_coef, facts=facts, **history)
-    others = {"critic": roles.critic} if roles.critic else {}
-    trained = Trained(strategy, *roles.actor, state, tokenizer, others, roles.average)
-    policy = SavePolicy() if args.checkpoint.verify_resume else outputs.save_policy(args.checkpoint)
-    checkpoints = Checkpoints(output_dir, trained, policy, flat(own))
-    progress = checkpoints.resume(args.checkpoint.load_checkpoint)
-    if method:
-        make_batches = method.make_batches_of(args, setup)
-    ppo_run = PPORun(strategy, roles, state, options, make_batches, checkpoints, setup.sp_group, balance=balance)
-    ppo_run.recorded = frozen and rollouts_file.frozen(frozen)
-    ppo_run.updates = method and method.make_updates(setup, roles)
-    loop = loop_options(args, total_steps)
-    if args.checkpoint.verify_resume:
-        loop = dataclasses.replace(loop, eval_steps=None, parity_dump=None)
-        strategy.print(verify_resume(ppo_run, loop, progress, args.checkpoint.verify_resume))
-        return
-    ppo_run.eval_prompts = list(eval_prompts) if eval_prompts else None
-    ppo_run.rollouts_log = rollouts_file.RolloutsLog(output_dir, tokenizer)
-    if not frozen:
-        _resume_rollouts(args, ppo_run, output_dir)
-    if args.rollout.sample_pages and strategy.is_rank_0():
-        ppo_run.pages = SamplePages(output_dir, tokenizer, args.rollout.sample_pages)
-    ppo_run.timeline = Timeline(output_dir) if args.rollout.timeline else None
-    facts = {"data": ledger.counts, "total_steps": total_steps}
-    metrics = outputs.start_metrics(strategy, flat(own), args.output, output_dir, progress, **facts)
-    with metrics or contextlib.nullcontext():
-        train_ppo(ppo_run, loop, progress, metrics)
-        facts = (command, flat(own), progress, ledger)
-        for path, is_average in zip(saved(output_dir), (False, True)):
-            with roles.average.in_place() if is_average else contextlib.nullcontext():
-                outputs.save_model(strategy, roles.actor[0], tokenizer, path, *facts)
-        if metrics:
-            metrics.event("end", steps=progress.step)
-    if metrics and args.output.certificate:
-        facts = (command, setup.folder, state.fingerprint(), strategy.device)
-        certify_run(saved(output_dir), output_dir, *facts)
-=======
 def save(run: RLRun) -> None:
     """Write the policy, and the average of its weights if there is one, unless --no_save is given."""
     facts = (run.method.command, flat(run.own_flags), run.progress, run.ledger)
     for path, is_average in zip(run.saved_models(run.output_dir), (False, True)):
         with run.roles.average.in_place() if is_average else contextlib.nullcontext():
             outputs.save_model(run.setup.strategy, run.roles.actor[0], run.setup.tokenizer, path, *facts)
->>>>>>> fa50011 (A run of RL is a method with features, like the other runs)
