@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -228,3 +230,69 @@ def test_a_batch_enters_few_files_on_its_way_to_the_loss(backend, own_data, tmp_
     entered = json.loads(output.split("found ")[-1])
     # from `forward_backward`, in loop.py, to the loss
     assert {Path(path).name for path in entered} == {"sft.py", "token_losses.py", "packing.py"}
+
+
+# --- flags stop at the door
+
+
+def functions_of(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def test_below_runs_no_function_takes_the_flags():
+    """Plain values only. Hooks of torch have the parameters (module, args, kwargs)."""
+    for name, path in modules().items():
+        if name.split(".")[1] in ("cli", "runs", "flags", "entry"):
+            continue
+        for function in functions_of(path):
+            parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            names = {parameter.arg for parameter in parameters}
+            is_hook = "kwargs" in names or "module" in names
+            assert "args" not in names or is_hook, f"{name}:{function.lineno}: {function.name} takes args"
+            for parameter in parameters:
+                kind = ast.unparse(parameter.annotation) if parameter.annotation else ""
+                assert not kind.endswith("Arguments"), f"{name}:{function.lineno}: {function.name} takes {kind}"
+
+
+IMPORTS = re.compile(r"\s*(from |import |#|\)|quiet_libraries\(\)|[\w, ]+,$|$)")  # and the lines between them
+PAIR = re.compile(r"\b(with|without) (--\w|\{flag\})")
+# the limits of a kernel depend on its package; servers have flags of their own; a certificate is no run
+OUTSIDE = (
+    "models.attention.flash_limits",
+    "models.attention.ring_package",
+    "cli.serve_rm",
+    "compare",
+    "cli.verify_run",
+)
+
+
+def test_pairs_of_flags_are_refused_by_the_table_only():
+    for name, path in modules().items():
+        if name.startswith(("trainer.flags", *(f"trainer.{part}" for part in OUTSIDE))):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
+                words = " ".join(map(ast.unparse, node.args[:2]))
+                assert not PAIR.search(words), f"{name}:{node.lineno}: a row of trainer/flags/*_rules.py: {words}"
+
+
+def test_an_import_inside_a_function_says_why():
+    """A comment on its line, or above the imports that it belongs to."""
+    for name, path in modules().items():
+        lines = path.read_text().splitlines()
+        for function in functions_of(path):
+            for node in ast.walk(function):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    above = itertools.takewhile(IMPORTS.match, reversed(lines[: node.lineno - 1]))
+                    block = [*lines[node.lineno - 1 : node.end_lineno], *above]
+                    assert any("#" in line for line in block), f"{name}:{node.lineno} has no reason in a comment"
+
+
+def test_folders_are_small_and_say_their_trade():
+    for folder in {path.parent for path in modules().values()} - {PACKAGE}:
+        files = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+        assert len(files) <= 16, f"{folder.relative_to(ROOT)} has {len(files)} files"
+        trade = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert trade, f"{folder.relative_to(ROOT)}/__init__.py does not say the trade of the folder"

@@ -295,12 +295,15 @@ def test_flags_that_cannot_work_are_refused(given, where):
 @pytest.mark.parametrize(
     "more, expected",
     [
-        (["--backend", "deepspeed", "--tensor_parallel_size", "2"], "error: --lora_rank: with --backend deepspeed and"),
+        (
+            ["--backend", "deepspeed", "--tensor_parallel_size", "2"],
+            "error: --lora_rank 8 with --backend deepspeed and",
+        ),
         (
             ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--sequence_parallel"],
-            "error: --lora_rank: with --seq",
+            "error: --lora_rank 8 with --seq",
         ),
-        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit: "),
+        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit with --backend fsdp2: "),
         (["--backend", "fsdp2", "--target_modules", "w_proj"], "error: --target_modules: "),
         (
             ["--backend", "fsdp2", "--target_modules", "embed_tokens"],

@@ -14,6 +14,9 @@ from test_parity import assert_same_steps, assert_same_tensors, command_line
 from tiny_models import make_model
 
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rules import refuse
 from trainer.optimizers.adamw_8bit import AdamW8bit
 from trainer.optimizers.build import build_optimizer
 from trainer.optimizers.muon import orthogonalized
@@ -139,8 +142,9 @@ def test_it_is_refused_where_no_matrix_is_at_hand(strategy, options):
 
 
 def test_adafactor_refuses_the_betas_that_it_has_not():
-    with pytest.raises(UserError, match="--adam_betas"):
-        build_optimizer("adafactor", make_model("llama"), lr=1.0, betas=(0.8, 0.9), eps=1e-8, weight_decay=0)
+    args = from_flat(SFTArguments, {"optim": "adafactor", "adam_betas": [0.8, 0.9]})
+    with pytest.raises(UserError, match=r"--adam_betas 0\.8 0\.9 with --optim adafactor"):
+        refuse("train_sft", args)
 
 
 def test_8_bit_moments_of_cut_weights_are_those_of_whole_ones():

@@ -34,14 +34,14 @@ REFUSED = {
     "--save_path m": "--save_path: m would replace --pretrain",
     "--save_path runs --output_dir runs/mine": "--save_path: runs would replace --output_dir",
     "--loss kto --eval_dataset d --best_metric_key eval_reward_margin": "--best_metric_key: eval_reward_margin, which no",
-    "--label_smoothing 0.1": "--label_smoothing: 0.1 with --loss dpo",
-    "--loss robust": "--label_smoothing: 0.0 with --loss robust",
+    "--label_smoothing 0.1": "--label_smoothing 0.1 with --loss dpo: ",
+    "--loss robust": "--loss robust without --label_smoothing: ",
     "--loss dpo,kto": "--loss: dpo,kto",
     "--loss dpo,simpo": "--loss: dpo,simpo: only some of them have a reference",
     "--loss dpo,bco --loss_weights 1": "--loss_weights: 1 with --loss dpo,bco",
     "--loss kto --loss_weights 1": "--loss_weights: 1 with --loss kto",
-    "--loss nca --f_divergence js": "--f_divergence: js with --loss nca",
-    "--loss kto --f_divergence js": "--f_divergence: js with --loss kto",
+    "--loss nca --f_divergence js": "--f_divergence js with --loss nca: ",
+    "--loss kto --f_divergence js": "--f_divergence js with --loss kto: ",
     "--f_alpha 0.3": "--f_alpha 0.3 with --f_divergence reverse_kl: ",
 }
 

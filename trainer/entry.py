@@ -2,11 +2,13 @@
 
 import atexit
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 
 from trainer.errors import Interrupted, UserError
@@ -78,7 +80,7 @@ def end_well() -> None:
     rare). torchrun would then count the finished run as failed.
     """
     if "torch" in sys.modules:
-        import torch.distributed as dist
+        import torch.distributed as dist  # most commands end without torch
 
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -117,16 +119,13 @@ def _is_lost_peer(error: Exception) -> bool:
 
 def quiet_libraries() -> None:
     """Keep other libraries' progress bars and deprecation notes out of a run's output."""
-    import logging as python_logging
-    import warnings
-
-    import torch
-    from transformers.utils import logging
+    import torch  # not while --help is printed
+    from transformers.utils import logging as transformers_logging
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns on every rank about the missing GPU
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     # a weight sharded over tp and fsdp needs two all-gathers; torch prints a long warning about it
-    python_logging.getLogger("torch.distributed.tensor._redistribute").setLevel(python_logging.ERROR)
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()

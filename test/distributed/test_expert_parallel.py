@@ -124,7 +124,7 @@ def test_the_plan_of_a_mixture_has_whole_experts_and_replicated_routers():
 
 
 def test_backends_and_flags_that_do_not_go_with_it():
-    with pytest.raises(UserError, match="--expert_parallel_size: with --backend deepspeed"):
+    with pytest.raises(UserError, match="--expert_parallel_size 2 with --backend deepspeed"):
         DeepspeedStrategy(StrategyOptions(expert_parallel_size=2))
-    with pytest.raises(UserError, match="--lora_experts: with --zero_stage 3"):
+    with pytest.raises(UserError, match="--lora_experts with --zero_stage 3"):
         DeepspeedStrategy(StrategyOptions(lora_rank=4, lora_experts=True, zero_stage=3))

@@ -127,7 +127,7 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do():
 @pytest.mark.parametrize("flag", ["use_hf_tp_plan", "sequence_parallel", "print_tp_plan"])
 def test_flags_of_tensor_parallelism_need_tensor_parallelism(flag):
     refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=2, **{flag: True}))
-    with pytest.raises(UserError, match=f"--{flag}: with --tensor_parallel_size 1"):
+    with pytest.raises(UserError, match=f"--{flag} with --tensor_parallel_size 1"):
         refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=1, **{flag: True}))
 
 

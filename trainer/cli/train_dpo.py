@@ -22,6 +22,7 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
 
 def method_of(args: DPOArguments):
     """Pairs of answers, or with `--loss kto` single answers."""
+    # not before the flags are parsed: --help must not import torch
     from transformers import AutoModelForCausalLM
 
     from trainer.datasets.samples import preference, unpaired

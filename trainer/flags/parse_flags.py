@@ -11,6 +11,9 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
+from jsonargparse import ArgumentParser
+from jsonargparse import typing as restricted
+
 from trainer.errors import UserError
 
 DEMO_DIR = "demo"
@@ -73,8 +76,6 @@ ALLOWED = {
 
 
 def _add_field(group, field: dataclasses.Field, hint) -> None:
-    from jsonargparse import typing as restricted
-
     flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
@@ -93,8 +94,6 @@ def _add_field(group, field: dataclasses.Field, hint) -> None:
 
 def build_parser(groups: Iterable[type], command: str, description: Optional[str]):
     """Build the parser of a command: one help group per group of flags, and flat flags."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         prog=command,
         usage="%(prog)s [--config FILE] [--flag value ...]",

@@ -51,6 +51,27 @@ LOSS_RULES = (
         "this loss has no reference",
         REMOVE,
     ),
+    Rule(
+        "label_smoothing",
+        lambda f: f.loss_has_smoothing is False,
+        "with --loss {loss}",
+        "this loss takes every label as right",
+        "Set it to 0, or take --loss cdpo or robust.",
+    ),
+    Rule(
+        "loss",
+        lambda f: f.loss_has_smoothing and not f.label_smoothing,
+        "without --label_smoothing",
+        "it is the probability of a wrong label that this loss is made for",
+        "Set --label_smoothing above 0 and below 0.5.",
+    ),
+    Rule(
+        "f_divergence",
+        lambda f: f.loss_has_divergence is False,
+        "with --loss {loss}",
+        "this loss is no function of the difference of two log-ratios",
+        "Take --loss dpo, cdpo, robust, ipo or hinge, or remove the flag.",
+    ),
     Rule("nll_loss_coef", _is_kto, "with --loss kto", "there are no chosen answers", REMOVE),
     Rule(
         "simpo_gamma",

@@ -178,7 +178,7 @@ STALENESS_RULES = (
     *(
         Rule(
             "max_staleness",
-            lambda f, flag=flag: vars(f)[flag],
+            lambda f, flag=flag: getattr(f, flag),
             f"with --{flag}",
             "generation and optimizer steps run at the same time, so the states are always in use",
             ONE,
@@ -296,7 +296,7 @@ REWARD_RULES = (
     *(
         Rule(
             second,
-            lambda f, first=first, second=second: vars(f)[first] and vars(f)[second],
+            lambda f, first=first, second=second: getattr(f, first) and getattr(f, second),
             f"with --{first}",
             "a run has one source of scores",
             ONE,
@@ -313,7 +313,7 @@ REWARD_RULES = (
     *(
         Rule(
             "reward_weights",
-            lambda f, flag=flag: vars(f)[flag] and len(f.reward_weights) != _num_scorers(f),
+            lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != _num_scorers(f),
             f"with --{flag} {{{flag}}}",
             why,
             instead,
@@ -327,7 +327,7 @@ REWARD_RULES = (
     ),
     Rule(
         "reward_weights",
-        lambda f: not any(vars(f)[flag] for flag in SOURCES) and len(f.reward_weights) != 1,
+        lambda f: not any(getattr(f, flag) for flag in SOURCES) and len(f.reward_weights) != 1,
         "without --reward_func or --reward_pretrain",
         "there are no scores to weight",
         REMOVE,

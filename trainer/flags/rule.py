@@ -19,6 +19,8 @@ UNKNOWN: dict[str, Any] = {
     "no_images": False,  # no row has an image
     "loss_names": (),  # of --loss, a sum of losses
     "loss_has_reference": None,
+    "loss_has_smoothing": None,
+    "loss_has_divergence": None,
 }
 
 
@@ -67,9 +69,16 @@ def defaults_of(commands: Iterable[type]) -> dict[str, Any]:
 
 def first_refusal(rules: Iterable[Rule], args, commands: Iterable[type], **facts) -> UserError | None:
     """The error for the first rule that `args` break. Default values are never refused."""
-    known, own, defaults = knowledge(args, commands, **facts), flat(args), flat(type(args)())
+    return first_broken(rules, flat(args), flat(type(args)()), knowledge(args, commands, **facts))
+
+
+def first_broken(
+    rules: Iterable[Rule], values: dict[str, Any], defaults: dict[str, Any], known: SimpleNamespace | None = None
+) -> UserError | None:
+    """The error for the first rule that these flat values break. `known` is what the rules may ask: by default, `values`."""
+    known = known or SimpleNamespace(**values)
     for rule in rules:
-        used = [name for name in rule.flags.split() if name in own and own[name] != defaults[name]]
+        used = [name for name in rule.flags.split() if name in values and values[name] != defaults[name]]
         if used and rule.when(known):
             return rule.refusal(used[0], known)
     return None

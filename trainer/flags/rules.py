@@ -5,6 +5,7 @@ The commands, `check`, `--print_model`, docs/flags.md and "Known limits" read th
 
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.kd_flags import KDArguments
+from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.preference_rules import DPO_RULES, KD_RULES, ONLINE_RULES, REWARD_RULES
@@ -31,6 +32,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "train_dpo --online": (*TRAINING_RULES, *ONLINE_RULES, *ROLLOUT_RULES),
     "train_kd": (*TRAINING_RULES, *KD_RULES),
 }
+
+# of the strategies, which read them from their options: see strategies/refusals.py
+BACKEND_RULES: dict[str, tuple[Rule, ...]] = {"fsdp2": FSDP2_RULES, "deepspeed": DEEPSPEED_RULES}
 
 
 def refuse(command: str, args, **facts) -> None:

@@ -1,8 +1,8 @@
 """Rules for the flags that the training commands share: layers, data, LoRA, output, checkpoints, images."""
 
+from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
-ONE = "Use only one of the two."
 REMOVE = "Remove the flag."
 PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "aux_loss_coef", "expert_bias_update_rate")
 
@@ -48,6 +48,27 @@ SHARED_RULES = (
         "on a GPU",
         "it chooses the CPU's matrix products",
         "Add --device cpu, or remove the flag.",
+    ),
+    Rule(
+        "attn_implementation",
+        lambda f: f.attn_implementation == "eager" and f.packing_samples,
+        "with --packing_samples",
+        "it has no kernel that keeps the documents of a row apart",
+        "Take sdpa, flash_attention_2 or flash_attention_3.",
+    ),
+    Rule(
+        "attn_implementation",
+        lambda f: f.attn_implementation in ("eager", "flash_attention_3") and f.ring_attn_size > 1,
+        "with --ring_attn_size {ring_attn_size}",
+        "ring and Ulysses attention have no such kernel",
+        "Take sdpa or flash_attention_2.",
+    ),
+    Rule(
+        "adam_betas",
+        lambda f: f.optim == "adafactor",
+        "with --optim adafactor",
+        "Adafactor has no betas",
+        REMOVE,
     ),
     Rule("dataset_probs", lambda f: not f.dataset, "without --dataset", "it mixes the sets of --dataset", REMOVE),
     Rule(
@@ -254,7 +275,7 @@ TRACE_RULES = (
         "Remove one of them.",
     ),
     *(
-        Rule("certify", lambda f, flag=flag: vars(f)[flag], f"with --{flag}", "the plain loop does not have it", ONE)
+        Rule("certify", lambda f, flag=flag: getattr(f, flag), f"with --{flag}", "the plain loop does not have it", ONE)
         for flag in PLAIN_LOOP_LACKS
     ),
     Rule("certify certificate", lambda f: f.no_save, "with --no_save", "a run without a model has no certificate", ONE),

@@ -8,7 +8,6 @@ import torch
 from torch.optim._adafactor import adafactor
 
 from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor, whole
-from trainer.errors import UserError
 from trainer.optimizers.adamw import decay_groups, states_of
 
 
@@ -41,8 +40,6 @@ class Adafactor(torch.optim.Optimizer):
                     to_local_if_dtensor(parameter).copy_(weight[region])
 
 
-def build_adafactor(model: torch.nn.Module, *, lr: float, betas, weight_decay: float) -> Adafactor:
-    """Build Adafactor. Raises UserError if `betas` are set, because Adafactor has no betas."""
-    if tuple(betas) != (0.9, 0.95):
-        raise UserError("--adam_betas", f"{tuple(betas)} with --optim adafactor, which has no betas", "leave it out")
+def build_adafactor(model: torch.nn.Module, *, lr: float, weight_decay: float) -> Adafactor:
+    """Build Adafactor, which has no betas."""
     return Adafactor(decay_groups(model.named_parameters(), weight_decay), lr=lr)

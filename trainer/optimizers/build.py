@@ -32,7 +32,7 @@ def build_optimizer(
     if name == "adafactor":
         from trainer.optimizers.adafactor import build_adafactor
 
-        return build_adafactor(model, lr=lr, betas=betas, weight_decay=weight_decay)
+        return build_adafactor(model, lr=lr, weight_decay=weight_decay)
     if name == "muon":
         from trainer.optimizers.muon import build_muon as build
     else:

@@ -1,6 +1,6 @@
 """The list of features, in the order in which a run applies them. Each one is a file of its own."""
 
-from trainer.runs.features.adapters import ADAPTER
+from trainer.runs.features.adapter import ADAPTER
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.chosen_layout import LAYOUT
 from trainer.runs.features.distillation import TEACHER

@@ -98,16 +98,14 @@ def check_losses(flags: PreferenceArguments) -> dict:
         raise UserError("--loss_weights", found, "one for each loss of pairs")
     if len({loss.needs_reference for loss in losses}) > 1:
         raise UserError("--loss", f"{flags.loss}: only some of them have a reference", "losses of one kind")
-    smoothed = any(loss.has_label_smoothing for loss in losses)
-    if (flags.label_smoothing > 0) != smoothed or flags.label_smoothing >= 0.5:
-        found = f"{flags.label_smoothing} with --loss {flags.loss}"
-        allowed = "above 0 and below 0.5 with --loss cdpo or robust, 0 with any other"
-        raise UserError("--label_smoothing", found, allowed)
-    if flags.f_divergence != "reverse_kl" and not all(loss.of_margin for loss in losses or [PAIR_LOSSES["nca"]]):
-        fit = [name for name, loss in PAIR_LOSSES.items() if loss.of_margin]
-        raise UserError("--f_divergence", f"{flags.f_divergence} with --loss {flags.loss}", f"--loss {', '.join(fit)}")
-    names = ("kto",) if flags.loss == "kto" else tuple(loss_names(flags.loss))
-    return {"loss_names": names, "loss_has_reference": needs_reference(flags.loss)}
+    if flags.label_smoothing >= 0.5:
+        raise UserError("--label_smoothing", str(flags.label_smoothing), "a number below 0.5")
+    return {
+        "loss_names": tuple(loss_names(flags.loss)),
+        "loss_has_reference": needs_reference(flags.loss),
+        "loss_has_smoothing": any(loss.has_label_smoothing for loss in losses),
+        "loss_has_divergence": bool(losses) and all(loss.of_margin for loss in losses),
+    }
 
 
 def pair_loss(flags: PreferenceArguments, reference, sp_group):

@@ -92,7 +92,7 @@ def choose_attention(args) -> str:
     if not (args.batch.packing_samples or is_split or wanted.startswith("flash")):
         return wanted
     kind = {"param_dtype": args.model.param_dtype, "device": args.layout.device}
-    return resolve_attention(wanted, args.batch.packing_samples, is_split, **kind)
+    return resolve_attention(wanted, args.batch.packing_samples, **kind)
 
 
 def _resumes(output_dir: Optional[str], load_checkpoint: Optional[str], lora_rank: Optional[int]) -> bool:

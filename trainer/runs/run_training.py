@@ -13,7 +13,7 @@ from trainer.optimizers.build import check_scheduler_name
 from trainer.runs import outputs
 from trainer.runs.feature import apply
 from trainer.runs.feature_list import FEATURES
-from trainer.runs.features.adapters import check_adapter
+from trainer.runs.features.adapter import check_adapter
 from trainer.runs.run import Method, Run
 from trainer.runs.run_data import build_loader, load_sets
 from trainer.runs.run_models import shard_model

@@ -144,19 +144,19 @@ def _check_names(path: Path, names: list[str]) -> None:
         raise UserError(str(path), f"the name {twice[0]!r} occurs twice", "each name once")
 
 
-def check_args(where: str, args: tuple[str, ...] | list[str]) -> None:
+def check_args(where: str, argv: tuple[str, ...] | list[str]) -> None:
     """Raise UserError for the flags that the matrix sets."""
     for flag in ("--output_dir", "--parity_dump", "--parity_trace"):
-        if any(arg == flag or arg.startswith(f"{flag}=") for arg in args):
+        if any(arg == flag or arg.startswith(f"{flag}=") for arg in argv):
             raise UserError(where, f"holds {flag}", "any other flag; the matrix sets this one for each run")
 
 
-def given_param_dtype(args: list[str]) -> str | None:
+def given_param_dtype(argv: list[str]) -> str | None:
     """The value of the last --param_dtype in the arguments. None if there is none."""
     dtype = None
-    for i, arg in enumerate(args):
-        if arg == "--param_dtype" and i + 1 < len(args):
-            dtype = args[i + 1]
+    for i, arg in enumerate(argv):
+        if arg == "--param_dtype" and i + 1 < len(argv):
+            dtype = argv[i + 1]
         elif arg.startswith("--param_dtype="):
             dtype = arg.partition("=")[2]
     return dtype

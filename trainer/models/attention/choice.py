@@ -21,31 +21,23 @@ from trainer.models.attention.varlen import (
 )
 from trainer.models.layers.model_call import remember_call
 
-PACKED = "sdpa, flash_attention_2, flash_attention_3"
 SPLIT = {"ring": ring_attention, "ulysses": ulysses_attention, "ring_package": ring_package.package_attention}
 
 
 def resolve_attention(
-    attn_implementation: str, packed: bool, ring: bool = False, *, param_dtype: str = "bf16", device: str = "auto"
+    attn_implementation: str, packed: bool, *, param_dtype: str = "bf16", device: str = "auto"
 ) -> str:
     """Return the name of the attention function that transformers should call.
 
-    With `ring`, `setup_attention` replaces it once the process groups exist.
+    For sequences that are split over ranks, `setup_attention` replaces it once the process groups exist.
 
     Raises:
         UserError: the function cannot be used with these flags, or on this machine.
     """
-    if ring and attn_implementation in ("eager", "flash_attention_3"):
-        found = f"{attn_implementation} with --ring_attn_size"
-        raise UserError("--attn_implementation", found, "sdpa, flash_attention_2")
     if attn_implementation.startswith("flash"):
         validate_flash_attention(attn_implementation, param_dtype, device)
         return attn_implementation
-    if not packed:
-        return attn_implementation
-    if attn_implementation == "eager":
-        raise UserError("--attn_implementation", "eager with --packing_samples", PACKED)
-    return register_varlen_attention()
+    return register_varlen_attention() if packed else attn_implementation
 
 
 def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:

@@ -13,7 +13,7 @@ from trainer.rollout.rollouts_file import frozen
 from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.timeline import Timeline
 from trainer.runs.feature import Feature
-from trainer.runs.features.adapters import adapt
+from trainer.runs.features.adapter import adapt
 from trainer.runs.features.certify import certify_run
 from trainer.runs.features.image_runs import ImageRun, freeze_vision, use_images
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead

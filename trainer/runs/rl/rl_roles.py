@@ -17,7 +17,7 @@ from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import move, trained_by
 from trainer.runs.feature import apply
-from trainer.runs.features.adapters import add_adapter_of_flags
+from trainer.runs.features.adapter import add_adapter_of_flags
 from trainer.runs.rl.rl_engines import build_engine
 from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import reference_is_base

@@ -1,0 +1,112 @@
+"""Every row of the table of rules refuses something, and says in one line what, against what, why, and what to do."""
+
+import dataclasses
+import itertools
+import typing
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.flags.parse_flags import flags_of
+from trainer.flags.rule import UNKNOWN, Rule, defaults_of
+from trainer.flags.rules import BACKEND_RULES, COMMANDS, RULES
+from trainer.strategies.options import StrategyOptions
+
+KINDS = {field.name: (field, hint) for command in COMMANDS.values() for field, hint in flags_of(command)}
+OTHERS = {  # values that a predicate may look for, besides those that a type gives
+    "loss": ["kto", "simpo", "logexp", "dpo"],
+    "loss_names": [("dpo",), ("simpo",)],
+    "optim": ["adafactor", "muon"],
+    "ref_model": ["another"],
+    "policy_loss": ["reinforce", "sapo", "gspo"],
+    "lr_scheduler": ["constant", "linear"],
+    "load_checkpoint": ["latest"],
+    "zero_stage": [0, 1, 2, 3],
+    "engine_urls": ["http://a", "http://a,http://b"],
+    "reward_func": ["math", "math,exact_match"],
+    "reward_weights": [[1.0], [1.0, 2.0, 3.0]],
+}
+
+
+class Asked(SimpleNamespace):
+    """All flags and facts, which notes what a predicate reads."""
+
+    def __getattribute__(self, name: str):
+        if not name.startswith("_"):
+            super().__getattribute__("_read").add(name)
+        return super().__getattribute__(name)
+
+
+def candidates(name: str) -> list:
+    """The default of a flag or fact, and some other values."""
+    if name in UNKNOWN:
+        return [UNKNOWN[name], *OTHERS.get(name, [True, False, 1, 2, 3])]
+    field, hint = KINDS[name]
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    if hint is bool:
+        return [default, not default]
+    if typing.get_origin(hint) is typing.Literal:
+        return [default, *(value for value in typing.get_args(hint) if value != default)]
+    texts = str(hint)
+    found = (
+        [1, 2, 0, 4096]
+        if "int" in texts
+        else [0.5, 0.0, 2.0, 1.0]
+        if "float" in texts and "list" not in texts
+        else ["x"]
+    )
+    if "list" in texts:
+        found = [[0.5, 0.25], ["x"]]
+    return [default, *OTHERS.get(name, found)]
+
+
+def broken(rule: Rule, flag: str, defaults: dict):
+    """Flags and facts with which the rule refuses `flag`, or None."""
+    read = {flag}
+    for _ in range(6):  # what a predicate reads depends on what it finds
+        names = sorted(read)
+        for values in itertools.islice(itertools.product(*map(candidates, names)), 20_000):
+            chosen = dict(zip(names, values))
+            if chosen[flag] == defaults[flag]:
+                continue
+            known = Asked(_read=set(), **{**defaults, **UNKNOWN, **chosen})
+            try:
+                is_broken = rule.when(known)
+            except (TypeError, AttributeError, ZeroDivisionError):  # a value of another type than the flag's
+                is_broken = False
+            read |= {name for name in vars(known)["_read"] if name in defaults or name in UNKNOWN}
+            if is_broken:
+                return SimpleNamespace(**{**defaults, **UNKNOWN, **chosen})
+        if names == sorted(read):
+            break
+    return None
+
+
+ROWS = {id(rule): (command, rule) for command, rules in [*RULES.items(), *BACKEND_RULES.items()] for rule in rules}
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    ROWS.values(),
+    ids=[f"{command}-{rule.flags[:40]}-{rule.against[:40]}" for command, rule in ROWS.values()],
+)
+def test_a_row_refuses_each_of_its_flags_in_one_line(command, rule):
+    defaults = defaults_of(COMMANDS.values())
+    if command in COMMANDS:
+        defaults |= defaults_of([COMMANDS[command]])
+    for flag in rule.flags.split():
+        assert flag in defaults, f"no command has --{flag}"
+        found = broken(rule, flag, defaults)
+        assert found is not None, f"nothing makes --{flag} {rule.against} a refusal"
+        line = str(rule.refusal(flag, found))
+        assert line.startswith(f"--{flag}") and "\n" not in line
+        assert rule.against.startswith(("with ", "without ", "on ", "for ")), rule.against
+        assert rule.why and not rule.why.endswith(".") and rule.instead.endswith("."), line
+
+
+def test_the_options_of_a_strategy_break_the_same_rules():
+    from trainer.errors import UserError
+    from trainer.strategies import get_strategy
+
+    with pytest.raises(UserError, match=r"--load_in_4bit with --backend fsdp2: .* Take --backend deepspeed"):
+        get_strategy("fsdp2", StrategyOptions(load_in_4bit=True))
