@@ -136,6 +136,7 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
         "trainer.strategies.deepspeed",
         "trainer.strategies.fsdp2",
         "trainer.flags.common_flags",
+        "trainer.flags.rules",
     }
     # these report the versions of packages, deepspeed among them
     allowed |= {"trainer.runs.outputs", "trainer.planning.doctor_packages"}
