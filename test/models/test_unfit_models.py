@@ -38,7 +38,7 @@ def make(name: str, **options) -> torch.nn.Module:
 def test_models_that_hand_over_their_windows_give_packed_documents_the_logits_they_get_alone(name, tmp_path):
     model = make(name, **WINDOW, **WITH_WINDOWS[name])
     model.config.save_pretrained(tmp_path)
-    validate_packed_model(str(tmp_path), attention="varlen")
+    validate_packed_model(str(tmp_path), False, "varlen")
     packed = causal_lm_logits(model, collate_packed(SAMPLES, 0))[0]
     model.set_attn_implementation("eager")
     alone = torch.cat([model(torch.tensor([sample["input_ids"]])).logits[0] for sample in SAMPLES])
@@ -75,17 +75,17 @@ def test_what_a_model_keeps_from_its_attention_is_missed(name, options, found, c
 def test_a_config_says_what_packing_cannot_do(name, found, tmp_path):
     getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"--packing_samples: {found}"):
-        validate_packed_model(str(tmp_path), attention="varlen")
+        validate_packed_model(str(tmp_path), False, "varlen")
 
 
 def test_chunks_are_cut_only_by_our_attention(tmp_path):
     transformers.Llama4TextConfig().save_pretrained(tmp_path)
-    validate_packed_model(str(tmp_path), attention="varlen")
+    validate_packed_model(str(tmp_path), False, "varlen")
     with pytest.raises(UserError, match="--attn_implementation: flash_attention_2 for chunked_attention layers"):
-        validate_packed_model(str(tmp_path), attention="flash_attention_2")
+        validate_packed_model(str(tmp_path), False, "flash_attention_2")
     transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--packing_samples: llama has layers of chunked_attention"):
-        validate_packed_model(str(tmp_path), attention="varlen")
+        validate_packed_model(str(tmp_path), False, "varlen")
 
 
 def test_a_window_that_never_cuts_is_no_fault():

@@ -40,8 +40,8 @@ def resolve_attention(
     return register_varlen_attention() if packed else attn_implementation
 
 
-def validate_packed_model(folder: str, trust_remote_code: bool = False, attention: Optional[str] = None) -> None:
-    """Raise UserError if packed documents would see each other. `attention` is the function's name, if it is known."""
+def validate_packed_model(folder: str, trust_remote_code: bool, attention: str) -> None:
+    """Raise UserError if packed documents would see each other. `attention` is the name of the attention function."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_attention_layers(config, "--packing_samples", "leave it out")
     if attention == NAME:
