@@ -104,6 +104,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}: no such heading"
 
 
+def test_the_map_of_the_code_names_files_that_exist():
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs" / "architecture.md").read_text())
+    paths = {path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in ROOT.glob("trainer/**/*")}
+    missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)}
+    assert not {name for name in missing if not (ROOT / name).exists()}
+
+
 def test_how_sentences_are_counted():
     text = """# A heading. Not counted
 
