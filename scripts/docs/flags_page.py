@@ -1,14 +1,16 @@
-"""Write docs/flags.md, the list of all flags, from the dataclasses that the commands parse: `python scripts/docs/flags_page.py`."""
+"""Write docs/flags.md, all flags and those that do not go together, from trainer/flags: `python scripts/docs/flags_page.py`."""
 
 import dataclasses
 import re
 import sys
 import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.flags.parse_flags import ALLOWED, groups_of
-from trainer.flags.rules import COMMANDS
+from trainer.flags.parse_flags import ALLOWED, flags_of, groups_of
+from trainer.flags.rule import UNKNOWN, Rule
+from trainer.flags.rules import BACKEND_RULES, COMMANDS, RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 HEAD = """<!-- Written by scripts/docs/flags_page.py from the arguments of the commands. Do not edit. -->
@@ -33,9 +35,16 @@ Three rules hold for all flags:
 
 - `--config FILE` reads flags from a YAML file. Flags that follow it on the command line override the file.
 - A flag that is switched on or off takes no value (`--no_save`), or `true` or `false`.
-- A flag either works or is refused, with one line that says what is allowed.
+- A flag either works or is refused, with one line that says why and what to do instead.
 
+[Flags that do not go together](#flags-that-do-not-go-together) are at the end of this page.
 [Troubleshooting](troubleshooting.md) explains such lines.
+"""
+REFUSED = """## Flags that do not go together
+
+A flag of this list is refused in the situation that follows it. The line then says why, and what to do instead.
+Some rows are about some values of their flag only. Where a command lacks a flag, its rows do not matter.
+N is a number, and other capitals stand for a value.
 """
 WORD = re.compile(r"(?P<before>[(\"']*)(?P<core>\S*?)(?P<after>[)\"'.,;:]*)(?=\s|$)")
 
@@ -96,6 +105,56 @@ def entry(field: dataclasses.Field, hint) -> str:
     return "\n".join(lines)
 
 
+def placeholders() -> dict[str, str]:
+    """What stands for the value of a flag or fact in a rule: N for a number, else the last word of its name."""
+    numbers = {name for name, value in UNKNOWN.items() if type(value) is int}
+    names = set(UNKNOWN)
+    for command in COMMANDS.values():
+        for field, hint in flags_of(command):
+            names.add(field.name)
+            if "integer" in (kind := allowed_values(field, hint)) or "number" in kind:
+                numbers.add(field.name)
+    return {name: "N" if name in numbers else name.split("_")[-1].upper() for name in names}
+
+
+def refusals(rules: Iterable[Rule]) -> str:
+    """The rows of a table of rules as items of a list."""
+    shown, values = {}, placeholders()  # two rows that read alike are shown once
+    for rule in rules:
+        flags = ", ".join(f"`--{name}`" for name in rule.flags.split())
+        against, why = (as_markdown(text.format(**values)) for text in (rule.against, rule.why))
+        shown[f"- {flags} {against}: {why}. {as_markdown(rule.instead)}"] = None
+    return "\n".join(shown) + "\n"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as code: `a`, `b` and `c`."""
+    *first, last = [f"`{name}`" for name in names]
+    return " and ".join(filter(None, [", ".join(first), last]))
+
+
+def by_owners(tables: dict[str, tuple[Rule, ...]]) -> dict[tuple[str, ...], list[Rule]]:
+    """The rules of several tables, by the names of the tables that have them. Those of most tables come first."""
+    owners: dict[Rule, list[str]] = {}
+    for name, rules in tables.items():
+        for rule in rules:
+            owners.setdefault(rule, []).append(name)
+    found: dict[tuple[str, ...], list[Rule]] = {}
+    for rule, names in owners.items():
+        found.setdefault(tuple(names), []).append(rule)
+    return dict(sorted(found.items(), key=lambda group: -len(group[0])))
+
+
+def refused_pairs() -> str:
+    """The section of the flags that do not go together."""
+    parts = [REFUSED]
+    for everything, prefix, tables in (("All commands", "", RULES), ("Both backends", "--backend ", BACKEND_RULES)):
+        for names, rules in by_owners(tables).items():
+            title = everything if len(names) == len(tables) else listed([prefix + name for name in names])
+            parts.append(f"### {title}\n\n{refusals(rules)}")
+    return "\n".join(parts)
+
+
 def page() -> str:
     """The text of docs/flags.md."""
     parts = [HEAD]
@@ -103,13 +162,10 @@ def page() -> str:
         title = base.__doc__.splitlines()[0]
         fields = dataclasses.fields(base)
         hints = typing.get_type_hints(base)
-        *first, last = [f"`{command}`" for command in commands]
-        which = (
-            "all commands" if len(commands) == len(COMMANDS) else " and ".join(filter(None, [", ".join(first), last]))
-        )
+        which = "all commands" if len(commands) == len(COMMANDS) else listed(commands)
         parts.append(f"## {title}\n\nFlags of {which}.\n")
         parts.append("\n".join(entry(field, hints[field.name]) for field in fields) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, refused_pairs()])
 
 
 if __name__ == "__main__":

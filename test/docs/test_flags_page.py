@@ -30,6 +30,15 @@ def test_every_flag_is_on_the_page_under_its_commands():
             assert f"- **`--{field.name}`**" in own, (name, field.name)
 
 
+def test_every_rule_is_on_the_page():
+    script = load_script()
+    section = script.page().split("\n## Flags that do not go together\n")[1]
+    for rules in (*script.RULES.values(), *script.BACKEND_RULES.values()):
+        for rule in rules:
+            assert script.refusals([rule]).strip() in section, rule.flags
+    assert "{" not in section
+
+
 def test_help_texts_as_markdown():
     as_markdown = load_script().as_markdown
     text = as_markdown("under <output_dir>/x, of train_ppo (--max_len).")

@@ -1,6 +1,6 @@
 """The table of rules: every refusal of a pair of flags, by command. It imports no torch.
 
-The commands, `check`, `--print_model`, docs/flags.md and "Known limits" read this table.
+The commands, the strategies, `plan` and docs/flags.md read this table. README.md links to that page.
 """
 
 from trainer.flags.common_flags import SFTArguments
