@@ -4,8 +4,7 @@ import pytest
 import torch
 import transformers
 
-from trainer.metrics import MetricSum, flops_per_token, full_size
-from trainer.training.peak_flops import peak_flops
+from trainer.metrics import MetricSum, flops_per_token, full_size, peak_flops
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,

@@ -56,7 +56,7 @@ UNDONE = [
            '    if "ds_numel" in vars(parameter):\n        return parameter.ds_numel\n', "", "test/test_metrics.py"),
     Undone("6b", "packed parameters count as half", "trainer/metrics.py",
            "state.shape.numel() if state is not None else parameter.numel()", "parameter.numel()", "test/test_metrics.py"),
-    Undone("6c", "the H100 PCIe counts as SXM", "trainer/training/peak_flops.py", '("H100 PCIe", 756e12), ', "", "test/test_metrics.py"),
+    Undone("6c", "the H100 PCIe counts as SXM", "trainer/metrics.py", '("H100 PCIe", 756e12), ', "", "test/test_metrics.py"),
     Undone("7", "ZeRO 0 in bf16 computes in fp32", "trainer/strategies/on_deepspeed/zero_0.py", "parameter.data = parameter.data.to(dtype)",
            "parameter.data = parameter.data.float()", "test/strategies/test_strategies.py -k deepspeed"),
     Undone("8a", "policy losses with all logits", "trainer/models/losses/policy_values.py",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -10,6 +11,12 @@ from typing import Any, Optional
 from trainer.mirrors import Mirrors
 
 METRICS_FILE = "metrics.jsonl"
+# dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
+PEAK_FLOPS = (
+    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H800", 989e12),
+    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H20", 148e12), ("A100", 312e12), ("A800", 312e12),
+    ("L40S", 362e12), ("L4", 121e12), ("A10G", 70e12), ("A10", 125e12), ("RTX 5090", 209.5e12), ("RTX 4090", 165e12),
+)  # fmt: skip
 
 
 class MetricsLog:
@@ -149,6 +156,18 @@ def flops_per_token(config, num_params: float, mean_length: float) -> float:
         if hasattr(layer, "num_attention_heads")  # Mamba has none
     ]
     return 6 * num_params + 6 * sum(widths) * mean_length
+
+
+def peak_flops(device_name: str) -> Optional[float]:
+    """Dense bf16 FLOP/s of a GPU; None if unknown. "NVIDIA H100 80GB HBM3" is an H100 with SXM."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    return next((flops for name, flops in PEAK_FLOPS if set(name.split()) <= words), None)
+
+
+def mfu(device_name: str, num_gpus: int, flops_per_second: float) -> Optional[float]:
+    """Share of the peak FLOP/s of `num_gpus` GPUs; None if the peak is unknown."""
+    peak = peak_flops(device_name)
+    return flops_per_second / (peak * num_gpus) if peak else None
 
 
 def layer_configs(text) -> list:

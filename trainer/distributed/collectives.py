@@ -1,4 +1,4 @@
-"""Communication that both strategies share: reductions over the mesh, objects over all ranks, work for rank 0 only.
+"""Communication that both strategies share: reductions over the mesh, objects over all ranks, work of rank 0 first.
 
 The first four functions are methods of every strategy, and use only its meshes. The others concern all ranks.
 A group of one rank never communicates. gloo's thread would start its own OpenMP threads to copy a large tensor.
@@ -10,6 +10,7 @@ import builtins
 import datetime
 import functools
 import os
+import socket
 from collections.abc import Callable
 from typing import Optional
 
@@ -116,15 +117,59 @@ def make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def rank_0_first(build: Callable, in_caches: bool = False):
-    """Run `build()` on rank 0, then on the other ranks. They wait for rank 0 and find its files on disk."""
-    if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
-        from trainer.distributed.node_turns import build_by_nodes
+    """Run `build()` on rank 0, then on the other ranks. They wait for rank 0 and find its files on disk.
 
-        return build_by_nodes(build, in_caches, gather_objects)
+    With `in_caches`, `build()` writes only to the caches of datasets, and each node may have its own.
+    """
+    if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
+        return _build_by_nodes(build, in_caches)
     first = dist.get_rank() == 0
     value = build() if first else None
     wait_for_all()
     return value if first else build()
+
+
+def _build_by_nodes(build: Callable, in_caches: bool):
+    """Run `build()` on rank 0, then on the first rank of each other node, then on the rest.
+
+    With `in_caches`, nodes that do not see rank 0's caches do not wait for it.
+    """
+    waits = not in_caches or _sees_caches_of_rank_0()
+    is_first = int(os.environ["LOCAL_RANK"]) == 0
+    own_turn = (0 if dist.get_rank() == 0 or not waits else 1) if is_first else 2
+    for turn in range(3):
+        if turn == own_turn:
+            value = build()
+        gather_objects(None)
+    return value
+
+
+def _sees_caches_of_rank_0() -> bool:
+    """Whether this rank and rank 0 share a folder of caches. Rank 0 writes an empty file there for a moment."""
+    import datasets  # heavy, and only runs of several nodes ask for its folder
+
+    folder, name = datasets.config.HF_DATASETS_CACHE, f"rank-0-{os.urandom(8).hex()}"
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        open(os.path.join(folder, name), "w").close()
+    name = gather_objects(name)[0]
+    sees = os.path.exists(os.path.join(folder, name))
+    gather_objects(None)
+    if dist.get_rank() == 0:
+        os.remove(os.path.join(folder, name))
+    return sees
+
+
+def check_shared_folder(flag: str, folder: str, file: str) -> None:
+    """Raise UserError on all ranks unless each of them sees `file`, which rank 0 has just written in `folder`.
+
+    All ranks call this together. Without a shared folder, a run on many nodes would fail at its first checkpoint.
+    """
+    sees = os.path.exists(os.path.join(folder, file))
+    without = sorted({host for host, seen in gather_objects((socket.gethostname(), sees)) if not seen})
+    if without:
+        found = f"{folder} is not the same folder on all nodes: {', '.join(without)} cannot see what rank 0 wrote"
+        raise UserError(flag, found, "a folder on a file system that all nodes share")
 
 
 def rank_0_alone(act: Callable) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.distributed import collectives
+from trainer.distributed.determinism import use_deterministic_kernels
 from trainer.errors import UserError
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
@@ -107,8 +108,6 @@ def seed_everything(seed: int, deterministic: bool, device: torch.device) -> Non
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic and device.type == "cuda":
-        from trainer.distributed.determinism import use_deterministic_kernels
-
         use_deterministic_kernels()
 
 

@@ -45,13 +45,13 @@ from trainer.training.loop import (
     LoopOptions,
     LossFunction,
     StepLog,
+    dump,
     forward_backward,
     inspect_gradients,
     mean_metrics,
     step_row,
     train_step,
 )
-from trainer.training.parity_dump import dump
 
 
 def train_ppo(

@@ -7,8 +7,14 @@ from typing import Optional
 
 import torch
 from safetensors import safe_open
+from transformers import AutoConfig, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from trainer.errors import UserError
+from trainer.model_folders import adapter_tensors
+from trainer.model_folders.other_weights import UnreadWeights, load_bin
+from trainer.model_folders.published_names import PublishedWeights, check_fit
+from trainer.model_folders.quantized_folder import DequantizedFolder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -66,10 +72,8 @@ def stored_tensors(model) -> dict[str, torch.Tensor]:
     tensors = all_tensors(model)
     if not has_adapter(model):
         return tensors
-    from trainer.model_folders.adapter_tensors import adapter_config, is_of_adapter
-
-    config = adapter_config(model)
-    return {name: tensor for name, tensor in tensors.items() if is_of_adapter(name, config)}
+    config = adapter_tensors.adapter_config(model)
+    return {name: tensor for name, tensor in tensors.items() if adapter_tensors.is_of_adapter(name, config)}
 
 
 def has_adapter(model: torch.nn.Module) -> bool:
@@ -81,9 +85,7 @@ def new_tensors(model, seed: int) -> dict[str, torch.Tensor]:
     """The first values of an adapter, from the seed; no folder holds them yet. `model` must have its full shapes."""
     if not has_adapter(model):
         return {}
-    from trainer.model_folders.adapter_tensors import initial_tensors
-
-    return initial_tensors(model, seed)
+    return adapter_tensors.initial_tensors(model, seed)
 
 
 def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tensor]):
@@ -95,13 +97,9 @@ def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tens
         UserError: a weight is missing.
     """
     if left_out:
-        from trainer.model_folders.unread_weights import UnreadWeights
-
         return UnreadWeights(model)
     if not has_adapter(model):
         return _open_folder(model, folder, names)
-    from trainer.model_folders import adapter_tensors
-
     weights = _open_folder(model, folder, [adapter_tensors.base_name(name) for name in names if name not in new])
     return adapter_tensors.WeightsWithAdapter(weights, new)
 
@@ -109,8 +107,6 @@ def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tens
 def _open_folder(model, folder: str, names: list[str]):
     """Open the weights of a folder. They are read slice by slice, but .bin files are loaded to host memory first."""
     if find_weights(folder) == "bin":
-        from trainer.model_folders.weight_stand_ins import load_bin
-
         return load_bin(plain_class(model), model.config, folder, names)
     weights = open_files(folder)
     if not _has_own_names(model, weights, names):
@@ -123,8 +119,6 @@ def _open_folder(model, folder: str, names: list[str]):
 
 def published_weights(model, folder: str, flag: str = ""):
     """The weights of a folder whose tensors have other names than those of `model`."""
-    from trainer.model_folders.published_names import PublishedWeights
-
     with torch.device("meta"):  # the parameters of `model` may be cut, partitioned or packed
         skeleton = plain_class(model)(copy.deepcopy(model.config))
     return PublishedWeights(skeleton, all_tensors(skeleton), open_files(folder, flag), folder, flag or folder)
@@ -135,15 +129,11 @@ def open_files(folder: str, flag: str = ""):
     weights, config = SafetensorsFolder(folder), quantization(folder)
     if not config:
         return weights
-    from trainer.model_folders.quantized_folder import DequantizedFolder
-
     return DequantizedFolder(weights, folder, config, flag or folder)
 
 
 def read_config(folder: str, trust_remote_code: bool):
     """The config of a model folder, without its quantization: weights are read, and saved, in full precision."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
@@ -159,8 +149,6 @@ def quantization(folder: str) -> Optional[dict]:
 
 def _has_own_names(model, weights, names: list[str]) -> bool:
     """Whether the folder holds the tensors as the model does: transformers has nothing to rename or to join."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     return not get_model_conversion_mapping(model, add_legacy=False) and all(name in weights for name in names)
 
 
@@ -216,8 +204,6 @@ def _unset(dtype: torch.dtype) -> float | int:
 
 def read_generation_config(model, folder: str) -> None:
     """Give a model built only from its config the generation config of its folder, as from_pretrained does."""
-    from transformers import GenerationConfig
-
     if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
@@ -240,8 +226,6 @@ def check_weights(model, folder: str, flag: str) -> list[str]:
 
     if set(weights.names()) == set(all_tensors(model)) and all(map(fits, weights.names())):
         return []
-    from trainer.model_folders.published_names import check_fit
-
     return check_fit(published_weights(model, folder, flag), FULL_PRECISION)
 
 

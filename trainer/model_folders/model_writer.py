@@ -11,6 +11,8 @@ from typing import Optional
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.distributed.collectives import together
 from trainer.errors import UserError
@@ -88,9 +90,6 @@ def source_of(model):
 
 
 def _in_usual_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
-
     with torch.device("meta"):  # transformers finds its rules by the name of the class, which fully_shard changes
         skeleton = plain_class(model)(copy.deepcopy(model.config))
     conversions = get_model_conversion_mapping(skeleton, add_legacy=False)

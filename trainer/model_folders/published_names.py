@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
+from transformers import conversion_mapping, core_model_loading
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from trainer.errors import UserError
 
@@ -42,8 +44,6 @@ class PublishedWeights:
 
     def _match(self) -> None:
         """Find the origin of each tensor by name, in the order and with the rules of transformers' own loader."""
-        from transformers import conversion_mapping, core_model_loading
-
         rules = conversion_mapping.get_model_conversion_mapping(self.skeleton)
         renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
@@ -185,8 +185,6 @@ class PublishedWeights:
 
 def _stacks_experts(converter) -> bool:
     """Whether a rule only stacks the matrices of experts, (rows, columns) each, and joins the rows of its sources."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
     merge, *rest = converter.operations
     stacks = type(merge) is MergeModulelist and merge.dim == 0 and len(converter.target_patterns) == 1
     return stacks and all(type(join) is Concatenate and join.dim == 1 for join in rest)

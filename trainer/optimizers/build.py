@@ -3,9 +3,13 @@
 import math
 
 import torch
+from transformers import SchedulerType, get_scheduler
 
 from trainer.errors import UserError
+from trainer.optimizers.adafactor import build_adafactor
 from trainer.optimizers.adamw import decay_groups
+from trainer.optimizers.adamw_8bit import build_adamw_8bit
+from trainer.optimizers.muon import build_muon
 
 # transformers' schedules that need more than the step number: a metric of the run, or the gradients
 UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
@@ -30,19 +34,12 @@ def build_optimizer(
         groups = decay_groups(model.named_parameters(), weight_decay, num_dims)
         return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
     if name == "adafactor":
-        from trainer.optimizers.adafactor import build_adafactor
-
         return build_adafactor(model, lr=lr, weight_decay=weight_decay)
-    if name == "muon":
-        from trainer.optimizers.muon import build_muon as build
-    else:
-        from trainer.optimizers.adamw_8bit import build_adamw_8bit as build
+    build = build_muon if name == "muon" else build_adamw_8bit
     return build(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def check_scheduler_name(name: str) -> None:
-    from transformers import SchedulerType
-
     names = sorted(kind.value for kind in SchedulerType if kind.value not in UNSUPPORTED)
     if name not in names:
         raise UserError("--lr_scheduler", name, ", ".join(names))
@@ -54,8 +51,6 @@ def has_min_lr(name: str) -> bool:
 
 def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
     """Build the scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
-    from transformers import get_scheduler
-
     warmup_steps = math.ceil(warmup_ratio * total_steps)
     specific = {}
     if name == "warmup_stable_decay":  # decays over the last tenth of the run

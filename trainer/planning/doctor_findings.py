@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.collectives import broadcast_object, gather_objects
+from trainer.distributed.collectives import broadcast_object, check_shared_folder, gather_objects
 from trainer.distributed.mesh import resolve_device
-from trainer.distributed.shared_folder import check_shared_folder
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.planning.doctor_machine import FAIL, Finding, machine_findings

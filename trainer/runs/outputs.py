@@ -15,8 +15,7 @@ from typing import Optional
 
 import yaml
 
-from trainer.distributed.collectives import broadcast_object, wait_for_all
-from trainer.distributed.shared_folder import check_shared_folder
+from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
 from trainer.errors import UserError
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog

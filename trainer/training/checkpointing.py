@@ -5,14 +5,13 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
+from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.run_state import MAIN, CheckpointForm, DamagedCheckpoint, PendingSave
 from trainer.distributed.collectives import broadcast_object, max_over_all_ranks
 from trainer.errors import Interrupted, UserError
 from trainer.metrics import MetricsLog
-
-if TYPE_CHECKING:
-    from trainer.checkpoints.run_state import PendingSave
 
 FOLDER = "checkpoints"
 # a position in the data means the same samples only if these flags have the same values
@@ -54,8 +53,6 @@ class Trained:
 
     def roles(self) -> dict[str, tuple]:
         """All (model, optimizer, scheduler) triples by role."""
-        from trainer.checkpoints.run_state import MAIN
-
         return {MAIN: (self.model, self.optimizer, self.scheduler), **self.others}
 
     def further(self) -> list:
@@ -88,7 +85,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if trained.strategy.is_rank_0():
             for folder in (output_dir, self.root):
-                _remove_leftovers(folder)
+                store.remove_temporaries(folder)
 
     # --- resuming
 
@@ -96,11 +93,8 @@ class Checkpoints:
         """Load the checkpoint that --load_checkpoint names, or the latest intact one. If there is none, start fresh."""
         if wanted is None:
             return Progress()
-        from trainer.checkpoints.checkpoint_store import checkpoints_to_load
-        from trainer.checkpoints.run_state import DamagedCheckpoint
-
         strategy = self.trained.strategy
-        folders = broadcast_object(checkpoints_to_load(self.root, wanted) if strategy.is_rank_0() else None)
+        folders = broadcast_object(store.checkpoints_to_load(self.root, wanted) if strategy.is_rank_0() else None)
         if not folders:
             strategy.print(f"no checkpoint in {self.root} yet: starting fresh")
             return Progress()
@@ -160,8 +154,6 @@ class Checkpoints:
 
     def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
         """Write step_N and return its folder. In the background, the folder appears later."""
-        from trainer.checkpoints.run_state import CheckpointForm
-
         self.finish()
         t, policy = self.trained, self.policy
         state = {
@@ -185,20 +177,10 @@ class Checkpoints:
         (pending, is_best), self._pending = self._pending, None
         folder = pending.finish()
         if self.trained.strategy.is_rank_0():
-            from trainer.checkpoints import checkpoint_store as store
-
             if is_best:
                 store.set_best(self.root, folder)
             gigabytes = self.policy.max_gigabytes
             store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9)
-
-
-def _remove_leftovers(folder: str) -> None:
-    """Remove unfinished files of a killed run from `folder`."""
-    if os.path.isdir(folder) and any(name.endswith(".tmp") for name in os.listdir(folder)):
-        from trainer.checkpoints.checkpoint_store import remove_temporaries
-
-        remove_temporaries(folder)
 
 
 def is_better_when_lower(key: str) -> bool:
@@ -226,7 +208,7 @@ class StopRequest:
             signal.signal(number, handler)
         quiet = (RuntimeError, UserError) if int(os.environ.get("RANK", 0)) else RuntimeError
         if self.received and isinstance(error, quiet):
-            # when one rank dies, torchrun ends the others with SIGTERM; rank 0 tells an error that all ranks have
+            # when one rank dies, torchrun ends the others with SIGTERM; rank 0 prints an error that all ranks have
             name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
             raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
 

@@ -7,17 +7,20 @@ means over the global batch are logged.
 
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Optional, Union
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
-from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, step_line
+from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
@@ -27,8 +30,8 @@ MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
 class TwoPassLoss:
     """A loss that needs, for each sample, sums over the whole global batch. They have no gradient.
 
-    `first_pass(model, micro_batch)` returns sums (n,). `loss(model, micro_batch, sums=..., num_targets=...)` gets the sums
-    and the number of targets of the batch.
+    `first_pass(model, micro_batch)` returns sums (n,). `loss(model, micro_batch, sums=..., num_targets=...)` gets their
+    totals and the number of targets of the batch.
     """
 
     first_pass: Callable[[torch.nn.Module, dict], torch.Tensor]
@@ -193,9 +196,15 @@ def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
     if names:
         strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
     if parity_dump:
-        from trainer.training.parity_dump import dump
-
         dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
+
+
+def dump(strategy, folder: str, name: str, iter_full: Callable, model) -> None:
+    """Write full tensors for a parity check (collective). Rank 0 holds all of them, so use it for small models."""
+    full = {key: tensor.float().cpu().clone() for key, tensor in iter_full(model)}
+    if strategy.is_rank_0():
+        os.makedirs(folder, exist_ok=True)
+        save_file(full, os.path.join(folder, f"{name}.safetensors"))
 
 
 # --- the run
@@ -282,9 +291,8 @@ def train(
             row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect, started)
             row["mfu"] = None  # on CPU, or a GPU whose peak is unknown
             if strategy.device.type == "cuda":
-                from trainer.training.peak_flops import mfu
-
-                row["mfu"] = mfu(strategy.device, flops_per_token * row["tokens_per_second"])
+                gpu, num_gpus = torch.cuda.get_device_name(strategy.device), dist.get_world_size()
+                row["mfu"] = mfu(gpu, num_gpus, flops_per_token * row["tokens_per_second"])
             log.after_step(model, row, batch)
             eval_metrics = None
             if eval_loader and options.eval_is_due(progress.step):
@@ -296,8 +304,6 @@ def train(
         checkpoints.finish()
     log.bar.close()
     if options.parity_dump:
-        from trainer.training.parity_dump import dump
-
         dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
 
 
