@@ -48,7 +48,7 @@ def write_parts(path: str, parts: Iterable) -> dict:
     digest, size, begin, end = hashlib.blake2b(digest_size=32), 0, b"", bytearray()
     with open(path, "wb") as file, ThreadPoolExecutor(1) as thread:
         for part in parts:
-            hashing = thread.submit(digest.update, part)  # it runs beside the disk, without Python's lock
+            hashing = thread.submit(digest.update, part)  # it runs while the disk writes, without Python's lock
             file.write(part)
             file.flush()
             os.posix_fadvise(file.fileno(), size, len(part), os.POSIX_FADV_DONTNEED)  # the disk starts to write
@@ -110,7 +110,7 @@ def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(files, time.time()))
     for parent, _, _ in os.walk(temporary):
         flush_folder(parent)
-    if os.path.exists(folder):  # damaged, or left by a run that resumed from an earlier checkpoint
+    if os.path.exists(folder):  # it is damaged, or a run has resumed from an earlier checkpoint
         os.replace(folder, folder + ".old.tmp")
     os.replace(temporary, folder)
     flush_folder(os.path.dirname(folder))

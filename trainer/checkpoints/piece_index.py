@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which file holds which part of which tensor. A reader opens only the files that it needs.
+"""The index of a checkpoint: which file holds which part of a tensor. A reader opens only the files that it needs.
 
 The index is one table of integers, sorted by tensor. A row is a piece: file, start, length, offset, box. A reader takes
 only the rows of its own tensors from the disk, and compares them with numpy. Reading stays fast for millions of pieces.
@@ -21,7 +21,7 @@ NOT_FLAT = -1  # in the column of starts
 
 
 class Piece(NamedTuple):
-    """One part of a tensor in a file. The fields are those of a TensorShard. `length` counts its elements."""
+    """One part of a tensor in a file. Its fields mean the same as in a TensorShard. `length` counts its elements."""
 
     key: str
     shape: tuple[int, ...]

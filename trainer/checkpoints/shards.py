@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint. Every rank writes the shards that it holds. Any layout can read the parts that it needs.
+"""Tensors of a checkpoint. Every rank writes the shards that it holds. A rank of any layout reads the parts it needs.
 
 A tensor has the same key on every backend and layout. The key is `weight/`, or the optimizer's name such as `exp_avg/`,
 and then the Hugging Face name of the parameter. A shard is a box of the full tensor, or a stretch of a flattened box
@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import Piece, open_index
+from trainer.distributed.weight_slices import stretches
 from trainer.errors import UserError
 from trainer.model_folders.safetensors_stream import file_parts
 
@@ -87,27 +88,8 @@ def boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
 
     Elements [5, 12) of a (4, 3) tensor are the boxes (1, 2) with size (1, 1) and (2, 0) with size (2, 3).
     """
-    if start >= stop:
-        return []
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
-    row = math.prod(shape[1:])
-
-    def within_row(number: int, first: int, last: int) -> list[Box]:
-        return [((number, *offset), (1, *size)) for offset, size in boxes_of_stretch(shape[1:], first, last)]
-
-    first, end = start // row, stop // row
-    if first == (stop - 1) // row and (start % row or stop % row):
-        return within_row(first, start - first * row, stop - first * row)
-    boxes = []
-    if start % row:
-        boxes += within_row(first, start % row, row)
-        first += 1
-    if end > first:
-        boxes.append(((first, *[0] * (len(shape) - 1)), (end - first, *shape[1:])))
-    if stop % row:
-        boxes += within_row(end, 0, stop % row)
-    return boxes
+    found = stretches(start, stop, shape)
+    return [(tuple(low for low, _ in box), tuple(high - low for low, high in box)) for box in found]
 
 
 def _boxes(offset, box, start: Optional[int], stop: Optional[int]) -> list[Box]:
@@ -163,7 +145,7 @@ class ShardReader:
         self.shapes = self._index.shapes
 
     def whole_files(self, shards: Iterable[TensorShard]) -> set[str]:
-        """The files of which `shards` are all pieces, as they were written. On the same layout: a rank's own files."""
+        """Files whose every piece is in `shards`, unchanged. On the same layout, they are a rank's own files."""
         found = Counter()
         for shard in shards:
             if shard.tensor.numel() and self.shapes.get(shard.key) == shard.full_shape:
@@ -173,8 +155,10 @@ class ShardReader:
         return {name for name, count in found.items() if self._index.counts.get(name) == count}
 
     def hash_while_reading(self, wanted: dict[str, dict]) -> None:
-        """Hash the files of `wanted` before their first piece is read. Reads then raise DamagedFile if one is not as its
-        entry in the manifest says. Its pieces are mapped: the system still has the bytes."""
+        """Hash each file of `wanted` (its entries in the manifest) before its first piece is read.
+
+        A read raises DamagedFile if the file does not fit its entry. Pieces are mapped, so the system still has the bytes.
+        """
         self._wanted = wanted
 
     def _handle(self, name: str):
@@ -219,7 +203,7 @@ class ShardReader:
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, other_offset))
             part = _read_stored(self._handle(file), key, position, other_size, inside)
-            if part.numel() == math.prod(size):  # not held twice
+            if part.numel() == math.prod(size):  # the whole box, so it needs no copy
                 return part.reshape(size)
             result = torch.empty(size, dtype=part.dtype) if result is None else result
             result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset))] = part

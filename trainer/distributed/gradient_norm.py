@@ -11,7 +11,7 @@ from trainer.distributed.sharded_tensors import to_local_if_dtensor
 
 
 def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups that cut `tensor` into different parts. It is replicated over all other groups."""
+    """Return the process groups over which `tensor` is sharded. It is replicated over all other groups."""
     if not isinstance(tensor, DTensor):
         return ()
     if any(placement.is_partial() for placement in tensor.placements):

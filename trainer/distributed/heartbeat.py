@@ -1,4 +1,4 @@
-"""--heartbeat_timeout: a run that hangs is ended, and every rank says where it stood."""
+"""--heartbeat_timeout: end a run that hangs. Every rank prints where it hangs."""
 
 import faulthandler
 import os
@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-GRACE_SECONDS = 5  # the ranks find out a little one after the other; torchrun ends all when the first one ends
+GRACE_SECONDS = 5  # ranks notice it at slightly different times; torchrun ends all when the first one ends
 
 
 class Heartbeat:
@@ -32,7 +32,7 @@ class Heartbeat:
 
 
 def stacks() -> bytes:
-    """Where each thread of this process stands, the last call first."""
+    """The stack of each thread of this process, the last call first."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -1,7 +1,7 @@
-"""The slices of weights that the engine of each rank needs, straight from the ranks that have them.
+"""The slices of weights that the engine of each rank needs, sent by the ranks that have them.
 
-A box is a stretch of each dimension of a whole tensor. Each rank has a few boxes of it, and needs one. A rank takes what it
-has itself, and gets the rest by all-to-all. So it receives no more than its slice, whatever the layout of training.
+A box is a range of each dimension of a whole tensor. Each rank has a few boxes of a tensor, and needs one. A rank takes
+what it has itself, and gets the rest by all-to-all. So it receives no more than its slice, whatever the layout.
 """
 
 import contextlib
@@ -28,12 +28,15 @@ def overlap(box: Box, other: Box) -> Optional[Box]:
 
 
 def inside(tensor: torch.Tensor, place: Box, box: Box) -> torch.Tensor:
-    """The part `box` of a tensor that has `place` of the whole."""
+    """The part `box` of a tensor whose elements are the box `place` of the whole."""
     return tensor[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, place))]
 
 
 def stretches(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes of the elements start to stop of a flattened tensor: whole rows, and parts of the first and last row."""
+    """Elements [start, stop) of a flattened tensor as boxes, in order: whole rows, and parts of the first and last row.
+
+    Elements [5, 12) of a (4, 3) tensor are the boxes ((1, 2), (2, 3)) and ((2, 4), (0, 3)).
+    """
     if len(shape) < 2:
         if start < stop:
             yield ((start, stop),)
@@ -51,21 +54,24 @@ def stretches(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def parts_of(piece) -> tuple[tuple[int, ...], list[tuple[Box, torch.Tensor]]]:
-    """The shape of the whole tensor of a `bucketed_gather.Piece`, and what this rank has of it."""
+    """(shape of the whole tensor, boxes of it that this rank has, with their values) of a `bucketed_gather.Piece`."""
     tensor = piece.tensor.detach()
     shape, parts = tuple(tensor.shape), [(box_of(tensor.shape), tensor)]
-    for cut in piece.cuts:
-        first = sum(cut.sizes[: dist.get_rank(cut.group)])
-        shape = (*shape[: cut.dim], sum(cut.sizes), *shape[cut.dim + 1 :])
+    for sharding in piece.shardings:
+        first = sum(sharding.sizes[: dist.get_rank(sharding.group)])
+        shape = (*shape[: sharding.dim], sum(sharding.sizes), *shape[sharding.dim + 1 :])
         parts = [
             (
-                tuple((a + first * (dim == cut.dim), b + first * (dim == cut.dim)) for dim, (a, b) in enumerate(box)),
+                tuple(
+                    (a + first * (dim == sharding.dim), b + first * (dim == sharding.dim))
+                    for dim, (a, b) in enumerate(box)
+                ),
                 part,
             )
             for box, part in parts
         ]
-        if cut.shape is not None:  # a stretch of the flattened tensor
-            [(((start, stop),), flat)], shape = parts, cut.shape
+        if sharding.shape is not None:  # a stretch of the flattened tensor
+            [(((start, stop),), flat)], shape = parts, sharding.shape
             ends = itertools.accumulate((_size(box) for box in stretches(start, stop, shape)), initial=0)
             parts = [
                 (box, flat[at : at + _size(box)].view([b - a for a, b in box]))
@@ -79,14 +85,14 @@ def _size(box: Box) -> int:
 
 
 class Slices:
-    """What every rank needs of every tensor. It remembers where it comes from, because layouts last as long as a run."""
+    """Which slice of each tensor every rank needs, and who sends it. The first sync plans it for the whole run."""
 
     def __init__(self, wanted: Callable[[str, tuple[int, ...]], Box]):
         """`wanted(name, shape)`: the box that this rank needs of a tensor."""
         self._wanted = wanted
         self._routes: dict[str, dict[tuple[int, int], list[Box]]] = {}  # name: {(from, to): boxes}
         self.boxes: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # name: the whole shape, and each rank's slice
-        self.received = 0  # bytes that came from other ranks, by the last sync
+        self.received = 0  # bytes that came from other ranks in the last sync
 
     def of(self, pieces: Iterable, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, this rank's slice) of each piece, in order (all-to-all over the world, many tensors at a time)."""
@@ -109,20 +115,22 @@ class Slices:
             name: (shape, self._wanted(name, shape), [box for box, _ in parts])
             for name, (shape, parts) in zip(names, found, strict=True)
         }
-        told = gather_objects(mine)
+        on_ranks = gather_objects(mine)
         for name, (shape, *_) in mine.items():
             holders: dict[Box, list[int]] = {}
-            for rank, of_rank in enumerate(told):
+            for rank, of_rank in enumerate(on_ranks):
                 for box in of_rank[name][2]:
                     holders.setdefault(box, []).append(rank)
             routes: dict[tuple[int, int], list[Box]] = {}
-            for to, of_rank in enumerate(told):
+            for to, of_rank in enumerate(on_ranks):
                 for box, ranks in holders.items():
                     if part := overlap(box, of_rank[name][1]):
                         routes.setdefault((to if to in ranks else ranks[to % len(ranks)], to), []).append(part)
-            assert sum(_size(box) for boxes in routes.values() for box in boxes) == sum(_size(t[name][1]) for t in told)
+            assert sum(_size(box) for boxes in routes.values() for box in boxes) == sum(
+                _size(t[name][1]) for t in on_ranks
+            )
             self._routes[name] = routes
-            self.boxes[name] = shape, [of_rank[name][1] for of_rank in told]
+            self.boxes[name] = shape, [of_rank[name][1] for of_rank in on_ranks]
 
     @torch.no_grad()
     def _exchange(self, bucket: list) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +159,7 @@ class Slices:
         for (piece, _), parts in zip(bucket, cast):
             mine = self.boxes[piece.name][1][rank]
             found = piece.tensor.new_empty([stop - start for start, stop in mine], dtype=piece.dtype)
-            for source, told in enumerate(coming):
+            for source, received in enumerate(coming):
                 for box in self._routes[piece.name].get((source, rank), ()):
                     if source == rank:
                         place, part = next((place, part) for place, part in parts if overlap(place, box))
@@ -159,8 +167,8 @@ class Slices:
                         continue
                     num_bytes = _size(box) * piece.dtype.itemsize
                     target = inside(found, mine, box)
-                    target.copy_(told[:num_bytes].clone().view(piece.dtype).view(target.shape))
-                    coming[source] = told = told[num_bytes:]
+                    target.copy_(received[:num_bytes].clone().view(piece.dtype).view(target.shape))
+                    coming[source] = received = received[num_bytes:]
             yield piece.name, found
 
 
@@ -169,7 +177,7 @@ _active: list[Slices] = []
 
 @contextlib.contextmanager
 def only_slices(slices: Slices):
-    """Inside, `bucketed_gather.gathered` gives this rank's slices in place of whole tensors."""
+    """Inside, `bucketed_gather.gathered` yields this rank's slices instead of whole tensors."""
     _active.append(slices)
     try:
         yield

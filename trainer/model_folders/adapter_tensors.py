@@ -60,7 +60,7 @@ def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
 
 
 def merging_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which `merge_adapter` needs a tensor of a model that is wanted in `dtype`: fp32 in adapted layers."""
+    """The dtype in which `merge_adapter` needs a tensor of a model in `dtype`: fp32 in adapted layers."""
     return torch.float32 if name.endswith(".base_layer.weight") or ".lora_" in name else dtype
 
 

@@ -118,8 +118,8 @@ def _open_folder(model, folder: str, names: list[str]):
 
 
 def published_weights(model, folder: str, flag: str = ""):
-    """The weights of a folder whose tensors have other names than those of `model`."""
-    with torch.device("meta"):  # the parameters of `model` may be cut, partitioned or packed
+    """The weights of a folder whose tensors have other names than in `model`."""
+    with torch.device("meta"):  # the parameters of `model` may be sharded, partitioned or packed
         skeleton = plain_class(model)(copy.deepcopy(model.config))
     return PublishedWeights(skeleton, all_tensors(skeleton), open_files(folder, flag), folder, flag or folder)
 
@@ -160,8 +160,8 @@ def plain_class(model) -> type:
 def restore_computed_buffers(model, device: torch.device, dtypes: Optional[dict[str, torch.dtype]] = None) -> None:
     """Compute again the buffers that no model folder holds (RoPE tables, embedding scales).
 
-    They are computed on the CPU and then moved to `device`: a GPU would give other last bits. `dtypes` are those of the
-    model in fp32, by name, if `model` was built in another dtype, which has rounded them.
+    They are computed on the CPU and then moved to `device`: a GPU would give other last bits. If `model` was built in a
+    dtype that rounds them, `dtypes` are their dtypes in an fp32 model, by name.
 
     Raises:
         UserError: transformers leaves one of them without a value.
@@ -214,7 +214,7 @@ def check_weights(model, folder: str, flag: str) -> list[str]:
     Returns the names in the folder that are not part of the model.
 
     Raises:
-        UserError: a tensor of the model is missing, or has another shape or an unknown form. `flag` asked for it.
+        UserError: a tensor of the model is missing, or has another shape or an unknown form. `flag` named the folder.
     """
     if find_weights(folder, flag) == "bin":
         return []
@@ -233,7 +233,7 @@ def find_weights(folder: str, flag: str = "") -> str:
     """The kind of weights in the model folder: 'safetensors' or 'bin'.
 
     Raises:
-        UserError: there are none; `flag` is the flag that asked for the model.
+        UserError: there are none; `flag` named the model.
     """
     names = os.listdir(folder)
     if INDEX in names or SINGLE in names:

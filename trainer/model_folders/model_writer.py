@@ -69,8 +69,8 @@ def in_hub_format(
     """Convert (name, CPU tensor) pairs to the names and forms of the folder that the model comes from.
 
     After them come the tensors of that folder that are not part of a language model, such as a vision tower. Pairs
-    come one at a time, except if a published tensor is made of several. If the folder is gone or holds .bin files, the
-    form is that of published models of this kind.
+    come one at a time, except if a published tensor is made of several. If the folder is gone or holds .bin files, names
+    and forms are as in published models of this kind.
     """
     weights = source_of(model)
     if weights is None:
@@ -103,7 +103,7 @@ def _in_usual_format(model, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
 
 
 def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
-    """Write the config of the folder that a language model was taken out of, such as a model of text and images.
+    """Write the config of the folder whose language model was trained, such as the folder of a model of text and images.
 
     The files of its processor come too. Without such a folder, the config of the model stays. A whole model of text and
     images keeps its own config, and also gets the files of its processor.

@@ -1,4 +1,4 @@
-"""Weights of a model that do not come from safetensors: those of .bin files, and zeros that a checkpoint replaces.
+"""Weights of a model that do not come from safetensors: .bin files, and zeros that a checkpoint replaces.
 
 Both classes have the methods of a SafetensorsFolder that a strategy calls.
 """

@@ -35,7 +35,7 @@ class PublishedWeights:
     """
 
     def __init__(self, skeleton, tensors: dict[str, torch.Tensor], files, folder: str, flag: str):
-        """`skeleton` is the model on the meta device, `tensors` its tensors, `files` those of `folder`."""
+        """`skeleton` is the model on the meta device, `tensors` are its tensors, `files` the safetensors of `folder`."""
         self.skeleton, self.tensors, self.files, self.folder, self.flag = skeleton, tensors, files, folder, flag
         self.origins: dict[str, Origin] = {}
         self.aliases: dict[str, list[str]] = {}  # tensor of the model -> further names of the folder for it
@@ -197,7 +197,7 @@ def check_fit(weights: PublishedWeights, full_precision: tuple[str, ...]) -> lis
         if name not in weights:
             raise UserError(flag, f"{folder} has no weight {name}", "a complete model")
         if weights.shape(name) != tuple(tensor.shape):
-            found = f"{folder}: {name} has shape {weights.shape(name)}, and config.json asks for {tuple(tensor.shape)}"
+            found = f"{folder}: {name} has shape {weights.shape(name)}, and config.json says {tuple(tensor.shape)}"
             raise UserError(flag, found, "weights and config.json of the same model")
         if tensor.is_floating_point() and weights.dtype(name) not in (*full_precision, "mixed"):
             found = f"{folder}: {name} is {weights.dtype(name)}, and config.json has no quantization_config"

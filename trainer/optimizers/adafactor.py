@@ -1,4 +1,4 @@
-"""`--optim adafactor`: torch's Adafactor (Shazeer and Stern 2018) over weights that a mesh may have cut.
+"""`--optim adafactor`: torch's Adafactor (Shazeer and Stern 2018) for sharded weights (DTensor).
 
 Adafactor works on whole matrices. One matrix at a time is gathered over the mesh of its parameter. Every rank computes
 the same step and keeps its own part of the result. So every layout takes the same step as one process.

@@ -1,4 +1,4 @@
-"""`--optim adamw_8bit`: AdamW with 8-bit moments for large matrices, over weights that a mesh may have cut.
+"""`--optim adamw_8bit`: AdamW with 8-bit moments for large matrices, for sharded weights (DTensor).
 
 It uses block-wise quantization (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization). A block is up to
 256 elements of one row of the whole matrix. Ranks that share a row agree on the largest element of each block. So every
@@ -93,7 +93,7 @@ def _blocks(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_maxima(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a zero for each block of each row that this rank holds. The result is cut over the mesh like the rows."""
+    """Return a zero for each block of each row that this rank holds. The result is sharded like the rows."""
     num_blocks = -(-parameter.shape[-1] // BLOCK)
     local = to_local_if_dtensor(parameter)
     maxima = local.new_zeros((*local.shape[:-1], num_blocks), requires_grad=False)

@@ -1,7 +1,7 @@
-"""`--optim muon`: orthogonalized momentum, over weights that a mesh may have cut.
+"""`--optim muon`: orthogonalized momentum, for sharded weights (DTensor).
 
-Muon works on whole matrices. The ranks share them out: each gathers some, orthogonalizes them, and sends the results to
-all. Each rank keeps its own part of a result. So every layout takes the same step as one process.
+Muon works on whole matrices. Each rank gathers some of them, orthogonalizes them, and sends the results to all. Each
+rank keeps its own part of a result. So every layout takes the same step as one process.
 """
 
 import math
@@ -25,7 +25,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for the linear layers of decoder layers, AdamW for everything else. Both use one learning rate.
 
     0.2 sqrt(max(rows, columns)) scales an orthogonalized update to the size of AdamW's update (Liu et al. 2025, Muon is
-    scalable for LLM training, equation 4). Momentum is Nesterov's, in fp32, and cut like the weight. Weight decay is
+    scalable for LLM training, equation 4). Momentum is Nesterov's, in fp32, and sharded like the weight. Weight decay is
     decoupled.
     """
 
@@ -53,13 +53,13 @@ def _step_matrices(optimizer, parameters: list[torch.Tensor], lr: float, weight_
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if num_ranks > 1 else 0
     for start in range(0, len(parameters), num_ranks):
-        shared_out = parameters[start : start + num_ranks]
-        for owner, parameter in enumerate(shared_out):
+        chosen = parameters[start : start + num_ranks]
+        for owner, parameter in enumerate(chosen):
             momentum = states_of(optimizer, parameter)["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
             matrix = whole(parameter.grad.lerp(momentum, MOMENTUM))
             if owner == rank:
                 mine = orthogonalized(matrix).contiguous()
-        for owner, parameter in enumerate(shared_out):
+        for owner, parameter in enumerate(chosen):
             update = mine if owner == rank else torch.empty(parameter.shape, device=parameter.device)
             if num_ranks > 1:
                 dist.broadcast(update, owner)

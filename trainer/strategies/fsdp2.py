@@ -130,7 +130,7 @@ class FSDP2Strategy:
         self._load_shards(model, offload)
 
     def _fsdp_options(self, low: Optional[torch.dtype], offload: bool) -> dict:
-        """The options of `fully_shard` without tp. `low` is the compute dtype, or None for that of the weights."""
+        """The options of `fully_shard` without tp. `low` is the compute dtype if it is below fp32."""
         axes = ("dp_replicate", "fsdp") if self.sizes.dp_replicate > 1 else ("fsdp",)
         options = {
             "mesh": self.meshes.params[axes],

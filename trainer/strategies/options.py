@@ -37,5 +37,5 @@ class StrategyOptions:
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
-        """The options from a mapping of flags, which has at least the fields above. Its other entries are ignored."""
+        """The options from a mapping of flags. It holds all fields above; other flags are ignored."""
         return cls(**{field.name: flags[field.name] for field in fields(cls)})

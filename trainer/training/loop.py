@@ -66,7 +66,7 @@ class LoopHooks:
     """What a caller adds to every step of `train`. Each hook runs on all ranks and gets the step, counted from 1."""
 
     before_step: Callable[[int], None] = _nothing  # the batch is read; no micro-batch has run
-    after_backward: Callable[[int], None] = _nothing  # gradients are complete; the weights are still those of before
+    after_backward: Callable[[int], None] = _nothing  # gradients are complete, and no weight has changed
 
 
 # --- one global batch

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.bucketed_gather import chunk_sizes
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
 from trainer.model_parallel.tp_plans import pattern_of
@@ -98,7 +99,7 @@ def _readable(config) -> Iterator[None]:
 
 
 def _accept_scaled_embedding(model) -> None:
-    """Make AutoTP accept a tied embedding that multiplies its output by a constant. It knows only that of Gemma 3.
+    """Make AutoTP accept a tied embedding that multiplies its output by a constant. It knows only the one of Gemma 3.
 
     Raises UserError for any other tied embedding with a forward pass of its own.
     """
@@ -169,8 +170,7 @@ def _our_layers(plan: dict[str, str]) -> Iterator[None]:
 
     def freeze_as_dtensor(self, total_size):
         """AutoTP and DTensor split an uneven vocabulary at different places. Logits are DTensors."""
-        parts = torch.empty(total_size, device="meta").chunk(self.tp_world_size)
-        self._partition_sizes = (*map(len, parts), *[0] * (self.tp_world_size - len(parts)))
+        self._partition_sizes = chunk_sizes(total_size, self.tp_world_size)
         return self._partition_sizes
 
     for name, ours in zip(names, (column, row, after_children, add_hooks)):

@@ -9,9 +9,9 @@ from deepspeed.utils import safe_set_local_fp32_param
 from transformers import BitsAndBytesConfig
 from transformers.initialization import no_init_weights
 
-from trainer.checkpoints.shards import boxes_of_stretch
 from trainer.distributed.host_offload import keep_on_host
 from trainer.distributed.mesh import Meshes
+from trainer.distributed.weight_slices import stretches
 from trainer.model_folders import model_folder
 from trainer.strategies.on_deepspeed import autotp
 
@@ -89,9 +89,8 @@ def load_partitioned(
 def read_stretch(weights, name: str, shape, start: int, size: int) -> torch.Tensor:
     """Elements [start, start + size) of a flattened weight; fewer, if it ends before. Only these are read."""
     shape = tuple(shape) or (1,)
-    boxes = boxes_of_stretch(shape, min(start, math.prod(shape)), min(start + size, math.prod(shape)))
-    regions = (tuple(slice(at, at + length) for at, length in zip(offset, box)) for offset, box in boxes)
-    parts = [weights.read(name, region).flatten() for region in regions]
+    boxes = stretches(min(start, math.prod(shape)), min(start + size, math.prod(shape)), shape)
+    parts = [weights.read(name, tuple(slice(*bounds) for bounds in box)).flatten() for box in boxes]
     return torch.cat(parts) if parts else torch.empty(0)
 
 

@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from trainer.distributed.bucketed_gather import Cut, Piece, gathered
+from trainer.distributed.bucketed_gather import Piece, Sharding, gathered
 from trainer.model_folders import model_folder
 from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
 from trainer.strategies.on_deepspeed import autotp
@@ -26,7 +26,7 @@ def merged_weights(module, dtype: torch.dtype, tp_group) -> Iterator[tuple[str, 
     def piece(name: str, tensor: torch.Tensor) -> Piece:
         tensor, wanted = parameters.get(name, tensor), merging_dtype(name, dtype)
         if ".lora_" in name:
-            return Piece(name, full(tensor), wanted, _cut_by_tp(tensor, tp_group))
+            return Piece(name, full(tensor), wanted, _shardings_of_tp(tensor, tp_group))
         return _piece(name, tensor, wanted, tp_group, module.device)
 
     pieces = (piece(name, tensor) for name, tensor in model_folder.all_tensors(module).items())
@@ -54,15 +54,15 @@ def _piece(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, tp_group, device, master: Optional[torch.Tensor] = None
 ) -> Piece:
     """This rank's part of a parameter or buffer. `master` is the fp32 part to send instead of the rounded one."""
-    part, cuts = tensor.detach(), _cut_by_tp(tensor, tp_group)
+    part, shardings = tensor.detach(), _shardings_of_tp(tensor, tp_group)
     if hasattr(tensor, "ds_id"):  # partitioned by ZeRO 3
         group = tensor.ds_process_group
         sizes = tuple(stretch_of(tensor, rank)[1] for rank in range(group.size()))
         part = tensor.ds_tensor.detach().flatten()[: sizes[group.rank()]] if master is None else master
-        part, cuts = part.to(device), [Cut(0, sizes, group, tuple(tensor.ds_shape)), *cuts]
-    return Piece(name, part, dtype if tensor.is_floating_point() else tensor.dtype, cuts)
+        part, shardings = part.to(device), [Sharding(0, sizes, group, tuple(tensor.ds_shape)), *shardings]
+    return Piece(name, part, dtype if tensor.is_floating_point() else tensor.dtype, shardings)
 
 
-def _cut_by_tp(parameter, tp_group) -> list[Cut]:
+def _shardings_of_tp(parameter, tp_group) -> list[Sharding]:
     partition = autotp.partition_of(parameter)
-    return [] if partition is None else [Cut(partition[0], tuple(partition[1]), tp_group)]
+    return [] if partition is None else [Sharding(partition[0], tuple(partition[1]), tp_group)]
