@@ -144,7 +144,7 @@ def generate_episodes(
 def continue_episodes(
     environments: Environments, engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
 ) -> list[Sample]:
-    """The episode of each (number, prompt), as `experience.continue_prompts`. Nothing but the engine communicates."""
+    """The episode of each (number, prompt), as `generation.continue_prompts`. Nothing but the engine communicates."""
 
     def alone(answer: Callable[[], list], problem: Optional[UserError] = None) -> tuple[list, bool]:
         if problem is not None:
