@@ -151,7 +151,7 @@ def policy_updates(
     """Compute log-probs and advantages, then do the optimizer steps of one rollout. Adds to `facts`."""
     strategy, roles, options, state = run.strategy, run.roles, run.options, run.state
     policy_loss, value_loss = _losses(run)
-    batches, samples = run.make_batches(samples, episode)
+    batches, samples = run.make_batches(samples, episode)  # tokens move to the ranks that train them
     part = Part(strategy, samples, run.sp_group)
     spread_sets(batches, part.samples)
     with timed(facts, "logprobs"):
@@ -159,12 +159,9 @@ def policy_updates(
     facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
     facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
-        inspect, frozen = None, progress.step < options.freezing_actor_steps
-        if progress.step == options.freezing_actor_steps:
-            inspect = functools.partial(inspect_gradients, strategy, roles.actor[0], loop.parity_dump)
         with span("train"):
             critic_row = update_critic(strategy, roles.critic, batch, value_loss)
-            row = update_actor(strategy, roles, batch, policy_loss, progress, frozen, inspect)
+            row = update_actor(run, loop, batch, policy_loss, progress)
         if number == 0:
             facts |= _facts_of_first_update(run, batches, part, flat)
         row = {**row, "mfu": None, **critic_row, **facts}
@@ -279,19 +276,21 @@ def _losses(run: PPORun) -> tuple[LossFunction, LossFunction]:
     return (run.balance(loss_fn) if run.balance else loss_fn), make_value_loss(policy, run.sp_group)
 
 
-def update_actor(
-    strategy, roles: Roles, batch, loss_fn: LossFunction, progress: Progress, frozen: bool, inspect
-) -> dict:
-    """Do one step of the policy. While it is frozen, compute only its loss."""
-    model, optimizer, scheduler = roles.actor
-    if not frozen:
-        row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
-        if roles.average and not row.get("skipped"):
-            roles.average.update()
-        return row
-    started = time.perf_counter()
-    sums, count = forward_backward(strategy, model, batch, loss_fn, train=False)
-    return step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, started)
+def update_actor(run: PPORun, loop: LoopOptions, batch, loss_fn: LossFunction, progress: Progress) -> dict:
+    """Do one step of the policy. In the first `freezing_actor_steps` steps, compute only its loss."""
+    strategy, average, (model, optimizer, scheduler) = run.strategy, run.roles.average, run.roles.actor
+    first_step = run.options.freezing_actor_steps
+    if progress.step < first_step:
+        started = time.perf_counter()
+        sums, count = forward_backward(strategy, model, batch, loss_fn, train=False)
+        return step_row(strategy, batch, progress, mean_metrics(sums, count), count, 0.0, 0.0, started)
+    inspect = None
+    if progress.step == first_step:
+        inspect = functools.partial(inspect_gradients, strategy, model, loop.parity_dump)
+    row = train_step(strategy, model, optimizer, scheduler, batch, loss_fn, progress, inspect)
+    if average and not row.get("skipped"):
+        average.update()
+    return row
 
 
 def update_critic(strategy, critic: Optional[tuple], batch, loss_fn: LossFunction) -> dict[str, float]:
