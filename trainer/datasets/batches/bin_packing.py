@@ -1,4 +1,8 @@
-"""Micro-batches measured in tokens: which rank gets which samples, and which samples share a micro-batch."""
+"""Micro-batches measured in tokens: which rank gets which samples, and which samples share a micro-batch.
+
+Sizes 9, 5, 4, 4 on 2 ranks: rank 0 gets 9 and 4, rank 1 gets 5 and 4. With 9 tokens per packed micro-batch, rank 0 has
+two micro-batches and rank 1 has one, to which an empty one is added.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ MANY_RANKS = 32  # from here on, arrays over all ranks are faster than a loop ov
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing bin packing: for each bin, its positions in `lengths`.
 
-    A length above `capacity` gets a bin of its own. best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
+    A length above `capacity` gets its own bin. best_fit_bins([5, 4, 3, 2], 7) is [[0, 3], [1, 2]].
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # of equal lengths, the first first
     if sum(lengths) <= capacity:
@@ -34,17 +38,17 @@ def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def balanced_owners(sizes: np.ndarray, num_parts: int) -> np.ndarray:
-    """The part of each item, so that parts have nearly equal sums of `sizes`, (items,).
+    """The part of each item (items,), so that all parts have nearly equal sums of `sizes`.
 
-    The longest is first. Each goes to the part with the least so far (Graham 1969, Bounds on multiprocessing timing
-    anomalies: within 4/3 of the best). Sizes 9, 5, 4, 4 in 2 parts give [0, 1, 1, 0].
+    Items are taken from the largest to the smallest. Each goes to the part with the smallest sum so far (Graham 1969,
+    Bounds on multiprocessing timing anomalies: within 4/3 of the best). Sizes 9, 5, 4, 4 in 2 parts give [0, 1, 1, 0].
     """
     order = np.argsort(-sizes, kind="stable")
     falling = sizes[order].astype(np.int64) * num_parts
     found = np.empty(len(sizes), np.int64)
     loads, done = np.arange(num_parts), 0  # load * num_parts + part: of equal loads, the first part
     while num_parts >= MANY_RANKS and done < len(sizes):
-        # one item for each of the parts with the least, in order, until a part that just got one would be next again
+        # one item for each part, from the smallest sum, until a part that just got an item would be next again
         new = loads[: len(sizes) - done] + falling[done : done + num_parts]
         again = loads[1 : len(new)] > np.minimum.accumulate(new)[:-1]
         count = int(again.argmax()) + 1 if again.any() else len(new)
@@ -66,8 +70,9 @@ def cut_micro_batches(
 ) -> list[list[int]]:
     """Cut one rank's samples into micro-batches.
 
-    Packed (`packed_capacity` tokens each): best-fit bins. By tokens: samples of similar length, with rows * longest row
-    at most `max_tokens` (a longer sample gets its own batch).
+    Packed (`packed_capacity` tokens each): best-fit bins. Padded: samples of similar length, with rows * longest row at
+    most `max_tokens`; a longer sample gets its own micro-batch. Padded lengths 6, 3, 3, 2 with max_tokens 8 are cut to
+    [6], [3, 3], [2].
     """
     if packed_capacity:
         bins = best_fit_bins([int(lengths[item]) for item in items], packed_capacity)
@@ -83,9 +88,9 @@ def cut_micro_batches(
 
 
 def planned(sizes: np.ndarray, ranks: Sequence[int], num_ranks: int, **limits) -> list[list[list[int]]]:
-    """The positions in `sizes` of the micro-batches of each of `ranks`. All ranks get about equal tokens.
+    """For each of `ranks`, its micro-batches as positions in `sizes`. All ranks get about equally many tokens.
 
-    `limits` are those of `cut_micro_batches`. Ranks with fewer micro-batches than another one get empty ones at the end.
+    `limits` go to `cut_micro_batches`. All ranks have equally many micro-batches: empty ones are added at the end.
     """
     owners, lengths = balanced_owners(sizes, num_ranks), sizes.tolist()  # NumPy's own integers are slow
     plan = [cut_micro_batches(np.flatnonzero(owners == rank).tolist(), lengths, **limits) for rank in ranks]
@@ -96,9 +101,9 @@ def planned(sizes: np.ndarray, ranks: Sequence[int], num_ranks: int, **limits) -
 def most_micro_batches(
     sizes: np.ndarray, owners: np.ndarray, num_parts: int, *, max_tokens: Optional[int], packed_capacity: Optional[int]
 ) -> int:
-    """The largest number of micro-batches that a part is cut into: see `cut_micro_batches`. For all parts at once.
+    """The largest number of micro-batches of any part, by `cut_micro_batches`. It is computed for all parts at once.
 
-    Every rank runs as many, so a rank needs this number of the others, and not what they train.
+    Every rank runs this many micro-batches. So a rank needs only this number from the others, not their samples.
     """
     order = np.lexsort((-sizes, owners))  # by part, the longest first
     counts = np.bincount(owners, minlength=num_parts)
@@ -109,7 +114,7 @@ def most_micro_batches(
 
 
 def _token_bound(falling: np.ndarray, max_tokens: int) -> np.ndarray:
-    """How many micro-batches each row of `falling` sizes makes, (parts,)."""
+    """The number of padded micro-batches of each part: (parts,). `falling`: (parts, items), sizes in falling order."""
     count, rows, longest = np.zeros((3, len(falling)), np.int64)
     for size in falling.T:
         joins = ((rows + 1) * longest <= max_tokens) & (count > 0)
@@ -120,7 +125,7 @@ def _token_bound(falling: np.ndarray, max_tokens: int) -> np.ndarray:
 
 
 def _bins(falling: np.ndarray, capacity: int) -> np.ndarray:
-    """How many bins `best_fit_bins` makes of each row of `falling` sizes, (parts,)."""
+    """The number of bins that `best_fit_bins` makes for each part: (parts,). `falling` as in `_token_bound`."""
     parts, full = np.arange(len(falling)), np.iinfo(np.int64).max
     count, room = np.zeros(len(falling), np.int64), np.zeros((len(falling), 0), np.int64)  # room: one column per bin
     for size in falling.T:

@@ -44,9 +44,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int | str, shuffle: bool) ->
 
 
 def column_of(dataset, name: str) -> np.ndarray:
-    """A column of a Dataset, or of rows of the caller's own, as an array: numbers as int32, hex digests as bytes.
+    """A column as an array (rows,): numbers as int32, hex digests as bytes. `dataset` may be any list of samples.
 
-    Arrow converts whole chunks, and one at a time is in memory. An object per row would take 30 us and 100 bytes.
+    Of a Dataset, Arrow converts whole chunks, one after the other. One object per row would take 30 us and 100 bytes.
     """
     kind = pa.string() if name == "digest" else pa.int64()
     chunks = dataset.data.column(name).chunks if hasattr(dataset, "data") else [pa.array(dataset[name], kind)]
@@ -80,9 +80,9 @@ def contiguous_slice(items: list[int], part: int, num_parts: int) -> list[int]:
 def balanced_rows(falling: list[int], rank: int, num_ranks: int, num_rows: int) -> list[list[int]]:
     """A rank's micro-batches of `num_rows` samples each, from samples in `falling` order of length.
 
-    All ranks take their n-th micro-batch from the same stretch of samples. So these have similar lengths, no rank waits
-    for another, and there is little padding. Every second stretch is dealt out backwards. Two ranks and one row each
-    make [[9], [2]] and [[8], [3]] of lengths 9, 8, 3 and 2.
+    The n-th micro-batches of all ranks come from the same stretch of samples. So they have similar lengths, no rank
+    waits for another, and there is little padding. Every second stretch is dealt out backwards. With two ranks and one
+    row each, lengths 9, 8, 3, 2 give [[9], [2]] on rank 0 and [[8], [3]] on rank 1.
     """
     stretch = num_rows * num_ranks
     return [
@@ -94,10 +94,11 @@ def balanced_rows(falling: list[int], rank: int, num_ranks: int, num_rows: int) 
 class GlobalBatchLoader:
     """Yields the `GlobalBatch`es of this rank, epoch after epoch. Its position can be saved and restored.
 
-    `dataset` has the columns num_tokens, num_loss_tokens and digest, and those that `collate` reads. `collate(samples)`
-    makes a micro-batch in one of `num_workers` threads, while the batch before it is used. For an empty list, it has no
-    target and adds nothing to the loss. `place` then moves the micro-batch. With `with_previous`, each sample has as `previous` the
-    sample before it in the global batch. The first sample has the last one.
+    `dataset` has the columns num_tokens, num_loss_tokens and digest, and the columns that `collate` reads.
+    `collate(samples)` makes a micro-batch in one of `num_workers` threads, while earlier batches are used. An empty
+    list gives a micro-batch without targets, which adds nothing to the loss. `place` then moves the micro-batch to its
+    device. With `with_previous`, each sample has the sample before it in the global batch as `previous`; the first
+    sample has the last one.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class GlobalBatchLoader:
         self._cut_sizes = {"max_tokens": max_tokens, "packed_capacity": packed_capacity}
         self._num_tokens, self._num_targets = column_of(dataset, "num_tokens"), column_of(dataset, "num_loss_tokens")
         self._digests, self._data_hash = column_of(dataset, "digest"), ""
-        self.sizes_to_plan: Optional[np.ndarray] = None  # in place of the numbers of tokens
+        self.sizes_to_plan: Optional[np.ndarray] = None  # (samples,), used instead of the numbers of tokens
         self.epoch, self.next_index, self.num_workers = 0, 0, num_workers
 
     def __len__(self) -> int:
@@ -138,6 +139,7 @@ class GlobalBatchLoader:
         return {**facts, "data": self._data_hash}
 
     def state_dict(self) -> dict:
+        """The position after the last batch, as JSON values."""
         return {"epoch": self.epoch, "next_index": self.next_index}
 
     def load_state_dict(self, state: dict) -> None:
@@ -160,7 +162,7 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = self.epoch + 1, 0
 
     def plan(self, sample_ids: list[int], ranks: Sequence[int]) -> list[list[list[int]]]:
-        """Sample ids by micro-batch, for each of `ranks`. Ranks with fewer micro-batches get empty ones at the end."""
+        """For each of `ranks`, the sample ids of its micro-batches. Empty ones are added: all ranks have as many."""
         sizes = (self._num_tokens if self.sizes_to_plan is None else self.sizes_to_plan)[sample_ids]
         if not (self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]):
             falling = np.argsort(-sizes, kind="stable").tolist()
@@ -197,7 +199,7 @@ def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_device(batch: dict, device: torch.device) -> dict:
     """Move a micro-batch, and any micro-batch within it, to `device`. cu_seqlens_host is not moved.
 
-    `kept`, the places of the labels in all rows, is found here: on a GPU, it would have to be waited for.
+    `kept` (targets,), the indices of targets in the flattened rows, is computed here: on a GPU, that would be a wait.
     """
     if "labels" in batch:
         batch = {**batch, "kept": (batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)}
@@ -216,7 +218,7 @@ def setup_dataloader(
 ) -> GlobalBatchLoader:
     """Make the loader of this rank. Each sequence is split over sp. Both strategies have this function as a method.
 
-    `options` are those of GlobalBatchLoader that the strategy does not decide: sizes, and `with_previous`.
+    `options` go to GlobalBatchLoader: batch sizes, `with_previous` and `num_workers`.
     """
 
     def prepared(samples: list[dict]) -> dict:

@@ -17,7 +17,10 @@ def shifted_labels(input_ids: Sequence[int], loss_mask: Sequence[int]) -> list[i
 
 
 def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Pad rows on the right: input_ids, attention_mask, position_ids and shifted labels, each (rows, longest)."""
+    """Pad rows on the right: input_ids, attention_mask, position_ids and shifted labels, each (rows, longest).
+
+    Samples have input_ids and loss_mask. An empty list gives one pad token without target.
+    """
     samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
     longest = max(len(sample["input_ids"]) for sample in samples)
 
@@ -35,8 +38,9 @@ def collate_padded(samples: list[dict], pad_token_id: int) -> dict[str, torch.Te
 def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
     """Put documents end to end in one row: input_ids, position_ids and shifted labels, each (1, tokens).
 
-    Positions restart in each document. cu_seqlens has the document bounds: 3 and 2 tokens give [0, 3, 5].
-    The loader keeps cu_seqlens_host in host memory, and max_length is an int. So reading them needs no wait for a GPU.
+    Positions restart in each document. cu_seqlens (documents + 1,) has the document bounds. Documents of 3 and 2 tokens
+    give cu_seqlens [0, 3, 5] and position_ids [[0, 1, 2, 0, 1]]. The loader keeps cu_seqlens_host in host memory, and
+    max_length is an int, so reading them needs no wait for a GPU. An empty list gives one pad token without target.
     """
     samples = samples or [{"input_ids": [pad_token_id], "loss_mask": [0]}]
     lengths = [len(sample["input_ids"]) for sample in samples]

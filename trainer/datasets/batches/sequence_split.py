@@ -1,4 +1,4 @@
-"""Cut a micro-batch over sequence-parallel ranks in zigzag order.
+"""Shard a micro-batch over sequence-parallel ranks in zigzag order.
 
 A row of T tokens is cut into 2 * sp_size equal chunks. Rank r gets chunks r and 2 * sp_size - 1 - r.
 Under a causal mask, early tokens see few keys and late tokens see many. One early and one late chunk give every rank
@@ -14,14 +14,14 @@ from trainer.datasets.batches.packing import IGNORE
 
 
 def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
-    """Return this rank's part of a collated micro-batch whose labels are already shifted.
+    """Return this rank's shard of a collated micro-batch whose labels are already shifted.
 
-    A tensor is split if its shape begins with the (rows, tokens) of `input_ids`. It is padded at its end to a multiple
-    of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding repeats the last of input_ids, since
-    the embedding of token 0 may be zero, which Gemma 3n cannot divide by. It is IGNORE for labels, a count from 0 for
-    positions, and 0 otherwise. Entries that are not per token do not change.
-    A micro-batch within the micro-batch is split separately. Of `images`, every rank keeps the pixels. `cu_seqlens` still describes the whole row, because every
-    rank needs it. The padding becomes its last document.
+    A tensor is sharded if its shape begins with the (rows, tokens) of `input_ids`. It is padded at its end to a
+    multiple of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding repeats the last token of
+    input_ids: the embedding of token 0 may be zero, and Gemma 3n would divide by it. It is IGNORE for labels, a count
+    from 0 for positions, and 0 otherwise. Entries that are not per token do not change. `cu_seqlens` still describes the whole
+    row, because every rank needs it; the padding becomes its last document. A micro-batch within the micro-batch is
+    sharded separately. Every rank keeps all pixels of `images`.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
 
@@ -51,14 +51,17 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
 
 
 def _split_images(images: dict, *, padding: int, sp_rank: int, sp_size: int) -> dict:
-    """Split what is per token, with tokens as the last dimension. The padding is no image, at position 0."""
+    """Shard the tensors per token (..., tokens). The padding is not an image, and has position 0."""
     fillers = {"position_ids": 0, "mm_token_type_ids": 0, "token_type_ids": 0, "image_places": -1}
     padded = {name: F.pad(images[name], (0, padding), value=fillers[name]) for name in fillers if name in images}
     return images | {name: zigzag_shard(tensor, sp_rank, sp_size, tensor.ndim - 1) for name, tensor in padded.items()}
 
 
 def zigzag_shard(tensor: torch.Tensor, sp_rank: int, sp_size: int, dim: int = 1) -> torch.Tensor:
-    """Join chunks sp_rank and 2 * sp_size - 1 - sp_rank of `dim`. Its size must be a multiple of 2 * sp_size."""
+    """Join chunks sp_rank and 2 * sp_size - 1 - sp_rank of `dim`. Its size must be a multiple of 2 * sp_size.
+
+    Of [10 11 12 13] on two ranks, rank 0 gets [10 13] and rank 1 gets [11 12].
+    """
     chunks = tensor.chunk(2 * sp_size, dim)
     return torch.cat([chunks[sp_rank], chunks[2 * sp_size - 1 - sp_rank]], dim)
 

@@ -1,12 +1,12 @@
-"""Micro-batches in which the answers to one prompt are in one row, so that the prompt is computed once (--share_prompts).
+"""Micro-batches whose rows hold a prompt and all its answers, so that the prompt is computed once (--share_prompts).
 
 A row is the prompt without its last token, and then for each answer that last token and the answer's tokens:
 
     prompt   a b c        row        a b | c x y | c z
     answers  x y, z       positions  0 1 | 2 3 4 | 2 3
 
-A token sees the prompt, and what comes before it in its own part. So each token has the hidden state that it has in a row of
-its own, and the gradient of the prompt is the sum over its answers.
+A token attends to the prompt, and to earlier tokens of its own part. So its hidden state is the same as in a separate
+row, and the gradient of the prompt is the sum over its answers.
 """
 
 import inspect
@@ -23,15 +23,16 @@ FLAG = "--share_prompts"
 
 
 def collate_shared(samples: list[dict], pad_token_id: int) -> dict:
-    """input_ids, position_ids and shifted labels, each (rows, longest), and which tokens see which ones.
+    """input_ids, position_ids and shifted labels, each (rows, longest), and the attention mask of `seen_tokens`.
 
-    `places` has (row, first, skipped) of each sample: its token i is at `first + i` of the row, from token `skipped` on.
-    The tokens before it are shared.
+    Samples have input_ids, loss_mask and prompt_length. `places` has (row, first, skipped) for each sample: from token
+    `skipped` on, its token i is at place `first + i` of the row. Earlier tokens are in the shared prompt. In the
+    example above, the places are (0, 0, 2) and (0, 3, 2).
     """
     if not samples:
         return collate_padded(samples, pad_token_id)
     rows: list[dict[str, list[int]]] = []
-    numbers: dict[tuple, int] = {}  # of the rows, by their prompts
+    numbers: dict[tuple, int] = {}  # prompt -> number of its row
     places = []
     for part, sample in enumerate(samples, start=1):
         ids, shared = list(sample["input_ids"]), sample["prompt_length"] - 1
@@ -60,16 +61,20 @@ def collate_shared(samples: list[dict], pad_token_id: int) -> dict:
 
 
 def seen_tokens(parts: torch.Tensor) -> torch.Tensor:
-    """(rows, 1, tokens, tokens), True where the first token sees the second. `parts` (rows, tokens) is 0 in a prompt.
+    """The attention mask (rows, 1, tokens, tokens): True where the first token sees the second.
 
-    Padding, of part -1, sees itself: attention to nothing would be NaN.
+    `parts` (rows, tokens) is 0 in the prompt, 1, 2, ... in the answers and -1 in the padding. Padding sees itself,
+    because attention to nothing would be NaN. Parts [0, 1, 2] give [[1, 0, 0], [1, 1, 0], [1, 0, 1]].
     """
     same = parts[:, :, None] == parts[:, None, :]
     return (same | (parts == 0)[:, None, :]).tril()[:, None]
 
 
 def sizes_to_plan(samples: list) -> np.ndarray:
-    """For each sample the tokens of the longest one of its prompt. Plans by these keep samples of a prompt together."""
+    """The length of the longest sample of the same prompt, for each sample: (samples,).
+
+    A plan of batches by these sizes keeps the samples of a prompt together.
+    """
     longest: dict[int, int] = {}
     for sample in samples:
         longest[sample.row] = max(longest.get(sample.row, 0), sample.size().tokens)
@@ -77,7 +82,7 @@ def sizes_to_plan(samples: list) -> np.ndarray:
 
 
 def refuse_model(model) -> None:
-    """Raise UserError if a layer of `model` takes no mask of which token sees which one, or the model no positions."""
+    """Raise UserError if a layer of `model` takes no attention mask of our own, or the model no positions."""
     layers = DynamicCache(config=model.config).layers
     is_plain = layers and all(type(layer) is DynamicLayer for layer in layers)
     is_plain = is_plain and model.config._attn_implementation == "sdpa"

@@ -234,6 +234,6 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: li
 
 
 def _squash(tokenizer: Any, ids: list[int]) -> str:
-    """Decoded text without white space, which templates trim, and without the tags of thoughts, which prompts may hold."""
+    """The decoded text without white space, which templates trim, and without <think> tags, which prompts may hold."""
     text = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
     return text.replace("<think>", "").replace("</think>", "")

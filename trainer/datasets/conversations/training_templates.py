@@ -1,8 +1,8 @@
 """Training versions of known chat templates: the stock template's text, with marks around what the model itself writes.
 
-`chat_templates/NAME.jinja` has one {% generation %} block per assistant message. The block holds what the model writes at
-inference after its prompt, with its end token. It is empty for a message that the template does not show as written:
-the stock templates of reasoning models drop the thoughts of earlier turns.
+`chat_templates/NAME.jinja` has one {% generation %} block per assistant message. The block holds the text that the
+model writes at inference, with its end token. It is empty for a message that the template changes: the stock templates
+of reasoning models drop the thoughts of earlier turns.
 """
 
 from functools import lru_cache
@@ -29,7 +29,7 @@ PROBES = [
 
 @lru_cache
 def names() -> list[str]:
-    """What --tokenizer_chat_template takes for a template of ours."""
+    """The names of our templates, as --tokenizer_chat_template takes them."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
@@ -40,6 +40,7 @@ def read(name: str) -> str:
 
 
 def is_ours(template: str) -> bool:
+    """Whether the text is one of our training templates."""
     return template in map(read, names())
 
 
@@ -92,7 +93,7 @@ def written_spans(
 ) -> tuple[list[int], dict[int, tuple[int, int]]] | None:
     """Ids and {message: (start, end)}, the tokens of each assistant message that the model wrote; end = start if none.
 
-    text: the conversation by the tokenizer's template. None if the training version of `template` is unknown, gives
+    text: the conversation, by the tokenizer's template. None if the training version of `template` is unknown, gives
     another text, or has no block per assistant message. A token that reaches over the border is the answer's.
     """
     version = training_version(tokenizer, template)

@@ -1,6 +1,6 @@
-"""Between two turns of the model: the ids that its chat template puts there, and the tool calls in what it wrote.
+"""What stands between two turns of the model: ids of its chat template, and the tool calls in a generated turn.
 
-A turn that was generated is never tokenized again. Only what follows it comes from the template.
+A generated turn is never tokenized again. Only the ids after it come from the template.
 """
 
 import json
@@ -31,10 +31,13 @@ def continuation_ids(
 ) -> list[int]:
     """The ids from the end of a generated turn to the start of the next one: rest of the turn, `messages`, header.
 
-    The template renders `opening`, a stand-in for the turn, and `messages` with the generation prompt. The ids are what
-    it puts behind the stand-in. So earlier turns, which many templates shorten, play no part. The `stop_token` that ended
-    the turn, if any, takes the place of the template's. `call` is the function that the turn called; templates name it
-    before a tool's answer.
+    The template renders `opening`, a stand-in for the turn, and `messages` with the generation prompt. The result is
+    the ids after the stand-in. So earlier turns, which many templates shorten, change nothing. If a `stop_token` ended
+    the turn, it replaces the template's. `call` is the function that the turn called; templates name it before a tool's
+    answer.
+
+    For a template <user>hi<assistant>yes<end>, a turn without stop token and the message "more", the result is the ids
+    of <end><user>more<assistant>.
 
     Raises: UserError if the template refuses the conversation or does not end a turn with a stop token.
     """
@@ -60,7 +63,7 @@ def continuation_ids(
         raise UserError("the chat template", "ends no assistant turn with a special token", "a template that does")
     if stop_token is None:
         return ids[end:]
-    # a turn of GLM has no end of its own: it ends with the first token of the next message
+    # GLM has no token for the end of a turn: the first token of the next message ends it
     own_end = any(is_stop_token(tokenizer, t) for t in tokenizer(before[2], add_special_tokens=False)["input_ids"])
     return ids[end + 1 :] if own_end or ids[end] == stop_token else ids[end:]
 
@@ -68,7 +71,7 @@ def continuation_ids(
 def tool_calls(text: str) -> list[dict]:
     """The calls in a generated turn with its special tokens: [{"name": ..., "arguments": {...}}], in their order.
 
-    It knows the formats of Qwen and Hermes, of harmony (gpt-oss), of Llama 3 and of Mistral. A call that is no JSON
+    It knows the formats of Qwen and Hermes, of harmony (gpt-oss), of Llama 3 and of Mistral. A call that is not a JSON
     object is left out.
     """
     found = [_call(part) for part in QWEN_CALL.findall(text)]

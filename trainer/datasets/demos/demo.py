@@ -134,7 +134,7 @@ def _make_rows(seed: int) -> dict[str, list[dict]]:
 
 
 def _unique_lists(rng: random.Random, num_lists: int) -> list[list[int]]:
-    unique = {}  # a dict, not a set: it keeps the order of the draws
+    unique = {}  # a dict, not a set: it keeps the order
     while len(unique) < num_lists:
         length = rng.randint(MIN_DIGITS, MAX_DIGITS)
         unique[tuple(rng.randint(0, 9) for _ in range(length))] = None

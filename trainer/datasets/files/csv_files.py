@@ -14,7 +14,7 @@ from trainer.errors import UserError
 def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str) -> datasets.DatasetDict:
     """Read the rows of each split from its CSV files.
 
-    patterns: split -> glob patterns of its files. names: the names of all files. All have the columns of the first file.
+    patterns: split -> glob patterns of its files. names: all file names. All files have the columns of the first one.
     Every column is text: types guessed from the values would make "007" a 7 and "NA" a missing value.
 
     Raises: UserError for a header that does not name the columns. Errors of pandas pass through: see `find_csv_fault`.

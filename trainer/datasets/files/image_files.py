@@ -1,4 +1,7 @@
-"""The images of a row: paths, members of tar files, data URIs or bytes. Errors come when a set is tokenized, with the row's number."""
+"""The images of a row: paths, members of tar files, data URIs or bytes.
+
+Errors are found when a set is tokenized. They name the row.
+"""
 
 import base64
 import binascii
@@ -17,7 +20,7 @@ from trainer.errors import UserError
 COLUMN, FOLDER = "images", "images_folder"
 ALLOWED = "a path, a data URI or bytes"
 IN_TAR = ".tar::"  # shards/0.tar::7.png is the member 7.png of the file shards/0.tar
-# keys with which a part of a message may say where its image is
+# keys of a message part that may hold the source of its image
 SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 
 

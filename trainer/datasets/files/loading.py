@@ -31,8 +31,8 @@ def load_rows(
     max_samples: use only this many first rows of each set. CSV values stay texts as written: "007", "NA" and "".
 
     Without probs, several sets follow each other. With probs (one per set, any positive scale), each next row comes
-    from a set sampled with these odds. The dataset ends when the first set is used up: no row occurs twice, and the odds
-    hold to the end. A row has None in the columns that only other sets have.
+    from a set sampled with these odds. The dataset ends when the first set is used up: no row occurs twice, and the
+    odds hold to the end. A row has None in the columns that only other sets have.
 
     Raises: UserError for anything that cannot be read. It names the flag and the file.
     """

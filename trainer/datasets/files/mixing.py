@@ -1,4 +1,4 @@
-"""Join several sets into one dataset: columns get common types, and rows follow each other or are sampled with given odds."""
+"""Join several sets into one dataset. Columns get common types. Rows follow each other, or are sampled with odds."""
 
 import math
 from typing import Any

@@ -32,7 +32,7 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Da
 
 
 def _validate_once(rows: datasets.Dataset) -> None:
-    """Find bytes that are not UTF-8: Arrow finds them only when it reads them. An empty file marks the rows as checked."""
+    """Find bytes that are not UTF-8, which Arrow finds only when it reads them. An empty file marks checked rows."""
     folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_validated")
     marker = os.path.join(folder, rows._fingerprint)
     if not os.path.exists(marker):

@@ -15,10 +15,11 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are images
 
 
 class ImageCollate:
-    """`collate_padded` or `collate_packed` with images. Every micro-batch has an image, so ranks run the tower equally often.
+    """`collate_padded` or `collate_packed` for samples with images.
 
-    A micro-batch without images gets one more sample, a blank image without loss. `use` must know the model before the
-    first batch. `split`: rows will be split over ranks.
+    Every micro-batch has an image, so all ranks run the vision tower equally often: a micro-batch of texts gets one
+    more sample, a blank image without loss. `use` must get the model before the first batch. `split`: rows will be
+    sharded over sp ranks.
     """
 
     def __init__(self, processor, packed: bool = False, split: bool = False):
@@ -32,7 +33,7 @@ class ImageCollate:
         self._positions: Callable | None = None
 
     def use(self, model) -> None:
-        """Note which arguments the model takes, and how it counts positions."""
+        """Find out which arguments the model takes, and how it counts positions."""
         inner = getattr(model, "model", None)
         arguments = {name for part in (model, inner or model) for name in inspect.signature(part.forward).parameters}
         self._takes = [name for name in TOKEN_TYPES if name in arguments]
@@ -40,15 +41,20 @@ class ImageCollate:
         self._positions = getattr(inner, "get_rope_index", None)  # Qwen: three positions for each token (M-RoPE)
 
     def __call__(self, samples: list[dict], pad_token_id: int) -> dict:
-        """The micro-batch without images, and its `images`: further arguments of the model's call."""
+        """Collate samples to a micro-batch whose `images` are further arguments of the model's call.
+
+        Of n images: `pixel_values` and other tensors of the processor, in its shapes. Per token (rows, tokens): token
+        types, and with `split` image_places, the number of the token among all image tokens (-1: no image token).
+        With M-RoPE also position_ids (3, rows, tokens).
+        """
         if not any(sample.get(COLUMN) for sample in samples):
             samples = [*samples, self.blank]
         batch = self._collate(samples, pad_token_id)
         tensors = self._tensors([sample[COLUMN] for sample in samples if sample.get(COLUMN)])
-        # a token of an image that a policy drew has no image: it is a label, and no input
+        # an image token that a policy generated has no image: it stays a label, and the input is a pad token
         is_target = F.pad(batch["labels"][:, :-1] != IGNORE, (1, 0))
-        drawn = is_target & self._types(batch["input_ids"]).bool()
-        batch["input_ids"] = batch["input_ids"].masked_fill(drawn, pad_token_id)
+        generated = is_target & self._types(batch["input_ids"]).bool()
+        batch["input_ids"] = batch["input_ids"].masked_fill(generated, pad_token_id)
         types = self._types(batch["input_ids"])
         batch["images"] = {**tensors, **dict.fromkeys(self._takes, types)}
         if self._split:
@@ -60,7 +66,10 @@ class ImageCollate:
         return batch
 
     def prompt_arguments(self, input_ids: torch.Tensor, mask: torch.Tensor, nested: list[list]) -> dict:
-        """What a model gets besides the ids (rows, tokens) of prompts and their mask, to read them at once."""
+        """The further arguments of a model's call that reads whole prompts: `input_ids` and `mask` (rows, tokens).
+
+        `nested` has the images of each row.
+        """
         nested = [images for images in nested if images]
         tensors, types = self._tensors(nested) if nested else {}, self._types(input_ids)
         found = {**tensors, **dict.fromkeys(self._takes, types)}
@@ -71,10 +80,11 @@ class ImageCollate:
         return found
 
     def _types(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """1 at image tokens, else 0: (rows, tokens)."""
         return torch.isin(input_ids, torch.tensor(image_token_ids(self.processor))).long()
 
     def _tensors(self, nested: list[list]) -> dict:
-        """The tensors of all images. Two answers of each pair have the same images: they are processed once."""
+        """The tensors of all images. The two answers of a pair have the same images, which are processed once."""
         half = len(nested) // 2
         if half and list(map(id, nested[:half])) == list(map(id, nested[half:])):
             once = self.tensors_of(nested[:half])
@@ -84,7 +94,7 @@ class ImageCollate:
     def _grid_positions(
         self, samples: list[dict], batch: dict, types: torch.Tensor, grids: torch.Tensor
     ) -> torch.Tensor:
-        """Time, height and width of each token: (3, rows, tokens). They begin at 0 in each document of a packed row."""
+        """Time, height and width of each token: (3, rows, tokens). They start at 0 in each document of a packed row."""
         mask = batch.get("attention_mask")
         if mask is not None:
             return self._positions(

@@ -1,4 +1,4 @@
-"""Marks of images in the messages of a row: <image> in a text, or a part {"type": "image"}. There is one for each image."""
+"""Marks of images in the messages of a row: <image> in a text, or a part {"type": "image"}. One mark is one image."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The model's own processor: it turns images into tensors, and an image's mark in the text into its tokens."""
+"""The model's own processor. It turns images into tensors, and the mark of an image in the text into image tokens."""
 
 import contextlib
 import importlib
@@ -58,7 +58,7 @@ def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False)
 
 
 def _processor_class(folder: str) -> type:
-    """The class of processor of the folder's kind of model."""
+    """The processor class for the model in a folder."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         model_type = json.load(file).get("model_type")
     if model_type in PROCESSORS:
@@ -72,7 +72,7 @@ def _processor_class(folder: str) -> type:
 
 
 def _import_without_torchvision(model_type: str):
-    """The module of a processor. Some import functions from a module that needs torchvision; PIL's module has them."""
+    """The module of a processor. Some import functions that need torchvision; then PIL's version of them is used."""
     path = f"transformers.models.{model_type}"
     name, real = f"{path}.processing_{model_type}", f"{path}.image_processing_{model_type}"
     if name in sys.modules or importlib.util.find_spec("torchvision"):
@@ -89,9 +89,9 @@ def _import_without_torchvision(model_type: str):
 
 
 def process_images(processor, nested: list[list]) -> tuple[dict, list[str]]:
-    """The tensors that the model gets for the images of each sample, and the text that stands for each image.
+    """The tensors that the model gets for all images, and the text that replaces each image's mark.
 
-    No sample in `nested` may be without images.
+    `nested` has the PIL images of each sample. Every sample must have one.
     """
     images, *_ = processor.prepare_inputs_layout(images=nested, text=None)
     options = processor._merge_kwargs(
@@ -105,12 +105,12 @@ def process_images(processor, nested: list[list]) -> tuple[dict, list[str]]:
 
 
 def image_token_ids(processor) -> list[int]:
-    """The tokens that an image becomes, without line breaks and texts around it."""
+    """The ids of image tokens, without the line breaks and texts around them."""
     return [token for token in processor.image_token_ids if token is not None]
 
 
 def blank_image():
-    """A white image. Idefics3 takes images of zeros for padding."""
+    """A white image, not a black one: Idefics3 takes images of zeros for padding."""
     return Image.new("RGB", BLANK, (255, 255, 255))
 
 
@@ -123,7 +123,7 @@ def processor_state(processor) -> dict:
 
 @contextlib.contextmanager
 def as_user_errors(where: str) -> Iterator[None]:
-    """Turn what an image processor raises for an odd image into a UserError."""
+    """Turn the errors of an image processor, for an image that it cannot handle, into a UserError."""
     try:
         yield
     except UserError:

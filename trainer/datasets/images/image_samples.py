@@ -184,7 +184,7 @@ class _ImageMapping:
 
 
 def _state_of(rows: Dataset, processor: Any) -> list:
-    """All that decides the tokens of the images, besides the tokenizer and the rows themselves, as JSON values."""
+    """All that decides the image tokens, except the tokenizer and the rows themselves, as JSON values."""
     columns = rows.select_columns([name for name in (COLUMN, FOLDER) if name in rows.column_names])
     return [IMAGE_VERSION, processor_state(processor), [identity(source) for row in columns for source in _known(row)]]
 

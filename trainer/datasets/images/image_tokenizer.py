@@ -1,4 +1,4 @@
-"""The tokenizer for one row with images: its chat template shows each image as the tokens that the processor gives it."""
+"""The tokenizer for one row with images: its chat template shows each image as the processor's image tokens."""
 
 import bisect
 import re

@@ -1,4 +1,4 @@
-"""`--cache_pixels`: the tensors of an image are made once. A file of the cache keeps them for later epochs and runs."""
+"""`--cache_pixels`: the tensors of an image are made once. A cache file keeps them for later epochs and runs."""
 
 import hashlib
 import json
@@ -19,19 +19,21 @@ PROBES = (((32, 32), (96, 64)), ((200, 16),))  # sizes of the images of two samp
 
 
 class PixelCache:
-    """`process_images` with a file for each image. An image that is not decoded yet is its source."""
+    """`process_images` with a file for each image. Images are given by their sources, and decoded only if needed."""
 
     def __init__(self, processor):
-        """Raises UserError if the tensors of an image depend on the images beside it: they could not be kept alone."""
+        """Raises UserError if the tensors of an image depend on the other images of its micro-batch."""
         self._processor = processor
         state = json.dumps([transformers.__version__, processor_state(processor)])
         name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
         self._folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_pixels", name)
         images = [[Image.new("RGB", size, (9, 99, 200)) for size in sizes] for sizes in PROBES]
         together = process_images(processor, images)[0]
-        alone = _joined([self._made(image) for own in images for image in own])
-        if alone is None or any(not torch.equal(value, together[name]) for name, value in alone.items()):
-            found = f"with {type(processor).__name__}, whose tensors of an image depend on the images beside it"
+        single = _joined([self._made(image) for own in images for image in own])
+        if single is None or any(not torch.equal(value, together[name]) for name, value in single.items()):
+            found = (
+                f"with {type(processor).__name__}, whose tensors of an image depend on the images of its micro-batch"
+            )
             raise UserError("--cache_pixels", found, "leave it out")
         os.makedirs(self._folder, exist_ok=True)
 

@@ -31,12 +31,12 @@ class AnswerOptions:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The columns of a conversation before its answer, for images."""
+        """The columns before the answer, for images."""
         return [self.prompt_key] if self.prompt_key else []
 
     @property
     def answer_columns(self) -> list[str]:
-        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        """The columns of answers, for images. Each one ends a separate conversation."""
         return list(self.answer_keys)
 
 
@@ -138,9 +138,10 @@ def collate_sequences(
     - sequence_ids: the number of the token's sequence.
     - is_token: 1 for a token, 0 for padding.
     - is_last: 1 where a sequence is scored (see `scored_position`).
-    They stay correct after a split over sequence-parallel ranks, so sums per sequence do too.
-    An empty list gives one token without target, with is_token and is_last 0. `collate` may take the place of the two
-    functions of `trainer.datasets.batches.packing`. A sequence that it adds at the end counts as padding.
+    Packed sequences of 3 and 2 tokens give sequence_ids [[0, 0, 0, 1, 1]] and is_last [[0, 0, 1, 0, 1]]. They stay
+    correct after sharding over sp ranks, and so do sums per sequence.
+    An empty list gives one token without target, with is_token and is_last 0. `collate` may replace the two functions
+    of `trainer.datasets.batches.packing`. A sequence that it adds at the end counts as padding.
     """
     collate = collate or (collate_packed if packed else collate_padded)
     batch = collate(sequences, pad_token_id=pad_token_id)

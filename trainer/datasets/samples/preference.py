@@ -151,8 +151,8 @@ def collate_pairs(
     """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
 
     Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
-    Per pair (n,): rows (index into the data), margins, has_loss, ref_chosen and ref_rejected. The last two are log-probs of
-    a reference. Their shape is (0,) if the pairs do not have them.
+    Per pair (n,): rows (index into the data), margins, has_loss, ref_chosen and ref_rejected. The last two are the
+    reference's log-probs; their shape is (0,) if the pairs do not have them.
     """
     sides = [
         {**sample, "input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}

@@ -33,8 +33,7 @@ def write_prepared(
 ) -> None:
     """Write tokenized rows and their facts to the new folder `target`. It gets its name when it is complete.
 
-    `options` are the values of OPTIONS, and `counts` those of the ledger. Raises UserError if the folder cannot be
-    written.
+    `options` are the values of OPTIONS, and `counts` the ledger's. Raises UserError if the folder cannot be written.
     """
     temporary = target + ".tmp"
     try:
@@ -63,7 +62,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], columns: set[str]) -> Dataset:
-    """Return prepared rows, numbered anew. `wanted` are the options of the run, and `columns` those of prepared rows.
+    """Return prepared rows, with new row numbers. `wanted`: the options of the run. `columns`: of prepared rows.
 
     Raises UserError if the rows were made by another tokenizer or with other options. A flag that is not given takes
     the value that the folder was prepared with; only max_len must be the same.

@@ -21,8 +21,8 @@ from trainer.errors import UserError
 TOKENIZER_VERSION = 3
 COLUMN = "column "  # before the name of a column that is kept for rewards
 SENTENCE = (
-    "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len and {num_empty} empty; "
-    "{num_tokens} tokens"
+    "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len "
+    "and {num_empty} empty; {num_tokens} tokens"
 )
 
 
@@ -37,12 +37,12 @@ class _Options:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The columns of a conversation before its answer, for images."""
+        """The columns before the answer, for images."""
         return [self.input_key]
 
     @property
     def answer_columns(self) -> list[str]:
-        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        """The columns of answers, for images. Each one ends a separate conversation."""
         return []
 
 
@@ -163,9 +163,10 @@ def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
 
 
 def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return (ids at the end of a prompt for the assistant, ids that the template puts after an answer's end token).
+    """Return (ids of the generation prompt, ids that the template puts after an answer's end token).
 
-    Both are empty if there is no chat template or it does not show them.
+    For <user>x<assistant>y<end>\\n they are the ids of <assistant> and of \\n. Both are empty if there is no chat
+    template or it does not show them.
     """
     if not tokenizer.chat_template:
         return [], []

@@ -56,12 +56,12 @@ class _Options:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The columns of a conversation before its answer, for images."""
+        """The columns before the answer, for images."""
         return [self.input_key] if self.input_key else []
 
     @property
     def answer_columns(self) -> list[str]:
-        """The columns of the assistant's answers, for images. Each belongs to a conversation of its own."""
+        """The columns of answers, for images. Each one ends a separate conversation."""
         return [self.output_key] if self.output_key else []
 
 
@@ -77,8 +77,8 @@ def tokenize_sft(
 ) -> tuple[Dataset, Ledger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    `flags` are those of `options_of`. Rows that `prepare_data` has tokenized are taken as they are. Samples without a
-    loss token are left out and counted.
+    `flags` go to `options_of`. Rows that `prepare_data` has tokenized are used unchanged. Samples without a loss token
+    are left out and counted.
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
     num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
@@ -129,7 +129,7 @@ def options_of(
     pretrain_mode: bool,
     max_len: int,
 ) -> _Options:
-    """Find out what the rows are, and check the flags against the columns."""
+    """Decide how rows become samples, and check the flags against the columns. Raises UserError."""
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
     mode = _mode(columns, input_key, output_key, apply_chat_template, pretrain_mode)

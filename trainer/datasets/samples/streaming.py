@@ -1,8 +1,8 @@
 """`--streaming`: token samples from rows that are read while the run trains, and the loader of their global batches.
 
-Every rank reads and tokenizes the same rows in the same order. So no rank has to be asked, and all layouts see the same
-global batches. A block of rows is shuffled at a time. The position is that of the block and the rows taken from it, so
-a resumed run reads one block again and has the same buffer.
+Every rank reads and tokenizes the same rows in the same order. So ranks need no communication, and all layouts see the
+same global batches. Rows are shuffled one block at a time. The position is the start of the block and the number of
+rows taken from it. So a resumed run reads one block again and has the same buffer.
 """
 
 import copy
@@ -51,11 +51,11 @@ class _KnownColumns(dict):
 
 
 class SampleStream:
-    """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` are those of `options_of`."""
+    """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` go to `options_of`."""
 
     def __init__(self, rows, tokenizer, *, flag: str, digest: str, buffer: int, seed: int, shuffle: bool, **options):
         self.rows, self.flag, self.digest = rows, flag, digest
-        self.tokenizer = copy.deepcopy(tokenizer)  # it works in a thread while a checkpoint writes the other one
+        self.tokenizer = copy.deepcopy(tokenizer)  # a thread uses it while a checkpoint saves the other one
         self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
         self.column_names = list(self._first_row())
         for column, cure in ((COLUMN, "rows of text"), (PREPARED, "the folder of prepare_data")):
@@ -127,8 +127,8 @@ class _Samples(list):
 class StreamedBatches:
     """Yields the GlobalBatches of this rank, like GlobalBatchLoader. A thread makes the next one meanwhile.
 
-    `build(samples)` gives this rank's GlobalBatchLoader over the samples of one global batch. It cuts the batch as it
-    cuts those of a cached set.
+    `build(samples)` makes this rank's GlobalBatchLoader over the samples of one global batch. So a batch is cut in the
+    same way as with a cached set.
     """
 
     def __init__(self, stream: SampleStream, build: Callable[[Any], GlobalBatchLoader], batch_size: int):

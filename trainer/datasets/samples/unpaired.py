@@ -63,9 +63,9 @@ def tokenize_unpaired(
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    Prompt and answer become tokens as in `trainer.datasets.samples.preference`. Columns: input_ids (int32), loss_mask (int8),
-    start (of the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers),
-    digest, row (index into `rows`).
+    Prompt and answer become tokens as in `tokenize_preference`. Columns: input_ids (int32), loss_mask (int8), start (of
+    the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers), digest,
+    row (index into `rows`).
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
@@ -122,7 +122,10 @@ def _tokenize_row(
 
 
 def mismatched(sample: dict, max_len: int) -> dict:
-    """Join the prompt of `sample` and the answer of `sample["previous"]`, cut to max_len tokens."""
+    """Join the prompt of `sample` and the answer of `sample["previous"]`, cut to max_len tokens.
+
+    Prompt [1, 2] with answer [3], and the previous prompt [4] with answer [5, 6], give [1, 2, 5, 6].
+    """
     previous, parts = sample["previous"], dict(sample)
     for name in ("input_ids", "loss_mask"):
         parts[name] = (list(sample[name][: sample["start"]]) + list(previous[name][previous["start"] :]))[:max_len]
