@@ -59,6 +59,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 def load(demo, names, *flags):
     args, _ = train_sft.parse(["--pretrain", str(demo / "model"), "--dataset", names, *SHORT, *flags])
+    refuse("train_sft", args)
     tokenizer = load_tokenizer(str(demo / "model"), False)
     if args.streaming.streaming:
         return streamed_run.open_stream(args, tokenizer)

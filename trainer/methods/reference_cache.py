@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.datasets.files.image_files import has_images
 from trainer.methods.dpo import answer_log_probs
 from trainer.models.losses.sequence_sums import counts_here
 from trainer.training.per_sample import values_by_row
@@ -42,7 +43,7 @@ def cache_file(model: str, pairs, param_dtype: str) -> str:
     for column in ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"):
         for values in pairs.with_format("numpy")[column]:
             digest.update(len(values).to_bytes(8, "little") + np.asarray(values, dtype="<i4").tobytes())
-    if "images" in pairs.column_names:
+    if has_images(pairs):
         digest.update("".join(pairs["digest"]).encode())  # of the images too
     folder = os.path.join(datasets.config.HF_DATASETS_CACHE, "trainer_reference")
     return os.path.join(folder, f"{digest.hexdigest()}.safetensors")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
 
+from trainer.datasets.files.image_files import has_images
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
 from trainer.runs import outputs
-from trainer.runs.run_data import has_images
 from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
 from trainer.training.checkpointing import Progress

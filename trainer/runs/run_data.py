@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.images.image_samples import tokenize_with_images
@@ -79,11 +80,6 @@ def build_loader(
         shuffle=shuffle,
         **options,
     )
-
-
-def has_images(samples) -> bool:
-    """Whether the rows of a set have images. A stream has none."""
-    return "images" in getattr(samples, "column_names", ())
 
 
 def tokenizer_of_rows(model: ModelArguments, data: DataArguments, rows, tokenize: Callable) -> Callable:

@@ -25,8 +25,8 @@ SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 
 
 def has_images(rows) -> bool:
-    """Whether rows or samples have a column of images. It may be empty throughout: see `rows_with_images`."""
-    return COLUMN in rows.column_names
+    """Whether rows or samples have a column of images, which may be empty throughout. None is a set without images."""
+    return rows is not None and COLUMN in rows.column_names
 
 
 def with_folder(rows: Dataset, path: str) -> Dataset:

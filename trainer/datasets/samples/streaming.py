@@ -120,6 +120,8 @@ def start_of_epoch(epoch: int) -> dict[str, Any]:
 class _Samples(list):
     """The samples of one global batch, as the loader reads a dataset: by number or by column."""
 
+    column_names = ()
+
     def __getitem__(self, key):
         return [sample[key] for sample in self] if isinstance(key, str) else super().__getitem__(key)
 

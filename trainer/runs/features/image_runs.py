@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from trainer.datasets.files.image_files import decode
+from trainer.datasets.files.image_files import decode, has_images
 from trainer.datasets.images.image_batches import ImageCollate
 from trainer.datasets.images.image_processor import image_token_ids
 from trainer.datasets.images.pixel_cache import PixelCache
@@ -19,7 +19,7 @@ class ImageRun:
     def __init__(self, setup, sets: list, cache_pixels: bool):
         """`sets` are the training and the evaluation samples; some have images."""
         sizes = setup.strategy.sizes
-        with_images = [found for found in sets if found and "images" in found.column_names]
+        with_images = [found for found in sets if has_images(found)]
         self.folder, self.is_packed, self.sp, self.tp = setup.folder, setup.is_packed, sizes.sp, sizes.tp
         self.collate = ImageCollate(with_images[0].processor, self.is_packed, split=self.sp > 1)
         self.prompts, self._decode = sets[0], decode  # of train_ppo
@@ -50,8 +50,8 @@ class ImageRun:
 
     def rows_of_rollout(self, samples: list[dict], pad_token_id: int) -> dict:
         """The micro-batch of samples of a rollout, with the images of their prompts."""
-        has_images = "images" in self.prompts.column_names  # else only those of --eval_dataset have
-        images = [self.prompts.images_of(sample["row"]) if has_images else [] for sample in samples]
+        trained = has_images(self.prompts)  # else only --eval_dataset has images
+        images = [self.prompts.images_of(sample["row"]) if trained else [] for sample in samples]
         samples = [{**sample, "images": own} for sample, own in zip(samples, images, strict=True)]
         return self.collate(samples, pad_token_id)
 

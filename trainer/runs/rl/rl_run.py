@@ -6,6 +6,7 @@ import functools
 
 from transformers import AutoModelForCausalLM
 
+from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
 from trainer.flags.parse_flags import flat
@@ -103,7 +104,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         num_proc=args.data.dataset_num_proc,
         needs_labels=needs_labels(args.scores.reward_func),
     )
-    add_columns = prompts_with_images if "images" in prompts.column_names else with_columns
+    add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
 
 
