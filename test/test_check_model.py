@@ -18,8 +18,8 @@ from trainer.datasets.demos.demo import make_demo
 # The same command on a trainer with a planted fault: every loss counts one percent too much.
 PLANTED = """
 import sys
-from trainer.training import sft
-from trainer.compare import check_model
+from trainer.methods import sft
+from trainer.compare.zoo import check_model
 right = sft.sft_loss
 sft.sft_loss = lambda *args: [part * 1.01 if number == 0 else part for number, part in enumerate(right(*args))]
 sys.exit(check_model.main(sys.argv[1:]))
