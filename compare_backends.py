@@ -3,8 +3,8 @@
   compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
   compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
-  compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they part?
-  compare_backends.py --locate RUN_A RUN_B                       the same of two runs that had --parity_trace
+  compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they differ?
+  compare_backends.py --locate RUN_A RUN_B                       the same for two runs with --parity_trace
   compare_backends.py --logs theirs=LOG --reference plain --data FILE --model DIR --training_args FILE
                                                                  replay another trainer's run with the plain loop
   compare_backends.py --audit hf|trl|MODULE:CLASS --data FILE --model DIR --training_args FILE
@@ -212,7 +212,7 @@ def _audit(options: argparse.Namespace, _train_args: list[str]) -> bool:
 
 def _replay(options: argparse.Namespace, _train_args: list[str]) -> bool:
     # not at the top: --help and the comparison of logs do without torch
-    from trainer.compare.other_trainers.plain_reference import first_parting, parting_text, plain_run
+    from trainer.compare.other_trainers.plain_reference import difference_text, first_difference, plain_run
     from trainer.compare.other_trainers.their_config import dtype_of
 
     logs = _named_paths("--logs", options.logs or [])
@@ -224,8 +224,8 @@ def _replay(options: argparse.Namespace, _train_args: list[str]) -> bool:
     mine = plain_run(job, theirs)
     comparison = compare_runs(mine, theirs, thresholds)
     print(comparison_text(comparison, options.max_rows or 40).rsplit("\n", 1)[0], end="\n\n")
-    print(parting_text(job, mine, theirs, comparison))
-    passed = first_parting(comparison, theirs.rounding) is None
+    print(difference_text(job, mine, theirs, comparison))
+    passed = first_difference(comparison, theirs.rounding) is None
     if options.json:
         write_json(options.json, {"thresholds": asdict(thresholds), **comparison_dict(comparison), "passed": passed})
     if options.plot:

@@ -632,7 +632,7 @@ MARKERS = ("<!-- planted faults: written by test/planted_faults.py -->", "<!-- e
 
 def tables(faults: list, pairs: list) -> str:
     lines = [f"{sum(row[-1] for row in faults)} of {len(faults)} planted faults are found where they are.", ""]
-    lines += ["| fault | run with the fault | first place that parts | guess |", "|---|---|---|---|"]
+    lines += ["| fault | run with the fault | first difference | guess |", "|---|---|---|---|"]
     lines += [f"| {name} | {layout} | {told} | {guess} |" for name, layout, told, guess, _ in faults]
     agree = sum(told == "agree" for _, _, told, _ in pairs)
     lines += ["", f"{agree} of {len(pairs)} clean pairs agree.", ""]

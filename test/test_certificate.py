@@ -417,7 +417,7 @@ def test_changed_data_and_a_changed_model_are_found(runs, tmp_path):
     flip_byte(model / "model.safetensors")
     found = differences(verify(str(runs / "clean"), dataset=str(tmp_path / "sft.jsonl"), model=str(model)))
     assert "sft.jsonl" in found["data"][0] and "model.safetensors" in found["model"][0]
-    assert found["order"][0] == "the tokens of the data are not those of the run"
+    assert found["order"][0] == "the tokens of the data are not the tokens of the run"
 
 
 def test_a_forged_loss_with_all_hashes_is_found_by_the_plain_loop(runs, tmp_path):

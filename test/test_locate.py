@@ -69,7 +69,7 @@ def test_two_runs_are_compared_by_the_command(bench, tmp_path):
     tensors["model.layers.1.mlp.act_fn"][3] = math.nan
     save_file(tensors, trace, facts)
     code, output = locate(str(folder / "fsdp2-1r"), str(tmp_path / "broken"))
-    assert code == 1 and "The runs part in forward, at model.layers.1.mlp.act_fn." in output, output
+    assert code == 1 and "The runs first differ in forward, at model.layers.1.mlp.act_fn." in output, output
 
 
 def test_the_part_of_a_tensor_and_its_rank_are_named(bench):
@@ -104,12 +104,12 @@ def other_torch(path: Path) -> None:
         ("parity/weights_final.safetensors", cut, 2, "is cut off or edited"),
         ("checkpoints/step_1/pieces.index", cut, 2, "is cut off or edited"),
         ("metrics.jsonl", cut, 2, "metrics.jsonl: cannot be read"),
-        ("parity/weights_final.safetensors", drop_weight, 1, "The runs part in weights, at model.norm.weight."),
+        ("parity/weights_final.safetensors", drop_weight, 1, "The runs first differ in weights, at model.norm.weight."),
         (
             "parity/grads_step1.safetensors",
             Path.unlink,
             0,
-            "for want of files: gradients, gradient norm, optimizer state",
+            "since files are missing: gradients, gradient norm, optimizer state",
         ),
         ("metrics.jsonl", other_torch, 0, "other torch: "),
     ],

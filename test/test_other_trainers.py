@@ -249,7 +249,7 @@ def test_the_mean_of_means_over_uneven_micro_batches_is_named(trl_run, folder, c
     log = train_trl(folder, "means", mean_of_means())
     assert compare(folder, log)[0] == 1
     told = capsys.readouterr().out
-    assert "theirs parts from the plain loop at step 1: its loss is" in told
+    assert "theirs differs from the plain loop at step 1: its loss is" in told
     assert "same curve with this mistake: a mean of the means of micro-batches" in told
     assert told.count("this mistake") == 1
 

@@ -14,8 +14,8 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.reports import live_view, report_page
 from trainer.reports.live_view import checkpoints, memory, printable, progress, sparkline
-from trainer.reports.parting import gradient_differences, parting_rows
 from trainer.reports.report_page import page
+from trainer.reports.run_differences import difference_rows, gradient_differences
 from trainer.reports.run_rows import RunRows, read_rows
 
 NAMES = ("first", "same", "other")
@@ -52,14 +52,14 @@ def test_the_page_says_where_runs_part(runs, tmp_path):
     wrong = {name: value for name, value in differences["planted"].items() if value}
     assert list(wrong) == ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
     assert list(wrong.values()) == pytest.approx([0.01, 0.01], rel=1e-4)
-    table = parting_rows(found, differences)[1:]
+    table = difference_rows(found, differences)[1:]
     assert table[0] == ["same", "no step", "no step", "0 at step 1", "not judged", "none"]
     losses = [read_rows(str(runs / name)).series("loss")[1] for name in ("first", "other")]
     step = 1 + next(i for i, (a, b) in enumerate(zip(*losses, strict=True)) if abs(b / a - 1) > 0.01)
     assert step >= 3 and table[1][:3] == ["other", "no step", f"step {step} (over 0.01)"] and table[1][-1] == "none"
     assert table[2][-1] == "model.layers.1.self_attn.o_proj.weight: 0.01 away"
     parsed = read(page(found))
-    assert "Where they part from first" in parsed.texts and "model.layers.1.self_attn.o_proj.weight" in parsed.texts
+    assert "Where they differ from first" in parsed.texts and "model.layers.1.self_attn.o_proj.weight" in parsed.texts
 
 
 class Page(html.parser.HTMLParser):
@@ -111,7 +111,7 @@ def test_equal_losses_do_not_hide_other_gradient_norms():
     runs = [RunRows(name, ".", {"config": {"param_dtype": "fp32"}}) for name in "ab"]
     for run, norms in zip(runs, ((1.0, 2.0, 3.0), (1.0 + 1e-6, 2.0, 3.01)), strict=True):
         run.steps = {step: {"loss": 0.5 / step, "grad_norm": norm} for step, norm in enumerate(norms, start=1)}
-    told = parting_rows(runs, {})[1]
+    told = difference_rows(runs, {})[1]
     assert told[2:5] == ["no step", "0 at step 1", "step 3 (over 0.0001)"]
 
 

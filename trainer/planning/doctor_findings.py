@@ -1,4 +1,4 @@
-"""What `doctor` finds out about the network between ranks and the folder of runs, and its report."""
+"""Findings of `doctor` about the network between ranks and the folder of runs, and its report."""
 
 import datetime
 import fcntl

@@ -1,4 +1,4 @@
-"""What `doctor` finds out about the machine: GPUs, limits, ports, network interfaces, and the variables of a launcher."""
+"""Findings of `doctor` about the machine: GPUs, limits, ports, network interfaces, and the variables of a launcher."""
 
 import os
 import resource
@@ -107,8 +107,8 @@ def _num_seen() -> int:
 def _num_installed() -> int:
     if shutil.which("nvidia-smi") is None:
         return _num_seen()
-    asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-    return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def nccl() -> Finding:
@@ -120,7 +120,7 @@ def nccl() -> Finding:
 
 
 def launcher_variables(environment: dict[str, str]) -> Finding:
-    """Judge the variables that torchrun sets. Left-overs make a command wait for ranks that never come."""
+    """Judge the variables of torchrun. If some are left over, a command waits for ranks that never come."""
     needed = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if "RANK" not in environment:
         size = environment.get("WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""What `doctor` finds out about the installed packages: ranges, versions that fit together, and imports that work."""
+"""Findings of `doctor` about the installed packages: ranges, versions that fit together, and imports that work."""
 
 import importlib
 import importlib.metadata
@@ -42,7 +42,7 @@ def python() -> Finding:
 
 
 def required() -> Finding:
-    """Whether the packages that setup.py asks for are there, in its ranges."""
+    """Whether the packages that setup.py requires are there, in its ranges."""
     if _version(OWN) is None:
         return Finding(
             "packages", "note", "the trainer is not installed, so its ranges are unknown", "pip install -e ."
@@ -97,7 +97,7 @@ def optional(package: str, module: str, version: str) -> Finding:
 
 
 def deepspeed() -> Finding:
-    """Whether DeepSpeed starts. The trainer asks for none of its compiled operators, so no nvcc is needed."""
+    """Whether DeepSpeed starts. The trainer needs none of its compiled operators, so no nvcc."""
     try:  # not at the top: an import that fails is a finding
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -111,7 +111,7 @@ def deepspeed() -> Finding:
             "DeepSpeed", FAIL, f"import fails: {reason}" + f" (DS_ACCELERATOR={setting})" * bool(setting), cure
         )
     if wanted == "cuda" and found != "cuda":
-        return Finding("DeepSpeed", FAIL, f"it takes the {found} in place of the GPU", "unset DS_ACCELERATOR")
+        return Finding("DeepSpeed", FAIL, f"it takes the {found} instead of the GPU", "unset DS_ACCELERATOR")
     compiled = sorted(name for name, is_built in deepspeed.git_version_info.installed_ops.items() if is_built)
     ops = f"{', '.join(compiled)} are built" if compiled else "none is built"
     return Finding("DeepSpeed", "ok", f"{deepspeed.__version__}; ops: {ops}, none is needed")
@@ -125,7 +125,7 @@ def _version(package: str) -> str | None:
 
 
 def _needs(package: str, extras: tuple[str, ...] = ("",)) -> list[Requirement]:
-    """The requirements of an installed package that count here, with those of `extras`."""
+    """The requirements of an installed package on this platform, with `extras`."""
     try:
         found = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
     except importlib.metadata.PackageNotFoundError:

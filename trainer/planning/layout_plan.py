@@ -1,9 +1,4 @@
-"""`plan`: which layouts of a model fit a machine, what each phase needs, and how long a step takes at given rates.
-
-python -m trainer.cli.plan MODEL --gpus 64 --gpu_memory 80 --nodes 8 --host_memory 2000
-
-Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
-"""
+"""Which layouts of a model fit a machine, what each phase needs, and how long a step takes at given rates: `plan`."""
 
 import itertools
 import math
@@ -19,7 +14,7 @@ from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, s
 from trainer.planning.plan_traffic import step_seconds, traffic
 
 BACKENDS = (("fsdp2", 3), ("fsdp2", 2), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3))
-MIN_LOCAL_TOKENS = 1024  # of a sequence that is split over sp: below, a ring of tiny blocks only waits
+MIN_LOCAL_TOKENS = 1024  # of a sequence that is sharded over sp: with less, a ring of tiny blocks mostly waits
 SHOWN = 10
 
 
@@ -35,7 +30,7 @@ class Choice:
 
 
 def layouts(machine: Machine, has_experts: bool, work: Work) -> list[Layout]:
-    """Every layout that is worth a look. tp stays within a node."""
+    """Every layout worth judging. tp stays within a node."""
     powers = [2**k for k in range(20)]
     tps = [tp for tp in powers if machine.gpus_per_node % tp == 0]
     sps = [sp for sp in powers if machine.gpus % sp == 0 and (sp == 1 or work.max_len // sp >= MIN_LOCAL_TOKENS)]
@@ -109,7 +104,7 @@ def layout_flags(layout: Layout) -> dict:
 
 
 def as_text(layout: Layout) -> str:
-    """The flags of a layout on a command line, without those that have their default."""
+    """The flags of a layout on a command line, without defaults."""
     usual = layout_flags(Layout("", -1))
     used = {name: value for name, value in layout_flags(layout).items() if value != usual[name]}
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in used.items())
@@ -126,7 +121,7 @@ def command(layout: Layout, machine: Machine, work: Work, model: str) -> str:
 
 
 def why_not(choices: list[Choice]) -> str:
-    """For each backend and stage, the layout without a fit that needs least, and why it does not fit."""
+    """For each backend, stage and kind of problem, the smallest layout that does not fit, and why."""
     lines = []
     for backend, stage in BACKENDS:
         kinds = {}
@@ -139,7 +134,7 @@ def why_not(choices: list[Choice]) -> str:
 
 
 def make_plan(model: torch.nn.Module, machine: Machine, work: Work) -> list[Choice]:
-    """All layouts, the quickest first. Of layouts within 2 % of each other, the one that sends least."""
+    """All layouts, the quickest first. Within 2 %, the one that sends least comes first."""
     s = sizes_of(model)
     found = [judge(layout, s, machine, work, model) for layout in layouts(machine, s.expert_params > 0, work)]
     return sorted(found, key=lambda choice: (round(math.log(choice.seconds, 1.02)), choice.sent))

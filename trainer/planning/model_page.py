@@ -74,7 +74,7 @@ def _first(config, names: tuple[str, ...]):
 
 
 def decoder_layers(model) -> list[torch.nn.Module]:
-    """The layers that stay whole when a model is spread, without those inside of another."""
+    """The layers that stay whole when a model is spread over devices, without layers inside of another."""
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
         parts = name.split(".")
@@ -114,7 +114,7 @@ def _blocks(layer) -> str:
 
 
 def shared_mixers(model, tp: int, sp: int) -> list[tuple[str, str]]:
-    """How many ranks share the heads of linear attention, Mamba or convolutions. No line without such layers."""
+    """How many ranks share the heads of linear attention, Mamba or convolutions. Empty without such layers."""
     found = Counter((type(mixer).__name__, shared_over(mixer, tp, sp)) for mixer in mixers_of(model))
     return [
         (f"heads of {kind}", f"{count} layers, over {ways[0]} ranks of tp and {ways[1]} of sp")
@@ -155,13 +155,13 @@ def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str
             found.append(str(error))
         except ImportError:  # peft is an extra
             continue
-        except Exception as error:  # a page about the model ends no run; with the flag itself, the run would tell
+        except Exception as error:  # the page must not end a run; a run with the flag would show the error
             found.append(f"unknown, since a check fails with {type(error).__name__}: {one_line(error)}")
     return list(dict.fromkeys(found))
 
 
 def format_facts(facts: list[tuple[str, str]]) -> str:
-    """Two columns. A name that was just shown is left out."""
+    """Two columns. A name that repeats is blank."""
     width = max(len(name) for name, _ in facts)
     before = [None, *(name for name, _ in facts)]
     return "\n".join(f"{'' if name == last else name:<{width}}  {text}" for last, (name, text) in zip(before, facts))

@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step trains. `samples` packed samples of `max_len` tokens, `micro` of them in a forward pass on one rank."""
+    """What a step trains. `samples` packed samples of `max_len` tokens, `micro` in a forward pass on one rank."""
 
     samples: int
     micro: int

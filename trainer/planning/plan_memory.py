@@ -1,6 +1,6 @@
 """What a layout needs: the sizes of a model from its config, and the memory of each phase on each rank.
 
-Weights, gradients and states are those of `predicted_memory`. Activations follow the tensors that the decoder layers of
+Weights, gradients and states come from `predicted_memory`. Activations are the tensors that the decoder layers of
 transformers save for backward; a test counts them. Offloading is read from the code of FSDP2, and not measured.
 """
 
@@ -26,7 +26,7 @@ BF16, FP32 = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train. The fields are those of the flags, and `dp_shard` is the rest of the ranks."""
+    """One way to train. Each field is a flag, except `dp_shard`, which follows from the ranks."""
 
     backend: str
     stage: int
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of the weights, of those with the same part over tp."""
+        """Ranks that share one copy of the weights of their tp rank."""
         return self.dp_shard * self.sp
 
 
@@ -57,7 +57,7 @@ class Sizes:
     active_params: float
     expert_params: int
     largest_layer: int  # parameters of the largest decoder layer, embedding or head
-    layer_experts: int  # how many of those are experts
+    layer_experts: int  # parameters of experts in that layer
     num_layers: int
     hidden: int
     query_width: int
@@ -125,11 +125,9 @@ def saved_bytes_per_token(s: Sizes, tp: int = 1, dtype_bytes: int = BF16) -> flo
 def activations(layout: Layout, s: Sizes, tokens: int) -> float:
     """Bytes of activations and logits of a micro-batch with `tokens` tokens on one rank."""
     saved = saved_bytes_per_token(s, layout.tp) * tokens
-    inputs = (
-        BF16 * s.hidden * tokens * s.num_layers
-    )  # all that checkpointing keeps, and one layer that is computed again
+    inputs = BF16 * s.hidden * tokens * s.num_layers  # checkpointing keeps these, and saves one layer at a time
     layers = inputs + saved if layout.checkpointing else saved * s.num_layers
-    gradients = 2 * BF16 * max(s.hidden, s.mlp_width / layout.tp) * tokens  # of the tensors of one layer
+    gradients = 2 * BF16 * max(s.hidden, s.mlp_width / layout.tp) * tokens  # of one layer
     logits = tokens * s.vocab / layout.tp
     if layout.tp == 1 and FP32 * logits > GPU_CHUNK_BYTES:  # in chunks; the head's gradient is summed in fp32
         return layers + gradients + 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden
@@ -151,9 +149,9 @@ class Needs:
 
 
 def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen_copy: bool = False) -> Needs:
-    """The memory of full fine-tuning with AdamW. `tokens` are those of a micro-batch on one rank.
+    """The memory of full fine-tuning with AdamW. `tokens` counts a micro-batch on one rank.
 
-    With `dtype` fp32, activations count twice: an upper bound. A frozen copy of the model is cut as the trained one is.
+    With `dtype` fp32, activations count twice: an upper bound. A frozen copy is sharded like the trained model.
     """
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
@@ -164,10 +162,10 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
     if layout.reduce_once and layout.backend == "fsdp2":
         extra += GRADS * p  # whole gradients until the last micro-batch
     if layout.backend == "deepspeed" and layout.dp_replicate > 1:
-        extra += BF16 * p / layout.num_shards  # hpZ: a second copy of the weights, cut within the group
+        extra += BF16 * p / layout.num_shards  # hpZ: a second copy of the weights, sharded within the group
     host = found.save - found.state  # buffers of the files that this rank writes
     if layout.backend == "deepspeed" and layout.stage < 3 and layout.tp > 1:
-        host = max(host, BF16 * s.num_params)  # AutoTP cuts the whole model, which was read to host memory
+        host = max(host, BF16 * s.num_params)  # AutoTP shards the whole model, which was read to host memory
     if not layout.offload:
         return Needs(found.load, found.step + extra, found.state, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
@@ -176,7 +174,7 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
 
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
-    """The line with which the trainer refuses this layout, or None. What it only does slowly is refused here too."""
+    """The line with which the trainer refuses this layout, or None. Layouts that are only slow are refused here too."""
     options = StrategyOptions(
         zero_stage=layout.stage, adam_offload=layout.offload, tensor_parallel_size=layout.tp, ring_attn_size=layout.sp,
         expert_parallel_size=layout.ep, dp_replicate_size=layout.dp_replicate, reduce_once=layout.reduce_once,

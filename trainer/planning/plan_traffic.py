@@ -1,8 +1,8 @@
 """How many bytes a rank sends in a step of a layout, over which links, and how long the step takes at given rates.
 
-A rank of a ring of n sends (n - 1) / n of the whole tensor in an all-gather or a reduce-scatter, and twice that in an
-all-reduce. A test counts the collectives of the sharded axes and of tp under a fake process group. What sp and ep send
-is read from the code, and not counted.
+A rank in a ring of n sends (n - 1) / n of the whole tensor in an all-gather or a reduce-scatter, and twice that in an
+all-reduce. A test counts the collectives of the sharded axes and of tp under a fake process group. The bytes of sp and
+ep are read from the code, and not counted.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from trainer.planning.predicted_memory import MASTERS, MOMENTS
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of one rank per step over one axis. `inner` ranks lie between two neighbours of the group of `size`."""
+    """Bytes of one rank per step over one axis. Two neighbours in the group of `size` are `inner` ranks apart."""
 
     axis: str
     bytes: float
@@ -25,7 +25,7 @@ class Sent:
     def rate(self, machine: Machine) -> float:
         """NVLink within a node. Between nodes, a collective uses the network cards of all its ranks in a node.
 
-        Tokens of sp and ep leave a node by the card of their own rank.
+        Tokens of sp and ep leave a node through the card of their own rank.
         """
         if self.size * self.inner <= machine.gpus_per_node:
             return machine.node_rate
@@ -40,7 +40,7 @@ def gathered(size: float, n: int) -> float:
 
 
 def shard_traffic(layout: Layout, num_params: float, num_micro_batches: int) -> list[Sent]:
-    """What weights and gradients send in a step, over the ranks that share them. `num_params`: those of a tp rank."""
+    """Bytes of weights and gradients in a step, over the ranks that share them. `num_params` is of one tp rank."""
     p, m, stage, tp = num_params, num_micro_batches, layout.stage, layout.tp
     n, replicas = layout.num_shards, layout.dp_replicate
     if layout.backend == "fsdp2":
@@ -62,11 +62,11 @@ def shard_traffic(layout: Layout, num_params: float, num_micro_batches: int) -> 
 
 
 def layer_traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> list[Sent]:
-    """What layers send for `tokens` local tokens a micro-batch: tp, sp and ep. Checkpointing repeats the forward pass."""
+    """What layers send over tp, sp and ep for `tokens` local tokens a micro-batch. Checkpointing repeats forward."""
     times = num_micro_batches * s.num_layers * tokens
     forwards, passes = (2, 3) if layout.checkpointing else (1, 2)
     hidden = BF16 * s.hidden
-    # an all-reduce behind attention and one behind the MLP, in each pass; one of the embedding and one of the head
+    # an all-reduce after attention and one after the MLP, in each pass; one of the embedding and one of the head
     reductions = 2 * passes * times + 2 * num_micro_batches * tokens
     sent = [Sent("tp", reductions * 2 * gathered(hidden, layout.tp), layout.tp, 1, False)]
     block = BF16 * (s.key_width + s.value_width) / layout.tp
@@ -78,7 +78,7 @@ def layer_traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int)
 
 
 def traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> list[Sent]:
-    """All that a rank sends in a step. With experts shared out over ep, their weights are gathered by fewer ranks."""
+    """All that a rank sends in a step. With experts sharded over ep, fewer ranks gather their weights."""
     sent = shard_traffic(layout, (s.num_params - s.expert_params) / layout.tp, num_micro_batches)
     parts = layout.ep * layout.tp
     of_experts = replace(layout, dp_shard=max(1, layout.num_shards // layout.ep), sp=1, tp=parts)
@@ -89,14 +89,16 @@ def traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> li
 def step_seconds(layout: Layout, s: Sizes, machine: Machine, micro_tokens: int, num_micro: int, length: int) -> float:
     """The time of a step in which each rank computes `num_micro` micro-batches of `micro_tokens` tokens.
 
-    What overlaps with computing counts only where it takes longer. `length` is the mean length of a document.
+    Traffic that overlaps with computing counts only where it takes longer. `length` is the mean length of a document.
     """
     flops = s.flops_per_token(length) * micro_tokens * num_micro / layout.tp
     compute = flops * (4 / 3 if layout.checkpointing else 1) / machine.flops
     sent = traffic(layout, s, micro_tokens, num_micro)
     hidden = sum(part.bytes / part.rate(machine) for part in sent if part.overlaps)
     seconds = max(compute, hidden) + sum(part.bytes / part.rate(machine) for part in sent if not part.overlaps)
-    if layout.offload:  # weights up in every pass, gradients down, and Adam reads and writes its states on the host
+    if (
+        layout.offload
+    ):  # weights go up in every pass, gradients go down, and Adam reads and writes its states on the host
         held = s.num_params / layout.tp / layout.num_shards
         seconds += held * (2 * FP32 * num_micro + FP32 * num_micro + 2 * (MASTERS + MOMENTS)) / machine.host_rate
     return seconds

@@ -1,14 +1,14 @@
 """How much memory a rank needs for weights, gradients and optimizer states, by backend, stage and number of ranks.
 
-The terms are the tensors that the two libraries allocate, found by reading them and by measuring. test/strategies/
-test_host_memory.py holds the memory of real runs to them. Activations, logits and libraries come on top.
+The terms are the tensors that FSDP2 and DeepSpeed allocate, found by reading their code and by measuring.
+test/strategies/test_host_memory.py compares real runs with them. Activations, logits and libraries come on top.
 """
 
 from dataclasses import dataclass
 
 MASTERS, MOMENTS, GRADS = 4, 8, 4  # bytes: everything that accumulates is fp32
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default: so many fp32 gradients are reduced at a time
-BUFFER_BYTES = 32 << 20  # of a checkpoint that is written: a part of a tensor, and both ends of a file
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default number of fp32 gradients in a reduction
+BUFFER_BYTES = 32 << 20  # for writing a checkpoint: a part of a tensor, and both ends of a file
 STAGES = {"fsdp2": (3, 2), "deepspeed": (0, 1, 2, 3)}
 
 
@@ -46,13 +46,13 @@ def predict(
     if backend == "fsdp2":
         load, state = MASTERS * p / n, (MASTERS + MOMENTS) * p / n
         kept = 0 if stage == 3 or (n == 1 and width == 4) else width * p  # one rank in fp32 gathers nothing
-        # gathered weights go, layer by layer, while gradients come; one rank frees them at the end of the step only
+        # gathered weights are freed layer by layer while gradients come; one rank frees them when the step ends
         step = state + max(GRADS * p / n, kept) if n > 1 else state + GRADS * p + kept
         step += (3 * width + GRADS) * largest_layer  # two gathered layers, and the gradient of one in both dtypes
         written = state
     else:
         load, state, step, written = _deepspeed(stage, width, p, n, bucket, on_gpu)
-    # gathered and converted; the exported model is written in a stream
+    # one tensor is gathered and converted; the exported model is streamed
     one_tensor = (MASTERS + width) * (largest_tensor or largest_layer)
     save = state + max(min(written, BUFFER_BYTES), one_tensor)
     return Memory(load, state, step, save)
@@ -71,21 +71,21 @@ def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: 
         return partition + MASTERS * p / n, state, state + 2 * bucket, sharded
     if stage == 1 and has_masters:  # BF16_Optimizer keeps all fp32 gradients between steps
         state = (width + GRADS) * p + sharded
-        # the sums of a bucket; a copy of it is made by gloo, and by us if it is not all of the gradients
+        # the sums of a bucket; gloo copies it, and we copy it if it is not all of the gradients
         copied = n == 1 or not on_gpu or p > BUCKET_ELEMENTS
         reduced = bucket * copied + (bucket / n if n > 1 else 0)
         return state - MOMENTS * p / n, state, state + width * p + reduced, sharded
     state = width * p + sharded
-    # the weights are once copied to be flat; later, gradients of zeros make the states of the optimizer
+    # the weights are copied once into a flat tensor; later, zero gradients create the optimizer states
     load = max(2 * width * p, width * p + (MASTERS + GRADS) * p / n)
     if stage == 1:
         return load, state, state + GRADS * p + bucket, sharded
-    # each rank's part of a bucket is reduced alone
+    # each rank's part of a bucket is reduced on its own
     return load, state, state + buffer + GRADS * p / n + bucket / n, sharded
 
 
 def table(num_ranks: int, param_dtype: str = "bf16") -> str:
-    """Return the bytes per parameter as Markdown, for models that are large: buckets and layers do not count there."""
+    """Return the bytes per parameter as Markdown, for large models, where buckets and layers do not count."""
     rows = ["| Backend | Stage | load | between steps | step |", "|---|---|---:|---:|---:|"]
     for backend, stages in STAGES.items():
         for stage in stages:

@@ -36,7 +36,7 @@ RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
 def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
     """(rows of starts and resumes, step rows in order) of a metrics.jsonl. Steps that a resume repeated count once.
 
-    A start or resume row without facts gets those of the row before it. Raises UserError for a broken file.
+    A start or resume row without facts gets the facts of the row before it. Raises UserError for a broken file.
     """
     path, starts, rows = os.path.join(folder, METRICS_FILE), [], {}
     try:

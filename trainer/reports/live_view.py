@@ -1,6 +1,6 @@
 """`watch RUN`: look at a running job in the terminal: curves, speed, memory, last samples, checkpoints.
 
-The command only reads the files of the run. It can be started and ended at any time, on any machine that sees them.
+The command only reads the files of the run. Start and end it at any time, on any machine that sees them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def view(run: RunRows, width: int, now: float):
-    """What the screen shows, as a renderable of rich. `now` is the time in seconds since the epoch."""
+    """The content of the screen, for rich. `now` is the time in seconds since the epoch."""
     # rich is an optional package
     from rich.console import Group
     from rich.panel import Panel
@@ -76,12 +76,12 @@ def view(run: RunRows, width: int, now: float):
 
 
 def printable(text: str) -> str:
-    """One line without control characters: a model may write those that move the cursor or clear the screen."""
+    """One line without control characters: a model may write some that move the cursor or clear the screen."""
     return "".join(char if char.isprintable() else "·" for char in " ".join(text.split()))
 
 
 def memory(run: RunRows) -> str:
-    """One line: the peak memory of rank 0, and of every rank in the last row that has it. The largest 8 of many ranks."""
+    """One line: the peak memory of rank 0, or of each rank in the last row that has it (the 8 largest)."""
     own, rows = run.series("peak_memory_bytes")[1], [row for _, row in sorted(run.steps.items())]
     found = (row.get("peak_memory_per_rank") for row in reversed(rows))
     ranks = next((each for each in found if isinstance(each, list) and all(map(is_number, each))), [])
@@ -96,7 +96,7 @@ def memory(run: RunRows) -> str:
 
 
 def progress(run: RunRows, now: float) -> str:
-    """One line: how far the run is, what is left, and whether it still writes."""
+    """One line: how far the run is, how long it needs, and whether it still writes."""
     step, total = max(run.steps, default=0), run.start.get("total_steps")
     times = run.series("step_time")[1][-20:]
     mean = sum(times) / len(times) if times else 0.0

@@ -1,7 +1,7 @@
 """`report RUN [RUN ...]`: one HTML file with the curves of one run or of several, to look at and to send.
 
-The file needs no network and no other file. With several runs, each chart holds all of them, and a second chart shows
-the difference of each loss from that of the first run.
+The file needs no network and no other file. With several runs, each chart shows all of them. A second chart shows how
+much each loss differs from the first run's.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from trainer.errors import UserError
-from trainer.reports.parting import (
+from trainer.reports.run_differences import (
     FLOOR,
     LOSS_LIMITS,
     NORM_LIMIT,
+    difference_rows,
     gradient_differences,
     heat_map,
     loss_limit,
-    parting_rows,
     relative_differences,
 )
 from trainer.reports.run_rows import RunRows, describe, is_number, last_samples, read_rows
@@ -57,13 +57,11 @@ def page(runs: list[RunRows]) -> str:
     parts = [f"<h1>{html.escape(' / '.join(names))}</h1>", _facts_table(runs)]
     differences = gradient_differences(runs) if several else {}
     if several:
-        heading = f"<h2>Where they part from {html.escape(names[0])}</h2>"
-        parts += [heading, _table(parting_rows(runs, differences)), _legend(names)]
+        heading = f"<h2>Where they differ from {html.escape(names[0])}</h2>"
+        parts += [heading, _table(difference_rows(runs, differences)), _legend(names)]
     shown = FIRST + FIRST_OF_RL * any(run.series("reward")[1] for run in runs)
     charts = [chart(runs, key) for key in _keys(runs, shown) if key in shown]
-    charts[1:1] = [
-        difference_chart(runs, key) for key in ("loss", "grad_norm") if several
-    ]  # below or beside the losses
+    charts[1:1] = [difference_chart(runs, key) for key in ("loss", "grad_norm") if several]  # next to the losses
     parts += ["<div class=charts>", *charts, "</div>"]
     further = [key for key in _keys(runs, shown) if key not in shown]
     if further:
@@ -89,7 +87,7 @@ def _legend(names: list[str]) -> str:
 
 
 def _keys(runs: list[RunRows], shown: tuple[str, ...]) -> list[str]:
-    """Metrics to draw: those of `shown` first, then others that change, by name."""
+    """Metrics to draw: first those in `shown`, then others that change, by name."""
     found = list(dict.fromkeys(key for run in runs for key in run.keys() if key not in NOT_SHOWN))  # noqa: SIM118
     changing = [key for key in found if len({value for run in runs for value in run.series(key)[1]}) > 1]
     first = [key for key in shown if key in found]
@@ -104,7 +102,7 @@ def chart(runs: list[RunRows], key: str) -> str:
 
 
 def difference_chart(runs: list[RunRows], key: str) -> str:
-    """The relative difference of a metric from the first run's, at the steps that both have. Dashed: what is allowed."""
+    """The relative difference of a metric from the first run's, at common steps. Dashed: the allowed difference."""
     curves = [([], [])]
     for run in runs[1:]:
         found = relative_differences(runs[0], run, key)

@@ -34,7 +34,7 @@ class RunRows:
 
 
 def is_number(value) -> bool:
-    """Whether a value can be drawn: finite, and not as large as a broken file may hold."""
+    """Whether a value can be plotted: finite, and below the numbers that broken files hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -72,7 +72,7 @@ def _step(row: dict) -> int:
 
 
 def _add_event(run: RunRows, row: dict) -> None:
-    """Steps of an earlier start that a later start or resume does again are dropped."""
+    """Drop steps of an earlier start that a later start or resume repeats."""
     if any(not isinstance(row.get(name) or {}, dict) for name in ("config", "mesh", "versions")):
         raise TypeError
     _step({"step": row.get("total_steps") or 0})
@@ -84,7 +84,7 @@ def _add_event(run: RunRows, row: dict) -> None:
 
 
 def up_to(last: int, steps: dict[int, dict]) -> dict[int, dict]:
-    """The rows by step that stay when a run starts, or goes on, behind step `last`. It does later steps again."""
+    """The rows that stay when a run starts or resumes after step `last`. It repeats later steps."""
     return {step: row for step, row in steps.items() if step <= last}
 
 

@@ -1,7 +1,7 @@
 """The checks of `verify_run`: each compares one part of a certificate with the files, and names what differs.
 
-A check returns the differences as texts; none means that all is as certified. It returns None if it cannot look, for
-example because the data is not on this machine.
+A check returns the differences as texts. An empty list means that all is as certified. None means that the check could
+not look, for example because the data is not on this machine.
 """
 
 import json
@@ -56,7 +56,7 @@ def check_rows(folder: str, content: dict) -> list[str]:
 
 
 def check_facts(folder: str, content: dict) -> list[str]:
-    """Configuration, versions, mesh and data facts, as the start row and config.yaml tell them."""
+    """Configuration, versions, mesh and data facts: the start row and config.yaml against the certificate."""
     try:
         facts = certificate.final_rows(folder)[0][-1]
     except UserError as error:
@@ -93,7 +93,7 @@ def check_models(content: dict, model_folder: str | None) -> list[str] | None:
 
 
 def check_data(content: dict, replaced: str | None) -> list[str] | None:
-    """The data files. `replaced` is a comma-separated list of other places for those of --dataset."""
+    """The data files. `replaced` is a comma-separated list of other places for the files of --dataset."""
     arguments = dict(content["arguments"])
     names = [name.strip() for name in (arguments["dataset"] or "").split(",")]
     others = dict(zip(names, (name.strip() for name in replaced.split(",")), strict=False)) if replaced else {}
@@ -107,11 +107,10 @@ def check_data(content: dict, replaced: str | None) -> list[str] | None:
 
 
 def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> list[str]:
-    """The batches, computed again from the data, the seed and the sizes. Each must have the hash and the targets that
-    its row has."""
+    """The batches, computed again from the data, the seed and the sizes. Hash and targets must equal the row's."""
     digests, targets = column_of(samples, "digest"), column_of(samples, "num_loss_tokens")
     is_same = hash_digests(digests) == content["data"]["data"]
-    differences = [] if is_same else ["the tokens of the data are not those of the run"]
+    differences = [] if is_same else ["the tokens of the data are not the tokens of the run"]
     hashes = []
     for row in rows:
         ids = batch(row["step"])

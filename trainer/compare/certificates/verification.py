@@ -22,7 +22,7 @@ NOT_RERUN = {
 
 
 def verify(folder: str, dataset: str | None = None, model: str | None = None) -> dict[str, list[str] | None]:
-    """{what was checked: differences}. None in place of the differences: it could not be checked here."""
+    """{what was checked: differences}. None instead of differences means that it could not be checked here."""
     content = certificate.read(folder)
     results = {
         "certificate": checks.check_seal(content),
@@ -45,7 +45,7 @@ def verify(folder: str, dataset: str | None = None, model: str | None = None) ->
 
 
 def _result(check, *values) -> list[str] | None:
-    """What a check finds. Values of a form that no run writes are a difference too."""
+    """The result of a check. Values of a form that no run writes are a difference too."""
     try:
         return check(*values)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -127,14 +127,14 @@ def verify_run(
     """Verify a run, and print what differs. Returns whether all that could be checked is as certified.
 
     `places` says where the data and the model of the run (keys "dataset" and "pretrain") are on this machine. Up to
-    `num_replays` steps are replayed on `device`. With `rerun_dir`, all ranks train again there, with `flags` after
-    those of the run; ranks above 0 then return True.
+    `num_replays` steps are replayed on `device`. With `rerun_dir`, all ranks train again in that folder, with the flags
+    of the run and then `flags`. Ranks above 0 then return True.
     """
     quiet_libraries()
     content = certificate.read(folder)
-    asked = "--rerun" if rerun_dir else "--certify" if num_replays else None
-    if asked and (broken := checks.check_seal(content)):  # a replay seals the certificate anew
-        raise UserError(asked, broken[0], "the certificate as it was written")
+    flag = "--rerun" if rerun_dir else "--certify" if num_replays else None
+    if flag and (broken := checks.check_seal(content)):  # a replay would seal an edited certificate
+        raise UserError(flag, broken[0], "the certificate as it was written")
     replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
     results = {"rerun": rerun(replaced, rerun_dir, flags)} if rerun_dir else {}
     if int(os.environ.get("RANK", 0)):

@@ -1,13 +1,13 @@
-"""Find the first place where two runs part: data, forward pass, loss, backward pass, gradients, norm, weights.
+"""Find the first place where two runs differ: data, forward pass, loss, backward pass, gradients, norm, weights.
 
 Each run is a folder with the trace of --parity_trace, the dump of --parity_dump, and metrics.jsonl.
 
 Rounding. u is the unit roundoff of the coarser compute dtype: 2**-24 for fp32, 2**-9 for bf16. Each module adds
 relative errors of the size of u, with random signs. After n modules they have grown to u * sqrt(n). So the relative
-difference of two outputs may be 6 u sqrt(1 + n), n being the number of modules before it. The backward pass counts
-on. A single token may differ eight times as much, relative to the root mean square over tokens. A gradient of a weight
-is a sum over tokens whose terms cancel: it may differ by 16 u sqrt(1 + n), and by 4 u of the norm of all gradients.
-What the project allows in fp32 is always allowed: 1e-5 for outputs and losses, 1e-4 for gradients.
+difference of two outputs may be 6 u sqrt(1 + n), where n modules come before the output. The backward pass continues
+the count. A single token may differ eight times as much, relative to the root mean square over tokens. A gradient of a
+weight is a sum over tokens whose terms cancel: it may differ by 16 u sqrt(1 + n), and by 4 u of the norm of all
+gradients. The limits of the project in fp32 are always allowed: 1e-5 for outputs and losses, 1e-4 for gradients.
 """
 
 import math
@@ -69,7 +69,7 @@ def _data(pair: Pair) -> PhaseResult:
 
 
 def _walk(phase: str, pair: Pair, places: list[tuple[str, str, int]]) -> PhaseResult:
-    """Compare (name, entry, number of modules before it) in order. The first place that parts is the finding."""
+    """Compare (name, entry, number of modules before it) in order. The first place that differs is the finding."""
     finding, worst, before = None, 0.0, ""
     for name, entry, num_before in places:
         x, y = pair.values(entry)

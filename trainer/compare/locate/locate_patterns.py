@@ -21,7 +21,7 @@ class Pattern:
 
 
 def explain(finding, pair) -> str:
-    """The guess of the first pattern of TABLE that matches, with the part of the model between right and wrong."""
+    """The guess of the first pattern in TABLE that matches. `{between}` is the module with the first difference."""
     words = next(p.guess for p in TABLE if finding.phase in p.phases and p.matches(finding, pair))
     return words.format(between=between(finding), ratio=_ratio_words(finding.ratio, pair))
 
@@ -120,7 +120,7 @@ TABLE = (
     Pattern("attention", F, _at(AFTER_ATTENTION, lambda f, p: bool(INTO_ATTENTION.search(f.before or ""))),
             "Attention in {between}: kernel, mask, scale, window or soft cap. Its inputs agree."),
     Pattern("part of a tp rank", F, lambda f, p: "part of tp rank" in f.features,
-            "Only the features of one tp rank: its part of the weight was cut or loaded wrongly."),
+            "Only the features of one tp rank: its part of the weight was sharded or loaded wrongly."),
     Pattern("norm", F, _at(NORM), "This norm: its weight, epsilon or dtype. Its input agrees."),
     Pattern("scale", F, lambda f, p: f.ratio is not None, "A scale: the output is {ratio}. Its input agrees."),
     Pattern("weights", F, lambda f, p: True,
@@ -148,13 +148,13 @@ TABLE = (
     Pattern("all scaled", G, lambda f, p: _all_gradients(f, p) and _is_size(f, p),
             "All gradients are {ratio}: a sum instead of a mean over ranks, or the reverse."),
     Pattern("all", G, lambda f, p: _all_gradients(f, p),
-            "All gradients, while those of the outputs agree: the reduction over ranks or micro-batches."),
+            "All gradients, while the gradients of the outputs agree: the reduction over ranks or micro-batches."),
     Pattern("tied", G, _only(EMBEDDING), "Only embedding and head: a broken tie, or a reduction that leaves one out."),
     Pattern("some scaled", G, lambda f, p: _is_size(f, p),
             "The gradient of these weights is {ratio}: a reduction over that axis is missing or done twice."),
     Pattern("norms", G, _only(re.compile(r"norm|\.ln_")), "Only norms: a missing sum over the ranks that share the sequence."),
     Pattern("gradient of a weight", G, lambda f, p: True,
-            "The gradient of this weight, while that of its module's output agrees: its reduction, dtype or accumulation."),
+            "The gradient of this weight, while the gradient of its module's output agrees: its reduction, dtype or accumulation."),
     Pattern("norm of gradients", ("gradient norm",), lambda f, p: True,
             "The gradients agree, and their reported norm does not: replicas counted once per rank, or a missing sum "
             "over an axis."),

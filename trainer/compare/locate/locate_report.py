@@ -1,4 +1,4 @@
-"""`compare_backends.py --locate A B`: run one step of two configurations, or read two runs, and say where they part."""
+"""`compare_backends.py --locate A B`: run one step of two configurations, or read two runs, and find the difference."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def is_folder_pair(names: list[str]) -> bool:
 
 
 def configurations_of(names: list[str], matrix: str | None) -> list[Configuration]:
-    """The two configurations of a matrix (default: full). Raises UserError for a name that it does not hold."""
+    """The two configurations of a matrix (default: full). Raises UserError for an unknown name."""
     known = {configuration.name: configuration for configuration in load_matrix(matrix or "full")}
     for name in names:
         if name not in known:
@@ -69,9 +69,9 @@ def locate_folders(folders: list[str | Path], json_path: str | None) -> bool:
 
 
 def report(a: TracedRun, b: TracedRun, results: list[PhaseResult]) -> str:
-    """The phases as a table, then the first place where the runs part."""
+    """The phases as a table, then the first place where the runs differ."""
     lines = [f"a = {_layout(a)}", f"b = {_layout(b)}", *_other_versions(a, b), ""]
-    lines.append(f"{'phase':<14} {'places':>6} {'difference / allowed':>21}  first place that parts")
+    lines.append(f"{'phase':<14} {'places':>6} {'difference / allowed':>21}  first difference")
     for result in results:
         finding = result.finding
         where = f"{finding.where}: {_number(finding.rel)}, allowed {_number(finding.allowed)}" if finding else "-"
@@ -79,19 +79,19 @@ def report(a: TracedRun, b: TracedRun, results: list[PhaseResult]) -> str:
     first = next((result.finding for result in results if result.finding), None)
     missing = [phase for phase in PHASES if phase not in {result.phase for result in results}]
     if missing:
-        lines += ["", f"not compared, for want of files: {', '.join(missing)}"]
+        lines += ["", f"not compared, since files are missing: {', '.join(missing)}"]
     if not first:
         return "\n".join([*lines, "", "The runs agree up to rounding."])
-    lines += ["", f"The runs part in {first.phase}, at {first.where}."]
-    told = [("agrees before", first.before), ("tokens", first.tokens), ("features", first.features)]
-    told.append(("ratio b / a", "" if first.ratio is None else f"{first.ratio:.6g}"))
-    told.append(("then also", ", ".join(first.others[:6]) + (", ..." if len(first.others) > 6 else "")))
-    told.append(("guess", first.words))
-    return "\n".join([*lines, *(f"  {name + ':':<15} {value}" for name, value in told if value)])
+    lines += ["", f"The runs first differ in {first.phase}, at {first.where}."]
+    facts = [("agrees before", first.before), ("tokens", first.tokens), ("features", first.features)]
+    facts.append(("ratio b / a", "" if first.ratio is None else f"{first.ratio:.6g}"))
+    facts.append(("then also", ", ".join(first.others[:6]) + (", ..." if len(first.others) > 6 else "")))
+    facts.append(("guess", first.words))
+    return "\n".join([*lines, *(f"  {name + ':':<15} {value}" for name, value in facts if value)])
 
 
 def _other_versions(a: TracedRun, b: TracedRun) -> list[str]:
-    """Packages of which the runs had different versions."""
+    """Packages whose versions differ between the runs."""
     names = dict.fromkeys([*a.versions, *b.versions])
     pairs = [(name, a.versions.get(name), b.versions.get(name)) for name in names if a.versions and b.versions]
     return [f"other {name}: {old} in {a.name}, {new} in {b.name}" for name, old, new in pairs if old != new]

@@ -70,7 +70,7 @@ def in_backward_order(names: list[str], modules: list[str]) -> list[str]:
 
 
 def gradient_norm(pair: Pair) -> PhaseResult:
-    """The norm that a run reports, as a multiple of the norm of the gradients that it dumped."""
+    """The gradient norm that each run reports, divided by the norm of the gradients in its dump."""
     ratios, allowed = [], 1e-4 if pair.roundoff <= ROUNDOFF["fp32"] else 4 * pair.roundoff
     for run in (pair.a, pair.b):
         norm = global_norm(run.dump / GRADIENTS)
@@ -79,16 +79,16 @@ def gradient_norm(pair: Pair) -> PhaseResult:
     finding = None
     if not rel <= allowed:
         finding = Finding("gradient norm", "gradient norm", rel, allowed, ratio=ratios[1] / ratios[0])
-        told = (f"{run.name} reports {x:.4g} times its own" for run, x in zip((pair.a, pair.b), ratios))
-        finding.tokens = ", ".join(told)
+        ratio_words = (f"{run.name} reports {x:.4g} times its own" for run, x in zip((pair.a, pair.b), ratios))
+        finding.tokens = ", ".join(ratio_words)
     return PhaseResult("gradient norm", 1, rel / allowed, finding)
 
 
 def optimizer_state(pair: Pair) -> PhaseResult | None:
-    """What the gradients do not explain of the difference of moments. None without checkpoints of step 1.
+    """The difference of moments that gradients do not explain. None without checkpoints of step 1.
 
-    Adam's first moments are (1 - beta_1) g and (1 - beta_2) g^2, g being the clipped gradient. So other betas or another
-    clipping are explained, if the flags say so. States of other optimizers may differ as gradients may.
+    Adam's first moments are (1 - beta_1) g and (1 - beta_2) g^2, where g is the clipped gradient. So other betas or
+    another clipping are explained, if the flags say so. States of other optimizers may differ as much as gradients.
     """
     runs = (pair.a, pair.b)
     folders = [_first_checkpoint(run.folder) for run in runs]
@@ -134,17 +134,17 @@ def _first_checkpoint(folder: Path) -> Path | None:
 
 
 def _moment(run: TracedRun, gradients, kind: str, name: str) -> torch.Tensor | None:
-    """What AdamW's moment is after one step. None for other optimizers and tensors without a gradient in the dump."""
+    """AdamW's moment after one step. None for other optimizers, and for tensors without a gradient in the dump."""
     powers = {"exp_avg": 1, "exp_avg_sq": 2}
     gradient = _clipped(run, gradients, name) if run.facts["optim"] == "adamw" and kind in powers else None
     return None if gradient is None else (1 - run.facts["betas"][powers[kind] - 1]) * gradient ** powers[kind]
 
 
 def weights(pair: Pair) -> PhaseResult:
-    """What the gradients do not explain of the difference of weights, as a share of a full step of Adam.
+    """The difference of weights that gradients do not explain, as a share of a full step of Adam.
 
-    Adam's first step is lr * g / (|g| + eps), g being the clipped gradient. Other optimizers are judged by the relative
-    difference of the weights.
+    Adam's first step is lr * g / (|g| + eps), where g is the clipped gradient. For other optimizers, the relative
+    difference of the weights counts.
     """
     runs = (pair.a, pair.b)
     is_adam = all(run.row and run.facts["optim"] == "adamw" for run in runs)

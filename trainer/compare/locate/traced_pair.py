@@ -1,4 +1,4 @@
-"""Two traced runs with the tokens that both have, what differs between two of their tensors, and words for places."""
+"""Two traced runs: the tokens that both have, how two of their tensors differ, and words for the places."""
 
 import json
 import math
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass
 class Finding:
-    """The first place of one phase where the runs part."""
+    """The first place of one phase where the runs differ."""
 
     phase: str
     where: str  # module path, parameter, or a word
@@ -164,7 +164,7 @@ def constant_ratio(x: torch.Tensor, y: torch.Tensor, allowed: float) -> float | 
 
 
 def describe_tokens(moved: torch.Tensor, pair: Pair, alive: torch.Tensor | None = None) -> str:
-    """The property that tells the tokens that differ from the others, if there is one."""
+    """A property that only the differing tokens have. Without one, their number."""
     count, valid = int(moved.sum()), int(alive.sum()) if alive is not None else len(moved)
     alive = torch.ones_like(moved) if alive is None else alive | moved
     if count >= 0.95 * valid:
@@ -190,7 +190,7 @@ def describe_tokens(moved: torch.Tensor, pair: Pair, alive: torch.Tensor | None 
 
 
 def describe_features(parts: list[int], num_parts: int, pair: Pair) -> str:
-    """Which eighths of the features differ, and whose parts over tp these are."""
+    """Which eighths of the features differ, and which tp rank holds them."""
     if num_parts == 1 or len(parts) in (0, num_parts):
         return "all" if num_parts > 1 else ""
     words = f"eighths {', '.join(str(part + 1) for part in parts)} of 8"
@@ -215,7 +215,7 @@ def describe_shard(x: torch.Tensor, y: torch.Tensor, allowed: float, pair: Pair)
 
 
 def _owner(first: int, last: int, size: int, pair: Pair) -> str:
-    """The rank whose part of a dimension this is, in the run that splits it over tp, or over dp and sp."""
+    """The rank that holds this part of a dimension, in the run that shards it over tp, or over dp and sp."""
     for run in (pair.a, pair.b):
         sizes = run.facts["sizes"]
         for axis, parts in (("tp", sizes["tp"]), ("dp x sp", sizes["dp"] * sizes["sp"])):

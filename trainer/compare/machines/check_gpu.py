@@ -1,11 +1,11 @@
 """Check the trainer on the GPUs of this machine: scripts/check_gpu.sh [--tiny] [--out FILE] [--part NAME ...]
 
-doctor    what this machine lacks
+doctor    what is missing on this machine
 kernels   the tests of attention on a GPU: each kernel against the formula
 parity    layouts in fp32 and bf16, on as many GPUs as there are, against the plain loop on the CPU
-resume    --verify_resume on both backends: a loaded checkpoint goes on bitwise the same
+resume    --verify_resume on both backends: a loaded checkpoint continues bitwise the same
 memory    the memory of each backend and stage against its prediction
-features  what is faster or needs less memory, and other methods: losses against those of a plain bf16 run
+features  options for speed or memory, and other methods: their losses against a plain bf16 run
 speed     training against plain bf16 matrix products, and against TRL where it is installed
 
 Each part takes at most ten minutes. FILE gets a table of each part that ran; the tables of other parts stay.
@@ -41,7 +41,7 @@ PART_SECONDS = 600
 KERNEL_TESTS = ("test_cuda_kernels.py", "test_flash.py", "test_signatures.py")
 PARITY = r"^(fsdp2|deepspeed-z[0-3])-(\dr-mb4|tp2|sp2|dp2-tp2|dp2-sp2|hsdp2x2|dp2-tp2-sp2)(-packed)?$"
 TINY_PARITY = r"^(fsdp2-1r-mb4-packed|deepspeed-z2-1r-mb4|fsdp2-2r-mb4-packed)$"
-MEMORY_TOLERANCE = 0.1  # over the prediction, plus what a step needs beside weights and states:
+MEMORY_TOLERANCE = 0.1  # over the prediction, plus what a step needs besides weights and states:
 MEMORY_ALLOWANCE = 256 << 20  # activations, workspaces of cuBLAS and the buffers of libraries
 MIN_MATMUL_SHARE, MIN_TRL_RATIO = 0.4, 1.0  # slower than that is a fault
 LOSS_TOLERANCE = 1e-2  # of features, relative to the plain run: bf16 is compared with bf16 or fp16
@@ -50,7 +50,7 @@ GOALS = "goals: 0.60 of the products with --compile, 1.2 x TRL"
 
 @dataclass(frozen=True)
 class Feature:
-    """A run of the part `features`. Its first loss, or all of them, must be those of the plain run, or `first_loss`."""
+    """A run of the part `features`. Its first loss, or every loss, must equal the plain run's, or `first_loss`."""
 
     flags: str
     command: str = "train_sft"
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts run on. `tiny` is a CPU, to check the checks."""
+    """Where the parts run. `tiny` is a CPU, to check the checks."""
 
     tiny: bool
     num_ranks: int
@@ -167,7 +167,7 @@ def kernels(machine: Machine, until: float) -> Iterator[Row]:
 
 
 def parity(machine: Machine, until: float) -> Iterator[Row]:
-    """The plain loop is always in fp32 and on the CPU, so a GPU is compared with something else than itself."""
+    """The plain loop is always in fp32 and on the CPU, so a GPU is never compared with itself."""
     wanted = re.compile(TINY_PARITY if machine.tiny else PARITY)
     layouts = [c for c in full_matrix() if wanted.search(c.name) and c.nproc <= machine.num_ranks]
     chosen = [
@@ -178,7 +178,7 @@ def parity(machine: Machine, until: float) -> Iterator[Row]:
     flags = [*machine.training_flags(), "--max_steps", "3" if machine.tiny else "10", "--no_save"]
     folder = machine.scratch / "parity"
     thresholds = partial(matrix_thresholds, loss=None, grad_norm=None, dump=None)
-    limit = (until - time.monotonic()) / (1 + len(chosen))  # a shared launch gets it once for each configuration
+    limit = (until - time.monotonic()) / (1 + len(chosen))  # a shared launch gets it once per configuration
     options = {"cwd": ROOT, "output_dir": folder, "num_parallel": 1, "timeout": limit, "share_launch": True}
     run_matrix(chosen, flags, thresholds, **options)
     for entry in json.loads((folder / "report.json").read_text())["configurations"]:
@@ -245,7 +245,7 @@ def features(machine: Machine, until: float) -> Iterator[Row]:
 
 
 def _judged(name: str, feature: Feature, losses: list[float], plain: list[float], error: str | None) -> Row:
-    """The row of a run: are its losses finite, and those that they should be?"""
+    """The row of a run: whether its losses are finite and as expected."""
     if error or not losses or not all(map(math.isfinite, losses)):
         return Row(name, error or f"losses {losses}", "finite losses", True)
     expected = [feature.first_loss] if feature.first_loss is not None else plain
@@ -288,7 +288,7 @@ PARTS: dict[str, Callable[[Machine, float], Iterator[Row]]] = {
 
 
 def run_part(name: str, machine: Machine) -> list[Row]:
-    """The rows of a part. It gets ten minutes; what fails is a row."""
+    """The rows of a part. It gets ten minutes. A failure is a row too."""
     started, rows = time.monotonic(), []
     try:
         for row in PARTS[name](machine, started + PART_SECONDS):

@@ -34,7 +34,7 @@ class Ending:
     seconds: float
 
 
-# What the libraries import only when a run asks for it.
+# The libraries import these only when a run needs them.
 LATE_IMPORTS = (
     "deepspeed.module_inject.auto_ep_config",
     "deepspeed.ops.op_builder.all_ops",
@@ -51,7 +51,7 @@ LATE_IMPORTS = (
 
 
 def import_libraries() -> None:
-    """Import what every training command needs, so that ranks that are forked later have it."""
+    """Import what every training command needs, before ranks are forked."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # a GPU that is used before a fork fails after it
     # not at the top: these libraries read the variables when they are imported
@@ -75,7 +75,7 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
     started, port = time.monotonic(), free_port()
     sys.stdout.flush()
     sys.stderr.flush()
-    running: dict[int, int] = {}  # pid -> where the rank tells how it ended
+    running: dict[int, int] = {}  # pid -> pipe with the ending of the rank
     leader = 0
     try:
         for rank in range(num_ranks):
@@ -87,12 +87,14 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
             os.close(writer)
             running[pid] = reader
             leader = leader or pid
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the rank does it too: who is first?
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # the rank does the same: either may be first
                 os.setpgid(pid, leader)
         kind, text = _first_hand(_wait(running, started + timeout), timeout)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)  # what the ranks have started; on an early exit also the ranks
+            os.killpg(leader, signal.SIGKILL)  # processes that ranks have started; on an early exit also the ranks
         for pid in list(running):
             _reap(running, pid)
     return Ending(kind, text, time.monotonic() - started)
@@ -100,11 +102,11 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
 
 def _be_rank(function, rank, num_ranks, port, leader, log: Path, writer: int, timeout: float) -> None:
     """The life of one rank. Never returns."""
-    told = ("died", "ended without a word")
+    ending = ("died", "ended without a message")
     try:
         with contextlib.suppress(PermissionError):
             os.setpgid(0, leader)
-        signal.alarm(int(timeout) + 30)  # if the parent is gone
+        signal.alarm(int(timeout) + 30)  # in case the parent is gone
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -115,24 +117,24 @@ def _be_rank(function, rank, num_ranks, port, leader, log: Path, writer: int, ti
         os.environ.update({name: str(value) for name, value in here.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         function()
-        told = ("done", "")
+        ending = ("done", "")
     except UserError as error:
         print(f"error: {error}", flush=True)
-        told = ("refused", str(error))
+        ending = ("refused", str(error))
     except BaseException as error:
         traceback.print_exc()
-        told = ("raised", f"{type(error).__name__}: {error}")
+        ending = ("raised", f"{type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-            os.write(writer, json.dumps([told[0], " ".join(told[1].split())[:1000]]).encode())
+            os.write(writer, json.dumps([ending[0], " ".join(ending[1].split())[:1000]]).encode())
         os._exit(0)
 
 
 def _wait(running: dict[int, int], deadline: float) -> list[tuple[str, str]]:
-    """What each rank tells when it ends. Ranks that still run at the deadline are killed."""
-    told = []
+    """(kind, text) of each rank's ending. Ranks that still run at the deadline are killed."""
+    endings = []
     while running:
         late = time.monotonic() > deadline
         for pid in list(running):
@@ -140,11 +142,11 @@ def _wait(running: dict[int, int], deadline: float) -> list[tuple[str, str]]:
                 os.kill(pid, signal.SIGKILL)
             ended = _reap(running, pid, wait=late)
             if ended:
-                told.append(("timed out", "") if late and ended[0] == "died" else ended)
+                endings.append(("timed out", "") if late and ended[0] == "died" else ended)
                 if ended[0] != "done":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.01)
-    return told
+    return endings
 
 
 def _reap(running: dict[int, int], pid: int, wait: bool = True) -> tuple[str, str] | None:
@@ -161,7 +163,7 @@ def _reap(running: dict[int, int], pid: int, wait: bool = True) -> tuple[str, st
     return "died", f"a rank ended by {signal.Signals(-code).name}" if code < 0 else f"a rank ended with code {code}"
 
 
-def _first_hand(told: list[tuple[str, str]], timeout: float) -> tuple[str, str]:
+def _first_hand(endings: list[tuple[str, str]], timeout: float) -> tuple[str, str]:
     """The ending that explains the others: a refusal, an exception of the rank itself, a death, a lost connection."""
 
     def rank(ending: tuple[str, str]) -> int:
@@ -169,5 +171,5 @@ def _first_hand(told: list[tuple[str, str]], timeout: float) -> tuple[str, str]:
         order = ["refused", "raised", "died", "lost", "timed out", "done"]
         return order.index("lost" if kind == "raised" and SECOND_HAND.search(text) else kind)
 
-    kind, text = min(told, key=rank)
+    kind, text = min(endings, key=rank)
     return kind, f"no end after {timeout:g} s" if kind == "timed out" else text

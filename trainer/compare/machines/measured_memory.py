@@ -1,8 +1,8 @@
 """Measure the memory of training runs, phase by phase: `torchrun -m trainer.compare.machines.measured_memory FOLDER DEVICE [RUN ...]`.
 
 FOLDER holds model/ and sft.jsonl. A RUN is BACKEND-STAGE-DTYPE, such as fsdp2-3-bf16. FOLDER/peaks-RANKS.json gets
-for each run the largest growth in bytes, over all ranks, since before the model was loaded: while it is loaded and prepared, in a
-step, while it is saved, and the state that stays. On a GPU it is memory of the device, else of the process (RssAnon).
+bytes for each run: the largest growth over all ranks, counted from before the model is loaded. The phases are load
+(with prepare), step, save, and the state that stays. On a GPU it is memory of the device, else of the process (RssAnon).
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from trainer.training import loop
 RUNS = [f"{backend}-{stage}-bf16" for backend, stages in STAGES.items() for stage in stages]
 RUNS += ["fsdp2-3-fp32", "deepspeed-1-fp32"]
 SECONDS_BETWEEN_LOOKS = 0.0005
-# freed memory goes back to the system at once, or the process would seem to use it
+# freed memory returns to the system at once; otherwise it would count as used
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def own_bytes() -> int:
-    """Resident memory without files. Mapped files of weights count as memory of the page cache."""
+    """Resident memory without mapped files, whose pages belong to the page cache."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
 class Watch:
-    """The largest memory in each phase. On a CPU, a thread looks all the time.
+    """The largest memory in each phase. On a CPU, a thread samples it all the time.
 
-    What grows between two phases, such as the tokenizer and the data, does not count.
+    Growth between two phases, for example by the tokenizer and the data, does not count.
     """
 
     def __init__(self, on_gpu: bool):
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
     loop.train_step = measured_step
     num_ranks = int(os.environ.get("WORLD_SIZE", 1))
     warm_up = [name for name in ("fsdp2-3-fp32", "deepspeed-1-bf16", "deepspeed-3-bf16") if name in names]
-    for number, name in enumerate([*warm_up, *names]):  # a first run loads libraries, which no figure counts
+    for number, name in enumerate([*warm_up, *names]):  # a warm-up run loads libraries, so that no figure counts them
         ending = (
             ["--max_steps", "1", "--no_save"] if number < len(warm_up) else ["--max_steps", "2", "--save_steps", "2"]
         )
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> None:
 
 
 def make_model(folder: Path, width: int, layers: int) -> tuple[int, int]:
-    """Write the demo with a larger Llama into `folder`. Returns its parameters, and those of one layer."""
+    """Write the demo with a larger Llama into `folder`. Returns (parameters of the model, of one layer)."""
     make_demo(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Audit another trainer per parameter: one step of it through an adapter, against the plain loop.
+"""Audit another trainer per parameter: one of its steps, through an adapter, against the plain loop.
 
 An adapter is a class with two methods, `load` and `step`. docs/other_trainers.md shows how to write one.
 """
@@ -27,7 +27,7 @@ SHOWN = 8
 
 
 class Adapter(Protocol):
-    """What an audit needs from a trainer. All ranks may take part. Only what rank 0 returns is compared."""
+    """What an audit needs from a trainer. All ranks may take part. Only the values of rank 0 are compared."""
 
     def load(self, config: dict[str, Any]) -> Any:
         """Build the model in fp32, without dropout, and return it. `config`: model (a folder), training_args (a dict)."""
@@ -49,7 +49,7 @@ class HFTrainerAdapter:
     def load(self, config: dict[str, Any]) -> torch.nn.Module:
         tokenizer, model = load_tokenizer(config["model"]), load_plain_model(config["model"], "cpu")
         self.folder = tempfile.TemporaryDirectory()
-        rows = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})  # a trainer wants to see some data
+        rows = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})  # a Trainer refuses to start without data
         options = {"data_collator": DataCollatorForSeq2Seq(tokenizer)} if self.trainer_class.startswith("trans") else {}
         self.trainer = _named(self.trainer_class)(
             model=model, args=self._arguments(config), train_dataset=rows, processing_class=tokenizer, **options
@@ -167,7 +167,7 @@ def audit_text(name: str, found: Audit) -> str:
     ratios = [found.ratios[name] for name in found.wrong]
     if found.wrong and max(ratios) - min(ratios) < 1e-3 * abs(ratios[0]) and _is_scale(found):
         lines.append(
-            f"  these gradients are {ratios[0]:.5g} times those of the plain loop: a factor, counted twice or missing"
+            f"  these gradients are {ratios[0]:.5g} times the gradients of the plain loop: a factor, counted twice or missing"
         )
     if found.noise:
         lines.append(f"not judged, only rounding: {', '.join(found.noise[:SHOWN])}")
@@ -175,5 +175,5 @@ def audit_text(name: str, found: Audit) -> str:
 
 
 def _is_scale(found: Audit) -> bool:
-    """Whether a factor explains all of each wrong gradient."""
+    """Whether one factor explains each wrong gradient completely."""
     return all(abs(found.differences[n] - abs(found.ratios[n] - 1)) < 1e-2 * found.differences[n] for n in found.wrong)

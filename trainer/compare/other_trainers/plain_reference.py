@@ -1,7 +1,7 @@
 """Replay another trainer's run with the plain loop: same rows, same order, same configuration, one sample at a time.
 
-If the curves part, the replay is repeated with known mistakes, one at a time. A mistake with which the plain loop gives
-their curve is named.
+If the curves differ, the replay is repeated with known mistakes, one at a time. A mistake is reported if the plain loop
+gives their curve with it.
 """
 
 import json
@@ -26,12 +26,12 @@ from trainer.models.folder_faults import load_fault
 from trainer.models.model_loading import resolve_model_folder
 
 MicroBatches = list[list[int]]  # the row numbers of each micro-batch of one step
-MORE_STEPS = 2  # logged steps after the first difference that a mistake must also explain
+MORE_STEPS = 2  # logged steps after the first difference, which a mistake must also explain
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the plain loop needs to do another trainer's steps."""
+    """All that the plain loop needs for another trainer's steps."""
 
     model: str
     samples: list[dict]  # input_ids and loss_mask
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known fault: how it weighs the samples, which targets it trains, in which order it reads, whether it clips."""
+    """A known fault: weights of the samples, targets, order of the data, or clipping."""
 
     name: str
     weights: Callable[[list[list[dict]], int], list[float]] | None = None  # (samples by micro-batch, ranks)
@@ -98,10 +98,10 @@ def _are_token_ids(ids: Any) -> bool:
 
 
 def open_model(job: Job) -> torch.nn.Module:
-    """The plain model of a job. Raises UserError for a folder, a device or token numbers that it cannot have."""
+    """The plain model of a job. Raises UserError for a broken folder, an unknown device or unknown tokens."""
     try:
         model = load_plain_model(job.model, "cpu")
-    except Exception as error:  # of many types: transformers reports broken folders in many ways
+    except Exception as error:  # transformers reports broken folders by many types
         raise load_fault(job.model, AutoModelForCausalLM, False, "--model", error) from None
     size, largest = model.get_input_embeddings().num_embeddings, max(max(one["input_ids"]) for one in job.samples)
     if largest >= size:
@@ -115,7 +115,7 @@ def open_model(job: Job) -> torch.nn.Module:
 def hf_order(arguments, samples: list[dict], num_ranks: int, num_steps: int) -> tuple[int, list[MicroBatches]]:
     """(steps per epoch, row numbers of each step), from the HF Trainer's own loader.
 
-    Several ranks share out the batches of one sampler in turn. So the micro-batches of a step are consecutive.
+    Several ranks take the batches of one sampler in turn. So the micro-batches of a step are consecutive.
     """
     set_seed(arguments.seed)
     rows = Dataset.from_dict({"row": range(len(samples)), "input_ids": [sample["input_ids"] for sample in samples]})
@@ -185,7 +185,7 @@ def replay(job: Job, num_steps: int, mistake: Mistake | None = None) -> dict[int
 
 
 def _groups(model, arguments) -> list[dict]:
-    """Weight decay as the HF Trainer decides it."""
+    """Parameter groups with weight decay where the HF Trainer has it."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     named = list(model.named_parameters())
     return [
@@ -195,7 +195,7 @@ def _groups(model, arguments) -> list[dict]:
 
 
 def as_logged(found: dict[int, Step], logged: list[int]) -> dict[int, Step]:
-    """The steps that a log has. It logs the mean loss since its line before, and the norm of the last step."""
+    """The steps in a log. A line has the mean loss since the line before, and the norm of its last step."""
     rows, before = {}, 0
     for step in logged:
         losses = [found[number].loss for number in range(before + 1, step + 1)]
@@ -210,13 +210,13 @@ def plain_run(job: Job, theirs: Run, mistake: Mistake | None = None, last: int |
     return Run("plain", as_logged(replay(job, logged[-1], mistake), logged))
 
 
-# --- where they part, and why
+# --- where they differ, and why
 
 
-def first_parting(comparison: Comparison, rounding: float) -> tuple[int, str, float, float] | None:
+def first_difference(comparison: Comparison, rounding: float) -> tuple[int, str, float, float] | None:
     """(step, "loss" or "grad norm", relative difference, allowed) of the first step beyond the thresholds, or None.
 
-    A loss that the log has rounded may differ by the rounding in addition.
+    If the log has rounded losses, the rounding is allowed too.
     """
     for row in comparison.rows:
         allowed = comparison.thresholds.loss + rounding / max(abs(row.reference_loss), 1e-12)
@@ -265,22 +265,22 @@ def _without_last(sample: dict) -> dict:
 
 
 MISTAKES = (
-    Mistake("a mean of the means of micro-batches, in place of the mean over all tokens", _mean_of_micro_batches),
-    Mistake("a mean of the means of samples, in place of the mean over all tokens", _mean_of_samples),
-    Mistake("a mean of the means of ranks, in place of the mean over all tokens", _mean_of_ranks),
+    Mistake("a mean of the means of micro-batches, instead of the mean over all tokens", _mean_of_micro_batches),
+    Mistake("a mean of the means of samples, instead of the mean over all tokens", _mean_of_samples),
+    Mistake("a mean of the means of ranks, instead of the mean over all tokens", _mean_of_ranks),
     Mistake("the sum of the means of micro-batches, not divided by their number", _sum_of_micro_batches),
     Mistake("the mean over all tokens, divided by the number of micro-batches again", _accumulation_twice),
     Mistake("a loss on the prompt's tokens too", mask=_with_prompt),
     Mistake("no loss on the last token of each sample", mask=_without_last),
-    Mistake("rows in the order of the file, in place of a shuffled one", in_file_order=True),
+    Mistake("rows in the order of the file, instead of a shuffled one", in_file_order=True),
     Mistake("no clipping of the gradient", clips=False),
 )
 
 
-def explain(job: Job, theirs: Run, comparison: Comparison, parting: tuple) -> list[str]:
-    """Names of the mistakes with which the plain loop has their loss and gradient norm, to just after the parting."""
+def explain(job: Job, theirs: Run, comparison: Comparison, difference: tuple) -> list[str]:
+    """Names of mistakes that give the plain loop their loss and gradient norm, until just after the first difference."""
     logged = list(theirs.steps)
-    last = logged[min(logged.index(parting[0]) + MORE_STEPS, len(logged) - 1)]
+    last = logged[min(logged.index(difference[0]) + MORE_STEPS, len(logged) - 1)]
     names = []
     for mistake in MISTAKES:
         run = plain_run(job, theirs, mistake, last)
@@ -307,21 +307,21 @@ def different_rates(mine: Run, theirs: Run) -> str | None:
     return None
 
 
-def parting_text(job: Job, mine: Run, theirs: Run, comparison: Comparison) -> str:
-    """Lines that say from which step and by how much their run parts from the plain loop, and if known, why."""
+def difference_text(job: Job, mine: Run, theirs: Run, comparison: Comparison) -> str:
+    """Lines that say from which step and by how much their run differs from the plain loop, and if known, why."""
     lines = [f"{theirs.name}: losses are rounded to {theirs.rounding:g}"] if theirs.rounding else []
-    parting = first_parting(comparison, theirs.rounding)
-    if parting is None:
+    difference = first_difference(comparison, theirs.rounding)
+    if difference is None:
         return "\n".join(
             [*lines, f"{theirs.name} agrees with the plain loop at all {len(comparison.rows)} logged steps"]
         )
-    step, what, rel, allowed = parting
+    step, what, rel, allowed = difference
     lines.append(
-        f"{theirs.name} parts from the plain loop at step {step}: its {what} is {rel:+.3g} away (allowed {allowed:.2g})"
+        f"{theirs.name} differs from the plain loop at step {step}: its {what} is {rel:+.3g} away (allowed {allowed:.2g})"
     )
     if rate := different_rates(mine, theirs):
         lines.append(f"  {rate}")
-    names = explain(job, theirs, comparison, parting)
+    names = explain(job, theirs, comparison, difference)
     lines += [f"  the plain loop has the same curve with this mistake: {name}" for name in names]
     if not names and what == "grad norm":
         lines.append("  the loss agrees and the gradient does not: --audit names the parameter")

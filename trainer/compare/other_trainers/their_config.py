@@ -29,7 +29,7 @@ NUMBERS = {
     "max_grad_norm": (0, math.inf), "max_steps": (-1, math.inf), "num_train_epochs": (0, math.inf),
     "seed": (0, 2**32 - 1), "data_seed": (0, 2**32 - 1), "logging_steps": (0, math.inf),
 }  # fmt: skip
-# what the plain loop does not do: (field, values that mean that it is off)
+# unsupported in the plain loop: (field, values that switch it off)
 OFF = (
     ("label_smoothing_factor", (None, 0)),
     ("packing", (None, False)),
@@ -40,7 +40,7 @@ OFF = (
 
 
 class _Record:
-    """Stands for any class of a pickle. It keeps what the pickle gives to it."""
+    """Replaces any class of a pickle, and keeps the values that the pickle gives to it."""
 
     def __new__(cls, *values, **_named) -> "_Record":  # some objects of a pickle get no call of __init__
         record = super().__new__(cls)
@@ -119,7 +119,7 @@ def _checked(name: str, value: Any) -> Any:
 def training_arguments(values: dict[str, Any], output_dir: str):
     """The transformers.TrainingArguments of this configuration, for the CPU. Raises UserError for wrong values."""
     kept = {name: _checked(name, values[name]) for name in FIELDS if values.get(name) is not None}
-    if kept.pop("warmup_ratio", None):  # older versions had both; the number of steps came first
+    if kept.pop("warmup_ratio", None):  # older versions had both, and warmup_steps won
         kept.setdefault("warmup_steps", 0)
         kept["warmup_steps"] = kept["warmup_steps"] or _checked("warmup_ratio", values["warmup_ratio"])
     try:

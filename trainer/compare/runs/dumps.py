@@ -13,8 +13,8 @@ CHUNK = 1 << 22  # elements; a float64 copy of a whole embedding would need the 
 def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | Path) -> None:
     """Compare both dumps. Note the worst gradient and weight, and a failure if one is over the threshold.
 
-    Adam divides a gradient by its own size, so it makes full updates of noise. Where the gradient is noise, a difference
-    of weights that such updates explain (`comparison.max_update`) does not count.
+    Adam divides a gradient by its own size, so noise gets full updates. Where the gradient is noise, a difference of
+    weights that such updates explain (`comparison.max_update`) does not count.
     Raises: UserError if a file is missing or broken, or if the two files do not hold the same tensors.
     """
     threshold = comparison.thresholds.dump
@@ -29,7 +29,7 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
                 return None
             elements = _noise_elements(a.get_tensor(name), b.get_tensor(name), floor, threshold)
             factor = is_noise(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
-            # B begins at 0, so A's first gradient has B's first update as a factor, and is noise where that was noise
+            # B begins at 0, so A's first gradient is proportional to B's first update, and is noise where that is
             return elements if factor is None else elements | factor.any(dim=0)[:, None]  # B: (outputs, rank)
 
         files = Path(reference_dir) / WEIGHTS, Path(run_dir) / WEIGHTS
@@ -39,7 +39,7 @@ def add_dumps(comparison: Comparison, reference_dir: str | Path, run_dir: str | 
 
 
 def compare_gradients(reference: Path, other: Path) -> tuple[dict, dict[str, float]]:
-    """({"name", "rel"} of the worst gradient, {name: size} of those that are noise in both files).
+    """({"name", "rel"} of the worst gradient, {name: size} of the gradients that are noise in both files).
 
     A size is a fraction of the norm of all gradients of the reference.
     """
@@ -74,7 +74,7 @@ def compare_files(reference: Path, other: Path, noise=None, max_update: float = 
 
 
 def _with_gradient(file, other) -> set[str]:
-    """The tensors of a file, without those that are all zeros and not in the other: no gradient at all is the same."""
+    """The tensors of a file, without zeros that the other file lacks: zeros and no gradient are the same."""
     there = set(other.keys())
     return {name for name in file.keys() if name in there or file.get_tensor(name).count_nonzero()}  # noqa: SIM118
 
@@ -91,10 +91,10 @@ def _norm(tensor) -> float:
 def _noise_elements(a, b, floor: float, threshold: float | None):
     """Which elements have a gradient that is noise in both files, and not exactly zero in both.
 
-    All of a tensor with a norm up to `floor`; in another tensor, those with their share of the floor, or below
-    `threshold` of the tensor's root mean square. So the bias of keys is found where one tensor holds the biases of
-    queries, keys and values. And the tensors are compared to `threshold` of their norm: below that, nobody knows an
-    element, not even its sign, and Adam makes updates of full size of it.
+    All elements of a tensor with a norm up to `floor`. In other tensors, elements up to their share of the floor, or
+    below `threshold` of the tensor's root mean square. So the bias of keys is found in a tensor with the biases of
+    queries, keys and values. Tensors are compared to `threshold` of their norm. An element below it is unknown, even
+    its sign, and Adam still makes updates of full size from it.
     """
     largest, norm = a.abs().maximum(b.abs()), max(_norm(a), _norm(b))
     if norm <= floor:

@@ -132,7 +132,7 @@ def _tensorboard_rows(*paths: Path) -> dict[int, dict]:
         for tag in events.Tags()["scalars"]:
             for event in events.Scalars(tag):
                 values.setdefault(event.step, {})[tag] = event.value
-        for tag in events.Tags()["tensors"]:  # what newer writers make of scalars
+        for tag in events.Tags()["tensors"]:  # newer writers store scalars as tensors
             for event in events.Tensors(tag):
                 if event.tensor_proto.float_val:
                     values.setdefault(event.step, {})[tag] = event.tensor_proto.float_val[0]
@@ -164,7 +164,7 @@ def _wandb_histories(path: Path) -> Iterator[tuple[int, dict]]:
 def _leveldb_records(path: Path) -> Iterator[bytes]:
     """The records of a LevelDB log: blocks of 32 KiB, in which each piece has a checksum, a length and a kind.
 
-    wandb's file begins with 7 bytes of its own, ":W&B" among them. A torn end is left out.
+    wandb's file begins with 7 bytes of its own, ":W&B" among them. An incomplete end is skipped.
     """
     data, position, whole = path.read_bytes(), WANDB_HEADER, b""
     if data[:4] != b":W&B":
@@ -220,7 +220,7 @@ def _verl_rows(lines: list[str]) -> dict[int, dict]:
 
 
 def _nemo_rows(lines: list[str]) -> dict[int, dict]:
-    """NeMo-RL prints a heading for each step, counted anew in each epoch, and the loss below it."""
+    """NeMo-RL prints a heading for each step, counted from 1 in each epoch, and the loss below it."""
     rows: dict[int, dict] = {}
     step = last = done = 0
     for line in lines:

@@ -19,9 +19,9 @@ from trainer.compare.runs.matrix import REFERENCE, Configuration
 
 GRACE_SECONDS = 5.0
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
-TOLD_ERROR = re.compile(r"^(\S+: )?error: ")
+ERROR_LINE = re.compile(r"^(\S+: )?error: ")
 EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
-# torchrun says this about its children, and a rank says it about another rank that failed first.
+# torchrun writes this about its children, and a rank about another rank that failed first
 SECOND_HAND = re.compile(r"ChildFailedError|Connection (closed|reset) by|Broken pipe")
 EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\)")
 
@@ -101,7 +101,7 @@ def _outputs(folder: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free port below those that the kernel gives to clients, or another process could take it meanwhile.
+    """Return a free port below the range that the kernel gives to clients, so that no other process takes it meanwhile.
 
     The system's random numbers keep two forks of one process from the same choice.
     """
@@ -206,11 +206,11 @@ def last_error(log: Path, code: int) -> str:
 
 def _last_error(text: str, code: int) -> str:
     lines = [RANK_PREFIX.sub("", line).strip() for line in text.splitlines()]
-    told = [line for line in lines if TOLD_ERROR.search(line)][:1]  # later ones are the same error on other ranks
+    reported = [line for line in lines if ERROR_LINE.search(line)][:1]  # later ones are the same error on other ranks
     exceptions = [line for line in lines if EXCEPTION.search(line) and "ChildFailedError" not in line]
     first_hand = [line for line in exceptions if not SECOND_HAND.search(line)]
     exit_codes = [f"a rank ended with exit code {match[1]}" for line in lines if (match := EXIT_CODE.search(line))]
-    for candidates in (told, first_hand, exit_codes, exceptions, [line for line in lines if line]):
+    for candidates in (reported, first_hand, exit_codes, exceptions, [line for line in lines if line]):
         if candidates:
             return candidates[-1].removeprefix("error: ")[:500]
     return f"exit code {code}, and an empty log"

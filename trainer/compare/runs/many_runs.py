@@ -2,7 +2,7 @@
 
 FILE is a JSON list of lists of flags. A list may begin with the name of a command; the default is train_sft. Imports
 of torch, transformers and DeepSpeed take longer than a tiny run. Here a whole matrix needs them only once. If a command
-line is refused (UserError on every rank), the others still run. A line before each run says which run begins. So a
+line is refused (UserError on every rank), the others still run. A line before each run gives its number, so that a
 reader of the output knows which run an error comes from.
 """
 
@@ -19,16 +19,16 @@ RUN_BEGINS = "run {} of this launch begins"
 
 
 def run_here(command: str, flags: list[str]) -> None:
-    """Run a command in this process. By name: the doors stand above the instrument."""
+    """Run a command in this process. It is imported by name, since commands are above this floor."""
     importlib.import_module(f"trainer.cli.{command}").run(flags)
 
 
 def main(argv: list[str]) -> None:
     with open(argv[0]) as file:
         command_lines = json.load(file)
-    refused, tells = None, os.environ.get("RANK", "0") == "0"
+    refused, is_rank_0 = None, os.environ.get("RANK", "0") == "0"
     for number, command_line in enumerate(command_lines):
-        if tells:
+        if is_rank_0:
             print(RUN_BEGINS.format(number), flush=True)
         try:
             command = "train_sft" if command_line[0].startswith("--") else command_line[0]
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
             run_here(command, flags)
         except UserError as error:
             refused = error
-            if tells:
+            if is_rank_0:
                 print(f"error: {error} [{' '.join(command_line)}]", flush=True)
         gc.collect()  # DeepSpeed engines hold reference cycles
     if refused:

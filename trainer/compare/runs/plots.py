@@ -7,7 +7,7 @@ from trainer.compare.runs.logs import Run
 from trainer.compare.runs.parity import Comparison
 from trainer.errors import UserError
 
-FLOOR, CEILING = 1e-16, 1e2  # a logarithmic axis cannot show 0 or infinity: they are drawn at its ends
+FLOOR, CEILING = 1e-16, 1e2  # a logarithmic axis cannot show 0 or infinity: they are shown at its ends
 MAX_LEGEND_ENTRIES = 10
 KINDS = (
     ("loss", "tab:blue", "o"),

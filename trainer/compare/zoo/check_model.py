@@ -3,7 +3,7 @@
   python -m trainer.cli.check Qwen/Qwen3-8B                    a hub name: only its config and tokenizer are downloaded
   python -m trainer.cli.check runs/my-model --only ring2 lora  a folder, and only these runs
 
-The folder needs a config.json. The tokenizer and the weights are looked at if they are there. Each run trains a tiny
+The folder needs a config.json. The tokenizer and the weights are checked if they are there. Each run trains a tiny
 random model with the same kinds of layers, in fp32, on CPU. It is compared with the plain single-process loop: losses,
 gradients of the first step, final weights.
 Exit code: 0 if nothing is wrong or crashes, 1 if something does, 2 if there is no such model or it cannot be shrunk.
@@ -23,7 +23,7 @@ from trainer.compare.zoo.tiny import shrink
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 
-LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can ask for it
+LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can name it
 TEMPLATES, WEIGHTS = "templates", "weights"
 LAYOUTS = [configuration.name for configuration in zoo.CONFIGURATIONS]
 WORDS = {"pass": "works", "refused": "refused", "wrong": "WRONG", "crash": "CRASH", "unchecked": "works?"}
@@ -77,13 +77,13 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
     """
     rows: list[dict] = []
 
-    def tell(name: str, verdict: str, note: str, flags: str = "") -> None:
+    def add_row(name: str, verdict: str, note: str, flags: str = "") -> None:
         rows.append({"name": name, "flags": flags, "verdict": verdict, "note": note})
         shown = flags if verdict == "pass" and flags else f"{flags}: {note}" if verdict == "unchecked" else note
         print(f"{name:<14} {WORDS[verdict]:<8} {shown}", flush=True)
 
     wanted = only or [name for name in [WEIGHTS, TEMPLATES, *LAYOUTS] if name not in LEFT_OUT]
-    folder = _ask(lambda: find_folder(model), work_dir / "folder.json", timeout)
+    folder = _in_own_process(lambda: find_folder(model), work_dir / "folder.json", timeout)
     print(f"{model}: imports, then a tiny model of its kind in each layout", flush=True)
     import_libraries()
     quiet_libraries()
@@ -94,26 +94,26 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
         configs.append(text)
     if configs:
         try:
-            print(_ask(lambda: heading(folder, configs[0]), work_dir / "heading.json", timeout), flush=True)
+            print(_in_own_process(lambda: heading(folder, configs[0]), work_dir / "heading.json", timeout), flush=True)
         except (UserError, RuntimeError) as error:
-            tell("heading", "refused" if isinstance(error, UserError) else "crash", str(error))
+            add_row("heading", "refused" if isinstance(error, UserError) else "crash", str(error))
     print(f"\n{'run':<14} {'result':<8} flags, or the reason")
     if WEIGHTS in wanted:
-        _tell_all(tell, lambda: weight_rows(folder, configs), WEIGHTS, work_dir, timeout)
+        _add_rows(add_row, lambda: weight_rows(folder, configs), WEIGHTS, work_dir, timeout)
     if TEMPLATES in wanted:
         size = getattr(text, "vocab_size", None)
-        _tell_all(tell, lambda: template_rows(folder, size), TEMPLATES, work_dir, timeout)
+        _add_rows(add_row, lambda: template_rows(folder, size), TEMPLATES, work_dir, timeout)
     if config not in configs:
         rest = f"; below is its text part, {text.model_type}" if configs else ""
-        tell("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
+        add_row("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
     if not configs:
         return rows
-    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, tell)
+    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, add_row)
     return rows
 
 
-def _ask(function: Callable, answer: Path, timeout: float):
-    """What `function` returns in a process of its own. Raises UserError if it refuses, RuntimeError if it fails."""
+def _in_own_process(function: Callable, answer: Path, timeout: float):
+    """Return what `function` returns in another process. Raises UserError if it refuses, RuntimeError if it fails."""
     ending = run_ranks(lambda: answer.write_text(json.dumps(function())), 1, answer.with_suffix(".log"), timeout)
     if ending.kind == "refused":
         where, _, found = ending.text.partition(": ")
@@ -123,24 +123,24 @@ def _ask(function: Callable, answer: Path, timeout: float):
     return json.loads(answer.read_text())
 
 
-def _tell_all(tell: Callable, function: Callable, name: str, work_dir: Path, timeout: float) -> None:
-    """Tell the rows that `function` returns. If it refuses or fails, that is a row too."""
+def _add_rows(add_row: Callable, function: Callable, name: str, work_dir: Path, timeout: float) -> None:
+    """Add the rows that `function` returns. If it refuses or fails, that is a row too."""
     try:
-        for row in _ask(function, work_dir / f"{name}.json", timeout):
-            tell(*row)
+        for row in _in_own_process(function, work_dir / f"{name}.json", timeout):
+            add_row(*row)
     except UserError as error:
-        tell(name, "refused", str(error))
+        add_row(name, "refused", str(error))
     except RuntimeError as error:
-        tell(name, "crash", str(error))
+        add_row(name, "crash", str(error))
 
 
 def summary(rows: list[dict], work_dir: Path) -> str:
     bad = [row["name"] for row in rows if zoo.is_bad(row)]
     counts = {word: sum(WORDS[row["verdict"]] == word for row in rows) for word in dict.fromkeys(WORDS.values())}
-    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    text = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     if not bad:
-        return f"\n{told}"
-    return f"\n{told}\nan error of the trainer: {', '.join(bad)}. Please report it with this table and {work_dir}/model/*.log"
+        return f"\n{text}"
+    return f"\n{text}\nan error of the trainer: {', '.join(bad)}. Please report it with this table and {work_dir}/model/*.log"
 
 
 # --- the folder as it is
@@ -217,7 +217,7 @@ def _on_meta(config, attention: str = "eager"):
 
 
 def weight_rows(folder: str, configs: list) -> list[tuple]:
-    """(name, verdict, note) of the weights of the folder: their form, and whether they are those of the config."""
+    """(name, verdict, note) of the weights of the folder: their form, and whether they fit the config."""
     # not at the top: `import_libraries` sets the environment first
     from trainer.model_folders.model_folder import check_weights, find_weights, quantization
     from trainer.model_folders.quantized_folder import block_size
@@ -232,7 +232,7 @@ def weight_rows(folder: str, configs: list) -> list[tuple]:
     try:
         find_weights(folder)
     except UserError:
-        return [(WEIGHTS, "pass", f"{form} (there are none here: only the config was read)")]
+        return [(WEIGHTS, "pass", f"{form} (none here: only the config was read)")]
     resolve_model_folder(folder)
     unread = check_weights(_on_meta(configs[0]), folder, "--pretrain") if configs else []
     note = f"{len(unread)} tensors are not part of the trained model, such as {unread[0]}" if unread else "complete"
@@ -304,12 +304,12 @@ CONVERSATIONS = (
 # --- the tiny model
 
 
-def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, tell: Callable) -> None:
-    """Run a tiny model of the first of `configs` that can be built and trained alone."""
+def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float, add_row: Callable) -> None:
+    """Run a tiny model of the first of `configs` that can be built and trained by the plain loop."""
 
-    def tell_cell(configuration, cell) -> None:
+    def add_cell(configuration, cell) -> None:
         ranks = f"{' '.join(configuration.args)} ({configuration.nproc} rank{'s' * (configuration.nproc > 1)})"
-        tell(configuration.name, cell["verdict"], cell["note"], ranks)
+        add_row(configuration.name, cell["verdict"], cell["note"], ranks)
 
     zoo.write_demo(work_dir, timeout)
     problems = []
@@ -319,7 +319,7 @@ def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float,
         except Exception as error:  # of many types: each class checks its sizes in its own way
             problems.append(f"{config.model_type}: {' '.join(str(error).split())[:200]}")
             continue
-        row = zoo.run_model("model", names, work_dir, timeout, tiny, tell_cell)
+        row = zoo.run_model("model", names, work_dir, timeout, tiny, add_cell)
         if row["problem"] is None:
             return
         problems.append(f"{config.model_type}: {row['problem']}")

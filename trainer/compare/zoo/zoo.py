@@ -1,4 +1,4 @@
-"""What can the trainer do with each decoder architecture of transformers? Run a tiny model of each, and keep the results.
+"""What can the trainer do with each decoder architecture of transformers? Run a tiny model of each, keep the results.
 
   python -m trainer.compare.zoo                              every model in every configuration; writes docs/models.json
   python -m trainer.compare.zoo --models qwen3 mamba2        only these models; the other rows stay
@@ -154,10 +154,10 @@ def run_zoo(
 ):
     """Yield (model, row) for each model when its cells have run. Call `import_libraries` first.
 
-    `configs` are the configs of models that are no architecture's tiny one, by name.
+    `configs` are configs by name that replace an architecture's tiny one.
     """
     write_demo(work_dir, timeout)
-    # One worker imports the code of its models once; its forks have it.
+    # a worker imports the code of its models once, for all of its forks
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as workers:
         tasks = {
             workers.submit(run_model, name, names, work_dir, timeout, (configs or {}).get(name)): name
@@ -194,12 +194,11 @@ def _made(folder: Path) -> Path:
 
 
 def run_model(
-    name: str, names: list[str], work_dir: Path, timeout: float, config=None, tell: Callable | None = None
+    name: str, names: list[str], work_dir: Path, timeout: float, config=None, after_cell: Callable | None = None
 ) -> dict:
     """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
 
-    `config` is the model's, if it is not the tiny one of this architecture. `tell(configuration, cell)` is called after
-    each run.
+    `config` replaces the tiny config of this architecture. `after_cell(configuration, cell)` is called after each run.
     """
     started, folder = time.monotonic(), work_dir / name
     config = config or tiny_config(name)
@@ -228,8 +227,8 @@ def run_model(
         seconds = round(endings[run].seconds, 1)
         note = note.replace(f"{folder}/", "")
         cell = row["cells"][configuration.name] = {"verdict": verdict, "note": note, "seconds": seconds}
-        if tell:
-            tell(configuration, cell)
+        if after_cell:
+            after_cell(configuration, cell)
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -318,7 +317,7 @@ def _worst(comparison: Comparison) -> str:
 
 
 def judge_saved(folder: Path, timeout: float) -> tuple[str, str]:
-    """Whether transformers loads the saved folder, with the names of the source and the final weights of the run."""
+    """Whether transformers loads the saved folder, with the source's names and the final weights of the run."""
     ending = run_ranks(lambda: _load_saved(folder), 1, folder / "load.log", timeout)
     if ending.kind != "done":
         return ("wrong" if ending.kind == "refused" else "crash"), ending.text
@@ -332,7 +331,7 @@ def judge_saved(folder: Path, timeout: float) -> tuple[str, str]:
 
 
 def _load_saved(folder: Path) -> None:
-    """Compare the names with the source's, load the folder, and write what transformers made of it."""
+    """Compare the names with the source's, load the folder, and write the weights that transformers loaded."""
     # not at the top: `import_libraries` sets the environment first
     import torch
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Where runs part from the first one, for the report: data, loss and the gradients of step 1, as a table and a heat map."""
+"""Where runs first differ from the first run, for the report: data, loss, and a heat map of the gradients of step 1."""
 
 import html
 import math
@@ -14,24 +14,24 @@ FLOOR = 1e-9  # the lowest colour
 
 
 def loss_limit(reference: RunRows, run: RunRows) -> float:
-    """The relative difference that rounding explains: that of the coarser dtype of both."""
+    """The relative difference that rounding explains, in the coarser dtype of the two runs."""
     return max(
         LOSS_LIMITS.get(str((one.start.get("config") or {}).get("param_dtype")), 1e-5) for one in (reference, run)
     )
 
 
 def relative_differences(reference: RunRows, run: RunRows, key: str) -> dict[int, float]:
-    """{step: relative difference of a metric}, of the steps at which both have a finite value that is not 0."""
+    """{step: relative difference of a metric}, for steps where both runs have a finite value that is not 0."""
     values = dict(zip(*reference.series(key), strict=True))
     pairs = zip(*run.series(key), strict=True)
     return {step: abs(value / values[step] - 1) for step, value in pairs if values.get(step)}
 
 
-def parting_rows(runs: list[RunRows], differences: dict[str, dict[str, float]]) -> list[list[str]]:
-    """A table: for each run after the first, the first step with other data, loss or gradient norm, and the first tensor.
+def difference_rows(runs: list[RunRows], differences: dict[str, dict[str, float]]) -> list[list[str]]:
+    """A table: for each run after the first, the first step with other data, loss or gradient norm, and a tensor.
 
-    The loss of RL with one update per rollout is made of rewards and lengths alone, since its ratios are 1. Two runs
-    with other weights can have it in common to the last bit. So the gradient norm is told too.
+    The loss of RL with one update per rollout depends only on rewards and lengths, since its ratios are 1. Two runs
+    with different weights can have the same loss to the last bit. So the gradient norm is shown too.
     """
     reference, rows = runs[0], [["", "other data from", "other loss from", "largest difference of the loss"]]
     rows[0] += ["other grad norm from", "first gradient of step 1 that differs"]
@@ -67,9 +67,9 @@ def _first(rels: dict[str, float] | None) -> str:
 
 
 def gradient_differences(runs: list[RunRows]) -> dict[str, dict[str, float]]:
-    """{run: {tensor: ||g - g1|| / ||g1||}} against the first run, of the dumps of --parity_dump. Only rounding gives 0.
+    """{run: {tensor: ||g - g1|| / ||g1||}} against the first run, from --parity_dump. Rounding noise counts as 0.
 
-    Runs without a dump, or with other tensors, are left out. One tensor of each run is in memory at a time.
+    Runs without a dump, or with other tensors, are skipped. One tensor of each run is in memory at a time.
     """
     paths = {run.name: _dump_of(run) for run in runs}
     if not paths[runs[0].name]:
@@ -106,14 +106,14 @@ def _dump_of(run: RunRows) -> str | None:
 
 
 def _in_model_order(name: str) -> list:
-    """Layer 10 comes after layer 9; the embedding is first, the last norm and the head are last."""
+    """A sort key: layer 10 comes after layer 9, the embedding is first, the last norm and the head are last."""
     parts = [int(part) if part.isdigit() else part for part in name.split(".")]
     place = 0 if "embed" in name else 1 if any(isinstance(part, int) for part in parts) else 2
     return [place, [(0, part, "") if isinstance(part, int) else (1, 0, part) for part in parts]]
 
 
 def heat_map(differences: dict[str, dict[str, float]]) -> str:
-    """Tensors x runs as an HTML table. The colour of a cell is its difference, on a logarithmic scale."""
+    """Tensors x runs as an HTML table. The colour of a cell shows its difference on a logarithmic scale."""
     head = "".join(f"<th><pre>{html.escape(name)}</pre></th>" for name in differences)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name in next(iter(differences.values())):
@@ -123,7 +123,7 @@ def heat_map(differences: dict[str, dict[str, float]]) -> str:
 
 
 def _cell(rel: float) -> str:
-    """White up to FLOOR, blue up to what is allowed, and from yellow to red above it."""
+    """White up to FLOOR, blue up to the allowed difference, yellow to red above it."""
     if rel <= GRADIENT_LIMIT:
         share = math.log(max(rel, FLOOR) / FLOOR) / math.log(GRADIENT_LIMIT / FLOOR)
         colour = f"hsl(210 70% {98 - 22 * share:.0f}%)"
