@@ -42,7 +42,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)
 
     apply(RL_FEATURES, run, "before_data")
-    read_prompts(run)
+    read_prompts(run, is_demo)
     apply(RL_FEATURES, run, "with_data")
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
@@ -79,13 +79,14 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     apply(RL_FEATURES, run, "at_end")
 
 
-def read_prompts(run: RLRun) -> None:
+def read_prompts(run: RLRun, is_demo: bool) -> None:
     """Read the prompts with the columns that the reward functions take."""
     args = run.args
     run.functions = load_reward_functions(args.scores.reward_func)
     load = functools.partial(load_data, args, run.setup.tokenizer, functions=run.functions)
     run.samples, run.eval_samples, run.ledger = load_sets(args.data, run.setup, load, render_prompt_text)
-    refuse(run.method.rules, run.own_flags, has_images=run.has_images, no_images=not run.has_images)
+    facts = {"is_demo": is_demo, "has_images": run.has_images, "no_images": not run.has_images}
+    refuse(run.method.rules, run.own_flags, **facts)
 
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: dict):
