@@ -27,7 +27,7 @@ def parse(argv: list[str]) -> OnlineDPOArguments:
     args = parse_arguments(OnlineDPOArguments, "train_dpo --online", argv)
     for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
         if value is None:
-            raise UserError(flag, "missing; train_dpo --online has no demo", "a path or hub name")
+            raise UserError(flag, "missing", "a path or hub name; --online has no demo")
     return args
 
 
