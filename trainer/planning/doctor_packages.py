@@ -99,7 +99,7 @@ def optional(package: str, module: str, version: str) -> Finding:
 def deepspeed() -> Finding:
     """Whether DeepSpeed starts. The trainer needs none of its compiled operators, so no nvcc."""
     try:  # not at the top: an import that fails is a finding
-        import deepspeed
+        import deepspeed  # an import that fails is a finding
         from deepspeed.accelerator import get_accelerator
 
         found, wanted = get_accelerator().device_name(), "cuda" if torch.cuda.is_available() else "cpu"
