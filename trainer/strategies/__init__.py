@@ -10,11 +10,10 @@ def get_strategy(backend: str, options: StrategyOptions):
     Raises:
         UserError: the backend is unknown, or it cannot do what the options request.
     """
-    # both backends are heavy, DeepSpeed above all: only the chosen one is imported
     if backend == "deepspeed":
-        from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy
+        from trainer.strategies.deepspeed import DeepspeedStrategy as Strategy  # heavy: only the chosen one is imported
     elif backend == "fsdp2":
-        from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy
+        from trainer.strategies.fsdp2 import FSDP2Strategy as Strategy  # heavy, too
     else:
         raise UserError("--backend", backend, "deepspeed, fsdp2")
     return Strategy(options)

@@ -26,6 +26,7 @@ from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_shard
 from trainer.distributed import collectives
 from trainer.model_folders.model_folder import unwrapped
+from trainer.model_parallel.tensor_parallel import copy_on_meta, forward_on_meta
 from trainer.runs.feature import Feature
 from trainer.runs.outputs import make_writable
 from trainer.training.loop import LoopHooks
@@ -376,8 +377,6 @@ def _signs(whole: tuple, features: tuple, offsets: tuple) -> torch.Tensor:
 
 def _whole_shapes(model) -> dict[str, tuple]:
     """Module -> shape of the features of its output, if the model is not cut: two tokens on the meta device."""
-    from trainer.model_parallel.tensor_parallel import copy_on_meta, forward_on_meta
-
     shapes = {}
 
     def note(name, module, inputs, output) -> None:
