@@ -344,10 +344,10 @@ def test_hf_and_trl_pass_an_audit(name, trl_run, folder, capsys):
 @pytest.mark.parametrize(
     ("adapter", "wrong", "told"),
     [
-        (HalfOfQNorm, {f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2)}, "0.5 times those"),
+        (HalfOfQNorm, {f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2)}, "0.5 times the gradients"),
         (SwapsRows, {"model.layers.1.mlp.down_proj.weight"}, "model.layers.1.mlp.down_proj.weight: "),
         (Forgets, set(), "no gradient of model.embed_tokens.weight"),
-        (AddsTwice, None, "2 times those"),
+        (AddsTwice, None, "2 times the gradients"),
     ],
 )
 def test_gradients_that_are_wrong_by_layout_are_named(adapter, wrong, told, job):
