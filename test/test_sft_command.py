@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.runs import run_setup
-from trainer.runs.run_setup import idle_cores, share_cores
+from trainer.runs.run_setup import idle_cores
 
 RUNS = {
     "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],
@@ -58,7 +58,7 @@ def test_adam_in_host_memory_takes_the_cores_of_its_rank(monkeypatch):
     try:
         for threads, expected in ((1, 4), (3, 3)):  # torchrun's one thread, and a number that a user chose
             torch.set_num_threads(threads)
-            share_cores()
+            run_setup.set_up_gpu(adam_offload=True, vllm=True)
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
