@@ -167,9 +167,10 @@ def test_the_doctor_reads_the_cards(calls, name, capability, state, text):
 
 def test_vllm_needs_a_gpu_for_each_rank(calls, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    args = SimpleNamespace(rollout=RolloutArguments())
+    setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD))
+    run = SimpleNamespace(args=SimpleNamespace(rollout=RolloutArguments()), setup=setup)
     with pytest.raises(UserError, match="vllm with 4 ranks on 2 GPUs"):
-        rl_engines._vllm_engine(args, SimpleNamespace(strategy=SimpleNamespace(device=CARD)), {})
+        rl_engines.vllm_engine(run, {})
 
 
 def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):

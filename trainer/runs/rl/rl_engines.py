@@ -10,7 +10,7 @@ import torch
 from trainer.datasets.conversations.templates import chat_template
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
-from trainer.flags.rl_flags import EnvironmentArguments, PPOArguments
+from trainer.flags.rl_flags import EnvironmentArguments
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
@@ -25,29 +25,18 @@ from trainer.runs.run_setup import Setup
 
 def build_engine(run):
     """The engine of --rollout_engine. Features add options for each kind."""
-    args, setup = run.args, run.setup
-    more = run.engine_options[args.rollout.rollout_engine]
-    options = {
-        "dtype": setup.strategy.param_dtype,
-        "device": setup.strategy.device,
-        "batch_size": args.rollout.micro_rollout_batch_size,
-        "trust_remote_code": args.model.trust_remote_code,
-    }
-    if args.rollout.rollout_engine == "vllm":
-        return _vllm_engine(args, setup, options | more)
-    if args.rollout.rollout_engine == "vllm_server":
-        options.pop("trust_remote_code")  # a flag of serve_engine
-        urls = [url.strip() for url in args.rollout.engine_urls.split(",")]
-        options |= {
-            "max_len": setup.longest,
-            "own_server_only": bool(args.rollout.max_staleness),
-        }
-        engine = VLLMServerEngine(urls, **options)
-        wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
-        return engine
+    strategy, kind = run.setup.strategy, run.args.rollout.rollout_engine
+    options = {"dtype": strategy.param_dtype, "device": strategy.device}
+    options |= {"batch_size": run.args.rollout.micro_rollout_batch_size, **run.engine_options[kind]}
+    return ENGINES[kind](run, options)
 
-    is_compiled = args.model.compile and not args.rollout.max_staleness
-    engine = HFEngine(setup.folder, setup.tokenizer, compiled=is_compiled, **options, **more)
+
+def hf_engine(run, options: dict) -> HFEngine:
+    """A replica of the policy on every rank."""
+    args, setup = run.args, run.setup
+    options |= {"trust_remote_code": args.model.trust_remote_code}
+    options |= {"compiled": args.model.compile and not args.rollout.max_staleness}
+    engine = HFEngine(setup.folder, setup.tokenizer, **options)
     if engine.kind_of_rows is UncachedRows:
         name = type(engine.model).__name__
         if args.rollout.routing_replay:
@@ -58,7 +47,18 @@ def build_engine(run):
     return engine
 
 
-def _vllm_engine(args: PPOArguments, setup: Setup, options: dict):
+def server_engine(run, options: dict) -> VLLMServerEngine:
+    """Servers of vLLM, each with the weights of the ranks that use it."""
+    urls = [url.strip() for url in run.args.rollout.engine_urls.split(",")]
+    options |= {"max_len": run.setup.longest, "own_server_only": bool(run.args.rollout.max_staleness)}
+    engine = VLLMServerEngine(urls, **options)
+    wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
+    return engine
+
+
+def vllm_engine(run, options: dict):
+    """An engine of vLLM in this process, or one for each tp group."""
+    args, setup = run.args, run.setup
     share, num_ranks = args.rollout.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
         found = f"vllm with {num_ranks} ranks on {torch.cuda.device_count()} GPUs"
@@ -74,7 +74,16 @@ def _vllm_engine(args: PPOArguments, setup: Setup, options: dict):
 
     if share is not None:
         options["gpu_memory_utilization"] = share
-    return VLLMEngine(setup.folder, **options, max_len=setup.longest, tp_size=engine_tp_size(args))
+    return VLLMEngine(
+        setup.folder,
+        **options,
+        trust_remote_code=args.model.trust_remote_code,
+        max_len=setup.longest,
+        tp_size=engine_tp_size(args),
+    )
+
+
+ENGINES = {"hf": hf_engine, "vllm": vllm_engine, "vllm_server": server_engine}
 
 
 def rollouts_ahead(run) -> RolloutsAhead:

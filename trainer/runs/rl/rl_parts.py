@@ -1,5 +1,6 @@
 """What a run of RL is: a method, and the parts that grow around it."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class RLRun(Run):
 
     more_stops: tuple[int, ...] = ()  # tokens that end a response, besides eos
     engine_options: dict[str, dict] = dataclasses.field(
-        default_factory=lambda: {"hf": {}, "vllm": {}, "vllm_server": {}}
-    )
+        default_factory=lambda: collections.defaultdict(dict)
+    )  # by engine
     loader_options: dict = dataclasses.field(default_factory=dict)  # of the batches of a rollout
     collate_rollout: Optional[Callable] = None  # in place of that of texts; see `collate_samples`
     sizes_to_plan: Optional[Callable] = None  # from samples to the sizes that micro-batches are planned by
