@@ -150,11 +150,6 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def squared_hinge_loss(margin: torch.Tensor, beta: float) -> torch.Tensor:
-    """max(0, 1 - beta * margin)^2 / 2, per pair (n,)."""
-    return torch.clamp(1 - beta * margin, min=0) ** 2 / 2
-
-
 @dataclass(frozen=True)
 class PairLoss:
     """An entry of PAIR_LOSSES.
@@ -189,7 +184,6 @@ PAIR_LOSSES = {
     "robust": _of_margin(robust_loss, has_label_smoothing=True),
     "ipo": _of_margin(ipo_loss),
     "hinge": _of_margin(hinge_loss),
-    "squared_hinge": _of_margin(squared_hinge_loss),
     "apo_zero": _of_ratios(apo_zero_loss),
     "apo_down": _of_ratios(apo_down_loss),
     "sppo": _of_ratios(sppo_loss),
