@@ -219,7 +219,6 @@ class OutputArguments:
         False, "write certificate.json when the run ends: hashes of what it read, did and saved, for verify_run"
     )
     eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
-    eval_at_start: bool = arg(False, "also evaluate before the first step")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
     use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
     wandb_project: str = arg("trainer", "wandb project")

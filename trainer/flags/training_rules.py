@@ -72,7 +72,7 @@ SHARED_RULES = (
     ),
     Rule("dataset_probs", lambda f: not f.dataset, "without --dataset", "it mixes the sets of --dataset", REMOVE),
     Rule(
-        "eval_steps eval_split eval_at_start",
+        "eval_steps eval_split",
         lambda f: not f.eval_dataset,
         "without --eval_dataset",
         "nothing is evaluated",

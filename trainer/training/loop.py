@@ -47,7 +47,6 @@ class LoopOptions:
 
     total_steps: int
     logging_steps: int = 1
-    eval_at_start: bool = False
     eval_steps: Optional[int] = None  # evaluate every so many steps, in addition to the end
     max_skipped_steps: int = 10
     check_replicas_every: Optional[int] = None
@@ -284,10 +283,6 @@ def train(
 
     model.train()
     log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
-    if eval_loader and options.eval_at_start and progress.step == 0:
-        started = time.perf_counter()
-        found = evaluate(strategy, model, eval_loader, loss_fn)
-        log.evaluation({f"eval_{name}": value for name, value in found.items()}, started)
     with StopRequest() as stop:
         while progress.step < options.total_steps:
             started = time.perf_counter()
