@@ -31,7 +31,7 @@ class PromptArguments:
 class RolloutArguments:
     """Rollouts"""
 
-    rollout_engine: Literal["hf", "vllm", "vllm_server", "fixed"] = arg(
+    rollout_engine: Literal["hf", "vllm", "vllm_server"] = arg(
         "hf",
         "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm); "
         "vllm_server: servers of their own",

@@ -13,7 +13,6 @@ from trainer.errors import UserError
 from trainer.flags.rl_flags import EnvironmentArguments
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
-from trainer.rollout.engines.fixed import FixedEngine
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm_server import VLLMServerEngine
 from trainer.rollout.envs.env_process import ProcessEnvironment
@@ -85,7 +84,6 @@ def vllm_engine(run, options: dict):
 
 
 ENGINES = {"hf": hf_engine, "vllm": vllm_engine, "vllm_server": server_engine}
-ENGINES["fixed"] = lambda run, options: FixedEngine(5, options["dtype"])
 
 
 def rollouts_ahead(run) -> RolloutsAhead:
