@@ -20,6 +20,9 @@ from trainer.compare.certificates.plain_replay import certify_steps, check_repla
 from trainer.compare.certificates.verification import verify
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rules import refuse
 from trainer.reports import certificate
 
 STEPS = 6
@@ -440,9 +443,12 @@ def test_manifests_are_what_the_certificate_hashes(runs):
 
 
 def test_refusals():
-    with pytest.raises(UserError, match="--certify: with --no_save"):
-        check_replay_flags({"no_save": True})
-    with pytest.raises(UserError, match="--certify: with --verify_resume"):
-        check_replay_flags({"no_save": False, "verify_resume": 2})
-    with pytest.raises(UserError, match="--certify: with --lora_rank"):
-        check_replay_flags({"no_save": False, "lora_rank": 4})
+    for flags, found in (
+        ({"no_save": True}, "--certify 2 with --no_save"),
+        ({"verify_resume": 2}, "--certify 2 with --verify_resume"),
+        ({"lora_rank": 4}, "--certify 2 with --lora_rank"),
+    ):
+        with pytest.raises(UserError, match=found):
+            refuse("train_sft", from_flat(SFTArguments, {"certify": 2, **flags}))
+    with pytest.raises(UserError, match="--certify: a run with --lora_rank"):
+        check_replay_flags({"lora_rank": 4})
