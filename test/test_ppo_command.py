@@ -594,7 +594,7 @@ def test_labels_are_needed_by_rewards_that_compare_with_them(folder, label, foun
     def load(reward: str, *rows: dict):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         args, _ = parse(flags(folder, "labels", "--input_key", "q", "--reward_func", reward))
-        return load_data(args, tokenizer, str(path), "train", "--eval_dataset")[0]
+        return load_data(args, tokenizer, str(path), "train", "--eval_dataset", functions={})[0]
 
     with pytest.raises(UserError) as error:
         load("exact_match", *rows)
