@@ -99,12 +99,11 @@ def main(folder: Path) -> None:
     import_libraries()
     from trainer.checkpoints import shards
     from trainer.datasets.demos.demo import make_demo
-    from trainer.model_folders import model_writer
-    from trainer.strategies import deepspeed, fsdp2  # noqa: F401 (before the forks)
+    from trainer.strategies import deepspeed, fsdp2
 
     make_demo(str(folder))
     shards.MAX_FILE_BYTES = 1 << 14  # several files per rank
-    model_writer.save_pretrained = lambda *_: None  # the Hugging Face part is not counted
+    deepspeed.save_pretrained = fsdp2.save_pretrained = lambda *_: None  # the Hugging Face part is not counted
     for layout, (_, _, numbers) in LAYOUTS.items():
         for number in numbers:
             ending = run_ranks(lambda layout=layout: check(str(folder), layout), number, folder / "log", timeout=100)
