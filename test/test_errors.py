@@ -1,6 +1,5 @@
 """Bad input: one line that names the cause, exit code 2, no traceback, every rank gone within 30 s."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -132,12 +131,12 @@ def test_config_file_with_overrides_and_a_misspelt_key(tmp_path):
 @pytest.mark.parametrize("text", ["### {}\n### Answer: ", "# {}", "1e-5", "null", "~", "[1]", "{a: b}", "007", "true"])
 def test_a_text_is_taken_as_it_stands_and_config_yaml_repeats_it(text, tmp_path):
     from trainer.flags.common_flags import SFTArguments
-    from trainer.flags.parse_flags import parse_arguments
+    from trainer.flags.parse_flags import flat, parse_arguments
 
     args = parse_arguments(SFTArguments, "train_sft", ["--input_template", text, "--output_dir", text])
     assert args.data.input_template == args.output.output_dir == text
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.dump(dataclasses.asdict(args), Dumper=ConfigDumper, sort_keys=False))
+    config.write_text(yaml.dump(flat(args), Dumper=ConfigDumper, sort_keys=False))
     assert parse_arguments(SFTArguments, "train_sft", ["--config", str(config)]) == args
 
 

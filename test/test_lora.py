@@ -303,7 +303,7 @@ def test_flags_that_cannot_work_are_refused(given, where):
             ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--sequence_parallel"],
             "error: --lora_rank 8 with --seq",
         ),
-        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit with --backend fsdp2: "),
+        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit"),
         (["--backend", "fsdp2", "--target_modules", "w_proj"], "error: --target_modules: "),
         (
             ["--backend", "fsdp2", "--target_modules", "embed_tokens"],
