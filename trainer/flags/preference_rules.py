@@ -3,228 +3,104 @@
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
+# fmt: off
 PAIR_RULES = (
-    Rule(
-        "max_tokens_per_micro_batch",
-        lambda f: not f.packing_samples,
-        "without --packing_samples",
-        "the padding between the two answers of a pair is not counted",
-        "Add --packing_samples, or use --micro_train_batch_size.",
-    ),
+    Rule("max_tokens_per_micro_batch", lambda f: not f.packing_samples, "without --packing_samples",
+         "the padding between the two answers of a pair is not counted",
+         "Add --packing_samples, or use --micro_train_batch_size."),
 )
+# fmt: on
 
+# fmt: off
 REWARD_RULES = (
     *PAIR_RULES,
-    Rule(
-        "margin_key",
-        lambda f: f.loss != "sigmoid",
-        "with --loss {loss}",
-        "this loss has no margin",
-        "Take --loss sigmoid.",
-    ),
-    Rule(
-        "sequence_parallel",
-        lambda f: True,
-        "with train_rm",
-        "the reward head scores whole sequences",
-        REMOVE,
-    ),
+    Rule("margin_key", lambda f: f.loss != "sigmoid", "with --loss {loss}", "this loss has no margin",
+         "Take --loss sigmoid."),
+    Rule("sequence_parallel", lambda f: True, "with train_rm", "the reward head scores whole sequences", REMOVE),
 )
+# fmt: on
 
 
 def _is_kto(f) -> bool:
     return f.loss == "kto"
 
 
+# fmt: off
 LOSS_RULES = (
-    Rule(
-        "ref_offload",
-        lambda f: f.lora_rank and not f.ref_model,
-        "with --lora_rank",
-        "the reference is the model without its adapter",
-        REMOVE,
-    ),
-    Rule(
-        "ref_model ref_offload precompute_ref_logps",
-        lambda f: f.loss_has_reference is False,
-        "with --loss {loss}",
-        "this loss has no reference",
-        REMOVE,
-    ),
-    Rule(
-        "label_smoothing",
-        lambda f: f.loss_has_smoothing is False,
-        "with --loss {loss}",
-        "this loss takes every label as right",
-        "Set it to 0, or take --loss cdpo or robust.",
-    ),
-    Rule(
-        "loss",
-        lambda f: f.loss_has_smoothing and not f.label_smoothing,
-        "without --label_smoothing",
-        "it is the probability of a wrong label that this loss is made for",
-        "Set --label_smoothing above 0 and below 0.5.",
-    ),
-    Rule(
-        "f_divergence",
-        lambda f: f.loss_has_divergence is False,
-        "with --loss {loss}",
-        "this loss is no function of the difference of two log-ratios",
-        "Take --loss dpo, cdpo, robust, ipo or hinge, or remove the flag.",
-    ),
+    Rule("ref_offload", lambda f: f.lora_rank and not f.ref_model, "with --lora_rank",
+         "the reference is the model without its adapter", REMOVE),
+    Rule("ref_model ref_offload precompute_ref_logps", lambda f: f.loss_has_reference is False, "with --loss {loss}",
+         "this loss has no reference", REMOVE),
+    Rule("label_smoothing", lambda f: f.loss_has_smoothing is False, "with --loss {loss}",
+         "this loss takes every label as right", "Set it to 0, or take --loss cdpo or robust."),
+    Rule("loss", lambda f: f.loss_has_smoothing and not f.label_smoothing, "without --label_smoothing",
+         "it is the probability of a wrong label that this loss is made for",
+         "Set --label_smoothing above 0 and below 0.5."),
+    Rule("f_divergence", lambda f: f.loss_has_divergence is False, "with --loss {loss}",
+         "this loss is no function of the difference of two log-ratios",
+         "Take --loss dpo, cdpo, robust, ipo or hinge, or remove the flag."),
     Rule("nll_loss_coef", _is_kto, "with --loss kto", "there are no chosen answers", REMOVE),
-    Rule(
-        "simpo_gamma",
-        lambda f: f.loss_names and "simpo" not in f.loss_names,
-        "with --loss {loss}",
-        "it is the margin of simpo",
-        "Take --loss simpo, or remove the flag.",
-    ),
-    Rule(
-        "f_alpha",
-        lambda f: f.f_divergence != "alpha",
-        "with --f_divergence {f_divergence}",
-        "it is a constant of the alpha divergence",
-        "Take --f_divergence alpha, or remove the flag.",
-    ),
+    Rule("simpo_gamma", lambda f: f.loss_names and "simpo" not in f.loss_names, "with --loss {loss}",
+         "it is the margin of simpo", "Take --loss simpo, or remove the flag."),
+    Rule("f_alpha", lambda f: f.f_divergence != "alpha", "with --f_divergence {f_divergence}",
+         "it is a constant of the alpha divergence", "Take --f_divergence alpha, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 ONLINE_RULES = (
     Rule("loss", _is_kto, "with --online", "the answers to a prompt become pairs", "Take a loss of pairs."),
-    Rule(
-        "online",
-        lambda f: f.n_samples_per_prompt < 2,
-        "with --n_samples_per_prompt 1",
-        "a pair has two answers",
-        "Set --n_samples_per_prompt to 2 or more.",
-    ),
-    Rule(
-        "online",
-        lambda f: f.has_images,
-        "with rows that have images",
-        "pairs of the model's own answers have only text",
-        "Take rows without images.",
-    ),
+    Rule("online", lambda f: f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1", "a pair has two answers",
+         "Set --n_samples_per_prompt to 2 or more."),
+    Rule("online", lambda f: f.has_images, "with rows that have images",
+         "pairs of the model's own answers have only text", "Take rows without images."),
     *PAIR_RULES,
     *LOSS_RULES,
-    Rule(
-        "precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages",
-        lambda f: True,
-        "with --online",
-        "this is not built for pairs of the model's own answers",
-        REMOVE,
-    ),
+    Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages", lambda f: True,
+         "with --online", "this is not built for pairs of the model's own answers", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 DPO_RULES = (
     *PAIR_RULES,
     *LOSS_RULES,
-    Rule(
-        "ref_model ref_offload precompute_ref_logps",
-        lambda f: f.load_in_4bit,
-        "with --load_in_4bit",
-        "the reference is the model without its adapter",
-        REMOVE,
-    ),
-    Rule(
-        "precompute_ref_logps",
-        _is_kto,
-        "with --loss kto",
-        "kto pairs prompts and answers again in every epoch",
-        "Remove the flag, or use --ref_offload.",
-    ),
-    Rule(
-        "ref_offload",
-        lambda f: f.precompute_ref_logps,
-        "with --precompute_ref_logps",
-        "the reference is freed before training",
-        ONE,
-    ),
-    Rule(
-        "train_batch_size",
-        lambda f: _is_kto(f) and f.train_batch_size == 1,
-        "with --loss kto",
-        "its estimate of the KL pairs prompts with other answers",
-        "Set it to 2 or more.",
-    ),
-    Rule(
-        "completion_key label_key desirable_weight undesirable_weight",
-        lambda f: not _is_kto(f),
-        "with --loss {loss}",
-        "only kto has single answers",
-        "Take --loss kto, or remove the flag.",
-    ),
+    Rule("ref_model ref_offload precompute_ref_logps", lambda f: f.load_in_4bit, "with --load_in_4bit",
+         "the reference is the model without its adapter", REMOVE),
+    Rule("precompute_ref_logps", _is_kto, "with --loss kto", "kto pairs prompts and answers again in every epoch",
+         "Remove the flag, or use --ref_offload."),
+    Rule("ref_offload", lambda f: f.precompute_ref_logps, "with --precompute_ref_logps",
+         "the reference is freed before training", ONE),
+    Rule("train_batch_size", lambda f: _is_kto(f) and f.train_batch_size == 1, "with --loss kto",
+         "its estimate of the KL pairs prompts with other answers", "Set it to 2 or more."),
+    Rule("completion_key label_key desirable_weight undesirable_weight", lambda f: not _is_kto(f),
+         "with --loss {loss}", "only kto has single answers", "Take --loss kto, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 KD_RULES = (
-    Rule(
-        "load_in_4bit",
-        lambda f: True,
-        "with train_kd",
-        "the student and the teacher share the code of full weights",
-        REMOVE,
-    ),
-    Rule(
-        "layout",
-        lambda f: f.layout == "auto",
-        "with train_kd",
-        "the plan knows one model",
-        "Set the flags of the layout.",
-    ),
-    Rule(
-        "teacher_offload",
-        lambda f: f.teacher_answers,
-        "with --teacher_answers",
-        "the teacher is freed before training",
-        REMOVE,
-    ),
-    Rule(
-        "teacher_offload kd_temperature",
-        lambda f: f.kd_coef == 0,
-        "with --kd_coef 0",
-        "training does not use the teacher's probabilities",
-        "Take --kd_coef above 0, or remove the flag.",
-    ),
-    Rule(
-        "kd_temperature",
-        lambda f: f.teacher_answers and f.kd_coef is None,
-        "with --teacher_answers and without --kd_coef",
-        "training does not use the teacher's probabilities",
-        "Add --kd_coef above 0, or remove the flag.",
-    ),
-    Rule(
-        "kd_coef",
-        lambda f: f.kd_coef == 0 and not f.teacher_answers,
-        "without --teacher_answers",
-        "nothing comes from the teacher",
-        "Take a number above 0, or train_sft.",
-    ),
-    Rule(
-        "generate_max_len temperature micro_rollout_batch_size",
-        lambda f: not f.teacher_answers,
-        "without --teacher_answers",
-        "the teacher answers nothing",
-        "Add --teacher_answers, or remove the flag.",
-    ),
-    Rule(
-        "output_key multiturn pretrain_mode",
-        lambda f: f.teacher_answers,
-        "with --teacher_answers",
-        "the answers in --dataset are not read",
-        REMOVE,
-    ),
-    Rule(
-        "eval_dataset",
-        lambda f: f.teacher_answers,
-        "with --teacher_answers",
-        "the teacher answers only --dataset",
-        REMOVE,
-    ),
-    Rule(
-        "teacher_answers",
-        lambda f: f.generate_max_len >= f.max_len,
-        "with --generate_max_len {generate_max_len} and --max_len {max_len}",
-        "nothing is left for prompts",
-        "Take a smaller --generate_max_len.",
-    ),
+    Rule("load_in_4bit", lambda f: True, "with train_kd",
+         "the student and the teacher share the code of full weights", REMOVE),
+    Rule("layout", lambda f: f.layout == "auto", "with train_kd", "the plan knows one model",
+         "Set the flags of the layout."),
+    Rule("teacher_offload", lambda f: f.teacher_answers, "with --teacher_answers",
+         "the teacher is freed before training", REMOVE),
+    Rule("teacher_offload kd_temperature", lambda f: f.kd_coef == 0, "with --kd_coef 0",
+         "training does not use the teacher's probabilities", "Take --kd_coef above 0, or remove the flag."),
+    Rule("kd_temperature", lambda f: f.teacher_answers and f.kd_coef is None,
+         "with --teacher_answers and without --kd_coef", "training does not use the teacher's probabilities",
+         "Add --kd_coef above 0, or remove the flag."),
+    Rule("kd_coef", lambda f: f.kd_coef == 0 and not f.teacher_answers, "without --teacher_answers",
+         "nothing comes from the teacher", "Take a number above 0, or train_sft."),
+    Rule("generate_max_len temperature micro_rollout_batch_size", lambda f: not f.teacher_answers,
+         "without --teacher_answers", "the teacher answers nothing", "Add --teacher_answers, or remove the flag."),
+    Rule("output_key multiturn pretrain_mode", lambda f: f.teacher_answers, "with --teacher_answers",
+         "the answers in --dataset are not read", REMOVE),
+    Rule("eval_dataset", lambda f: f.teacher_answers, "with --teacher_answers", "the teacher answers only --dataset",
+         REMOVE),
+    Rule("teacher_answers", lambda f: f.generate_max_len >= f.max_len,
+         "with --generate_max_len {generate_max_len} and --max_len {max_len}", "nothing is left for prompts",
+         "Take a smaller --generate_max_len."),
 )
+# fmt: on

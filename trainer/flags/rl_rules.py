@@ -11,68 +11,34 @@ def _has_critic(f) -> bool:
     return f.advantage_estimator == "gae"
 
 
+# fmt: off
 TEACHER_RULES = (
     Rule("preset", lambda f: f.teacher, "with --teacher", "a preset sets another advantage than the teacher's", ONE),
-    Rule(
-        "teacher",
-        lambda f: f.advantage_estimator != "distill",
-        "with --advantage_estimator {advantage_estimator}",
-        "the KL to the teacher is the advantage",
-        "Remove --advantage_estimator.",
-    ),
-    Rule(
-        "teacher",
-        lambda f: not f.init_kl_coef,
-        "with --init_kl_coef 0",
-        "the KL to the teacher is the advantage, and this is its weight",
-        "Remove --init_kl_coef.",
-    ),
-    Rule(
-        "advantage_estimator",
-        lambda f: f.advantage_estimator == "distill" and not f.teacher,
-        "without --teacher",
-        "its advantage is the KL to a teacher",
-        "Add --teacher MODEL.",
-    ),
-    Rule(
-        "ref_model",
-        lambda f: f.teacher and f.ref_model != f.teacher,
-        "with --teacher",
-        "the teacher is the reference",
-        "Remove --ref_model.",
-    ),
-    Rule(
-        "kl_estimator",
-        lambda f: f.teacher,
-        "with --teacher",
-        "the advantage of a token is the difference of log-probs, which is k1",
-        REMOVE,
-    ),
-    Rule(
-        "use_kl_loss kl_in_score",
-        lambda f: f.teacher,
-        "with --teacher",
-        "the KL to the teacher is the advantage of each token",
-        REMOVE,
-    ),
+    Rule("teacher", lambda f: f.advantage_estimator != "distill", "with --advantage_estimator {advantage_estimator}",
+         "the KL to the teacher is the advantage", "Remove --advantage_estimator."),
+    Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
+         "the KL to the teacher is the advantage, and this is its weight", "Remove --init_kl_coef."),
+    Rule("advantage_estimator", lambda f: f.advantage_estimator == "distill" and not f.teacher, "without --teacher",
+         "its advantage is the KL to a teacher", "Add --teacher MODEL."),
+    Rule("ref_model", lambda f: f.teacher and f.ref_model != f.teacher, "with --teacher",
+         "the teacher is the reference", "Remove --ref_model."),
+    Rule("kl_estimator", lambda f: f.teacher, "with --teacher",
+         "the advantage of a token is the difference of log-probs, which is k1", REMOVE),
+    Rule("use_kl_loss kl_in_score", lambda f: f.teacher, "with --teacher",
+         "the KL to the teacher is the advantage of each token", REMOVE),
     Rule("dynamic_filtering", lambda f: f.teacher, "with --teacher", "scores are only logged", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 ADVANTAGE_RULES = (
-    Rule(
-        "advantage_estimator",
-        lambda f: f.n_samples_per_prompt < 2 and f.advantage_estimator not in ("gae", "reinforce", "distill"),
-        "with --n_samples_per_prompt 1",
-        "it compares the responses to one prompt",
-        "Set --n_samples_per_prompt to 2 or more.",
-    ),
-    Rule(
-        "lambd critic_pretrain offload_critic value_clip freezing_actor_steps",
-        lambda f: not _has_critic(f),
-        "with --advantage_estimator {advantage_estimator}",
-        "only gae trains a critic",
-        "Take --advantage_estimator gae, or remove the flag.",
-    ),
+    Rule("advantage_estimator",
+         lambda f: f.n_samples_per_prompt < 2 and f.advantage_estimator not in ("gae", "reinforce", "distill"),
+         "with --n_samples_per_prompt 1", "it compares the responses to one prompt",
+         "Set --n_samples_per_prompt to 2 or more."),
+    Rule("lambd critic_pretrain offload_critic value_clip freezing_actor_steps", lambda f: not _has_critic(f),
+         "with --advantage_estimator {advantage_estimator}", "only gae trains a critic",
+         "Take --advantage_estimator gae, or remove the flag."),
     Rule(
         "critic_learning_rate",
         lambda f: not _has_critic(f) and not f.is_demo,  # the demo sets it for runs with gae
@@ -80,206 +46,85 @@ ADVANTAGE_RULES = (
         "only gae trains a critic",
         "Take --advantage_estimator gae, or remove the flag.",
     ),
-    Rule(
-        "sequence_parallel",
-        _has_critic,
-        "with --advantage_estimator gae",
-        "the head of a critic needs whole sequences",
-        "Remove the flag, or take an estimator without a critic.",
-    ),
-    Rule(
-        "no_advantage_std_norm",
-        lambda f: f.advantage_estimator in ("rloo", "dr_grpo", "distill"),
-        "with --advantage_estimator {advantage_estimator}",
-        "this estimator never divides by a standard deviation",
-        REMOVE,
-    ),
-    Rule(
-        "advantage_batch_std",
-        lambda f: f.advantage_estimator != "group_norm",
-        "with --advantage_estimator {advantage_estimator}",
-        "only group_norm divides by the deviation of scores",
-        "Take --advantage_estimator group_norm, or remove the flag.",
-    ),
-    Rule(
-        "advantage_batch_std",
-        lambda f: f.no_advantage_std_norm,
-        "with --no_advantage_std_norm",
-        "nothing is divided by a deviation",
-        ONE,
-    ),
-    Rule(
-        "gamma",
-        lambda f: f.advantage_estimator == "distill",
-        "with --advantage_estimator distill",
-        "later tokens do not count",
-        REMOVE,
-    ),
+    Rule("sequence_parallel", _has_critic, "with --advantage_estimator gae",
+         "the head of a critic needs whole sequences", "Remove the flag, or take an estimator without a critic."),
+    Rule("no_advantage_std_norm", lambda f: f.advantage_estimator in ("rloo", "dr_grpo", "distill"),
+         "with --advantage_estimator {advantage_estimator}", "this estimator never divides by a standard deviation",
+         REMOVE),
+    Rule("advantage_batch_std", lambda f: f.advantage_estimator != "group_norm",
+         "with --advantage_estimator {advantage_estimator}", "only group_norm divides by the deviation of scores",
+         "Take --advantage_estimator group_norm, or remove the flag."),
+    Rule("advantage_batch_std", lambda f: f.no_advantage_std_norm, "with --no_advantage_std_norm",
+         "nothing is divided by a deviation", ONE),
+    Rule("gamma", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
+         "later tokens do not count", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 POLICY_RULES = (
-    Rule(
-        "eps_clip eps_clip_high",
-        lambda f: f.policy_loss in ("reinforce", "sapo"),
-        "with --policy_loss {policy_loss}",
-        "this loss does not clip the policy ratio",
-        "Take another --policy_loss, such as ppo, or remove the flag.",
-    ),
-    Rule(
-        "dual_clip",
-        lambda f: f.policy_loss not in CLIPPING,
-        "with --policy_loss {policy_loss}",
-        "it bounds the loss of a clipped ratio",
-        f"Take --policy_loss {', '.join(CLIPPING[:-1])} or {CLIPPING[-1]}, or remove the flag.",
-    ),
-    Rule(
-        "sapo_temperatures",
-        lambda f: f.policy_loss != "sapo",
-        "with --policy_loss {policy_loss}",
-        "only sapo has a gate",
-        "Take --policy_loss sapo, or remove the flag.",
-    ),
-    Rule(
-        "tis_level tis_mask",
-        lambda f: f.tis_cap is None,
-        "without --tis_cap",
-        "tokens have no importance weights",
-        "Add --tis_cap, or remove the flag.",
-    ),
-    Rule(
-        "tis_cap",
-        lambda f: f.tis_mask and f.tis_cap <= 1,
-        "with --tis_mask",
-        "it would keep no weight",
-        "Set it above 1.",
-    ),
-    Rule(
-        "rollout_kl_estimator",
-        lambda f: f.rollout_kl_max is None,
-        "without --rollout_kl_max",
-        "the KL of rollouts has no bound",
-        "Add --rollout_kl_max, or remove the flag.",
-    ),
+    Rule("eps_clip eps_clip_high", lambda f: f.policy_loss in ("reinforce", "sapo"),
+         "with --policy_loss {policy_loss}", "this loss does not clip the policy ratio",
+         "Take another --policy_loss, such as ppo, or remove the flag."),
+    Rule("dual_clip", lambda f: f.policy_loss not in CLIPPING, "with --policy_loss {policy_loss}",
+         "it bounds the loss of a clipped ratio",
+         f"Take --policy_loss {', '.join(CLIPPING[:-1])} or {CLIPPING[-1]}, or remove the flag."),
+    Rule("sapo_temperatures", lambda f: f.policy_loss != "sapo", "with --policy_loss {policy_loss}",
+         "only sapo has a gate", "Take --policy_loss sapo, or remove the flag."),
+    Rule("tis_level tis_mask", lambda f: f.tis_cap is None, "without --tis_cap", "tokens have no importance weights",
+         "Add --tis_cap, or remove the flag."),
+    Rule("tis_cap", lambda f: f.tis_mask and f.tis_cap <= 1, "with --tis_mask", "it would keep no weight",
+         "Set it above 1."),
+    Rule("rollout_kl_estimator", lambda f: f.rollout_kl_max is None, "without --rollout_kl_max",
+         "the KL of rollouts has no bound", "Add --rollout_kl_max, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 KL_RULES = (
-    Rule(
-        "use_kl_loss kl_target ref_model offload_ref kl_in_score kl_estimator",
-        lambda f: not f.init_kl_coef,
-        "with --init_kl_coef 0",
-        "there is no reference",
-        "Set --init_kl_coef above 0, or remove the flag.",
-    ),
-    Rule(
-        "kl_in_score",
-        lambda f: f.use_kl_loss,
-        "with --use_kl_loss",
-        "the KL counts once, in the score or in the loss",
-        ONE,
-    ),
-    Rule(
-        "use_kl_loss",
-        lambda f: f.kl_estimator == "k1",
-        "with --kl_estimator k1",
-        "the gradient of k1 is zero on average",
-        "Set --kl_estimator to k2 or k3.",
-    ),
-    Rule(
-        "kl_unbiased",
-        lambda f: not (f.use_kl_loss and f.kl_estimator == "k3"),
-        "without --use_kl_loss and --kl_estimator k3",
-        "it corrects the gradient of this term of the loss",
-        "Add both flags, or remove the flag.",
-    ),
-    Rule(
-        "kl_horizon",
-        lambda f: f.kl_target is None,
-        "without --kl_target",
-        "the weight of the KL is constant",
-        "Add --kl_target, or remove the flag.",
-    ),
-    Rule(
-        "offload_ref",
-        lambda f: f.lora_rank and not f.ref_model,
-        "with --lora_rank",
-        "the reference is the policy without its adapter",
-        REMOVE,
-    ),
+    Rule("use_kl_loss kl_target ref_model offload_ref kl_in_score kl_estimator", lambda f: not f.init_kl_coef,
+         "with --init_kl_coef 0", "there is no reference", "Set --init_kl_coef above 0, or remove the flag."),
+    Rule("kl_in_score", lambda f: f.use_kl_loss, "with --use_kl_loss",
+         "the KL counts once, in the score or in the loss", ONE),
+    Rule("use_kl_loss", lambda f: f.kl_estimator == "k1", "with --kl_estimator k1",
+         "the gradient of k1 is zero on average", "Set --kl_estimator to k2 or k3."),
+    Rule("kl_unbiased", lambda f: not (f.use_kl_loss and f.kl_estimator == "k3"),
+         "without --use_kl_loss and --kl_estimator k3", "it corrects the gradient of this term of the loss",
+         "Add both flags, or remove the flag."),
+    Rule("kl_horizon", lambda f: f.kl_target is None, "without --kl_target", "the weight of the KL is constant",
+         "Add --kl_target, or remove the flag."),
+    Rule("offload_ref", lambda f: f.lora_rank and not f.ref_model, "with --lora_rank",
+         "the reference is the policy without its adapter", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 SHARING_RULES = (
-    Rule(
-        "share_prompts",
-        lambda f: f.n_samples_per_prompt == 1,
-        "with --n_samples_per_prompt 1",
-        "no prompt has two responses",
-        "Set --n_samples_per_prompt to 2 or more.",
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.packing_samples,
-        "with --packing_samples",
-        "the samples of a packed row see no common prompt",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.max_tokens_per_micro_batch,
-        "with --max_tokens_per_micro_batch",
-        "a prompt would count once for each response",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.ring_attn_size > 1,
-        "with --ring_attn_size {ring_attn_size}",
-        "attention over several ranks takes no mask of shared prompts",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.sequence_parallel,
-        "with --sequence_parallel",
-        "this is not compared with separate rows yet",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.attn_implementation not in ("auto", "sdpa"),
-        "with --attn_implementation {attn_implementation}",
-        "its mask is made for sdpa",
-        "Take --attn_implementation sdpa.",
-    ),
-    Rule(
-        "share_prompts",
-        _has_critic,
-        "with --advantage_estimator gae",
-        "a critic reads rows of one response",
-        "Take an estimator without a critic, such as group_norm.",
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.reward_pretrain,
-        "with --reward_pretrain",
-        "reward models read rows of one response",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.routing_replay,
-        "with --routing_replay",
-        "each response brings its own experts for the tokens of the prompt",
-        ONE,
-    ),
-    Rule(
-        "share_prompts",
-        lambda f: f.aux_loss_coef,
-        "with --aux_loss_coef",
-        "this loss counts the tokens of a prompt once for each response",
-        ONE,
-    ),
+    Rule("share_prompts", lambda f: f.n_samples_per_prompt == 1, "with --n_samples_per_prompt 1",
+         "no prompt has two responses", "Set --n_samples_per_prompt to 2 or more."),
+    Rule("share_prompts", lambda f: f.packing_samples, "with --packing_samples",
+         "the samples of a packed row see no common prompt", ONE),
+    Rule("share_prompts", lambda f: f.max_tokens_per_micro_batch, "with --max_tokens_per_micro_batch",
+         "a prompt would count once for each response", ONE),
+    Rule("share_prompts", lambda f: f.ring_attn_size > 1, "with --ring_attn_size {ring_attn_size}",
+         "attention over several ranks takes no mask of shared prompts", ONE),
+    Rule("share_prompts", lambda f: f.sequence_parallel, "with --sequence_parallel",
+         "this is not compared with separate rows yet", ONE),
+    Rule("share_prompts", lambda f: f.attn_implementation not in ("auto", "sdpa"),
+         "with --attn_implementation {attn_implementation}", "its mask is made for sdpa",
+         "Take --attn_implementation sdpa."),
+    Rule("share_prompts", _has_critic, "with --advantage_estimator gae", "a critic reads rows of one response",
+         "Take an estimator without a critic, such as group_norm."),
+    Rule("share_prompts", lambda f: f.reward_pretrain, "with --reward_pretrain",
+         "reward models read rows of one response", ONE),
+    Rule("share_prompts", lambda f: f.routing_replay, "with --routing_replay",
+         "each response brings its own experts for the tokens of the prompt", ONE),
+    Rule("share_prompts", lambda f: f.aux_loss_coef, "with --aux_loss_coef",
+         "this loss counts the tokens of a prompt once for each response", ONE),
 )
+# fmt: on
 
+# fmt: off
 IMAGE_RULES = (
     *(
         Rule(flags, lambda f, when=when: f.has_images and when(f), "with rows that have images", why, instead)
@@ -309,15 +154,12 @@ IMAGE_RULES = (
             ("share_prompts", lambda f: True, "rows that share a prompt have no places for images", NO_IMAGES),
         )
     ),
-    Rule(
-        "dataset",
-        lambda f: f.has_images and _has_critic(f),
-        "with --advantage_estimator gae",
-        "rows have images, and a critic reads only text",
-        "Take an estimator without a critic, such as group_norm.",
-    ),
+    Rule("dataset", lambda f: f.has_images and _has_critic(f), "with --advantage_estimator gae",
+         "rows have images, and a critic reads only text", "Take an estimator without a critic, such as group_norm."),
 )
+# fmt: on
 
+# fmt: off
 PPO_RULES = (
     *TEACHER_RULES,
     *ADVANTAGE_RULES,
@@ -326,3 +168,4 @@ PPO_RULES = (
     *SHARING_RULES,
     *IMAGE_RULES,
 )
+# fmt: on

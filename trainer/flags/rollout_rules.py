@@ -19,305 +19,130 @@ def _num_scorers(f) -> int:
     return len((f.reward_pretrain or f.reward_func or "").split(","))
 
 
+# fmt: off
 MODEL_RULES = (
-    Rule(
-        "layout",
-        lambda f: f.layout == "auto",
-        "with rollouts",
-        "the plan knows one model, and no generation",
-        "Set the flags of the layout.",
-    ),
+    Rule("layout", lambda f: f.layout == "auto", "with rollouts", "the plan knows one model, and no generation",
+         "Set the flags of the layout."),
     Rule("load_in_4bit", lambda f: True, "with rollouts", "the engine needs weights that are not quantized", REMOVE),
     Rule("lora_experts", lambda f: True, "with rollouts", "the engine would need merged experts", REMOVE),
-    Rule(
-        "lora_dropout",
-        lambda f: f.lora_dropout,
-        "with rollouts",
-        "rollouts have no dropout, so training would see other probabilities",
-        "Set it to 0.",
-    ),
-    Rule(
-        "param_dtype",
-        lambda f: f.param_dtype == "fp16",
-        "with rollouts",
-        "its loss scale may skip an update, and the phases of a rollout count on every update",
-        "Take bf16 or fp32.",
-    ),
-    Rule(
-        "sequence_parallel",
-        lambda f: f.reward_pretrain,
-        "with --reward_pretrain",
-        "the head of a reward model scores whole sequences",
-        REMOVE,
-    ),
+    Rule("lora_dropout", lambda f: f.lora_dropout, "with rollouts",
+         "rollouts have no dropout, so training would see other probabilities", "Set it to 0."),
+    Rule("param_dtype", lambda f: f.param_dtype == "fp16", "with rollouts",
+         "its loss scale may skip an update, and the phases of a rollout count on every update", "Take bf16 or fp32."),
+    Rule("sequence_parallel", lambda f: f.reward_pretrain, "with --reward_pretrain",
+         "the head of a reward model scores whole sequences", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 ENGINE_RULES = (
-    Rule(
-        "engine_tensor_parallel_size",
-        lambda f: f.rollout_engine != "vllm",
-        "with --rollout_engine {rollout_engine}",
-        "only vllm runs an engine on several ranks of the run",
-        "Take --rollout_engine vllm. For a server, use --tensor_parallel_size of serve_engine.",
-    ),
-    Rule(
-        "vllm_gpu_memory_utilization",
-        lambda f: f.rollout_engine != "vllm",
-        "with --rollout_engine {rollout_engine}",
-        "only vllm reserves a share of the GPU's memory",
-        "Take --rollout_engine vllm, or remove the flag.",
-    ),
-    Rule(
-        "vllm_gpu_memory_utilization",
-        lambda f: f.on_cpu,
-        "on the CPU",
-        "the cache there has room for --micro_rollout_batch_size responses",
-        REMOVE,
-    ),
-    Rule(
-        "engine_urls",
-        lambda f: f.engine_urls and f.rollout_engine != "vllm_server",
-        "with --rollout_engine {rollout_engine}",
-        "this engine runs in the training processes and has no address",
-        "Take --rollout_engine vllm_server, or remove the flag.",
-    ),
-    Rule(
-        "rollout_engine",
-        lambda f: f.rollout_engine == "vllm_server" and not f.engine_urls,
-        "without --engine_urls",
-        "servers run outside of training",
-        "Add --engine_urls with the addresses of serve_engine.",
-    ),
-    Rule(
-        "top_p top_k min_p",
-        lambda f: f.rollout_engine == "vllm_server",
-        "with --rollout_engine vllm_server",
-        "a server does not send the sets of tokens that it samples from, and training needs them",
-        "Take --rollout_engine hf or vllm, or remove the flag.",
-    ),
-    Rule(
-        "top_p min_p",
-        lambda f: f.rollout_engine == "vllm" and not f.top_k,
-        "with --rollout_engine vllm and without --top_k",
-        "vLLM sends the sets of tokens that it samples from, and they need a limit",
-        "Add --top_k, such as 1000.",
-    ),
-    Rule(
-        "temperature",
-        lambda f: f.rollout_engine != "hf" and f.temperature < 0.01,
-        "with --rollout_engine {rollout_engine}",
-        "vLLM silently raises such a temperature, so log-probs would have another one",
-        "Set it to 0.01 or more.",
-    ),
-    Rule(
-        "engine_urls",
-        lambda f: f.num_ranks and _num_urls(f) > f.num_ranks,
-        "for {num_ranks} ranks",
-        "a rank uses one server",
-        "Give at most one server for each rank.",
-    ),
-    Rule(
-        "engine_urls",
-        lambda f: f.num_ranks and f.max_staleness and _num_urls(f) != f.num_ranks,
-        "for {num_ranks} ranks with --max_staleness {max_staleness}",
-        "ranks that share a server would change each other's weights",
-        "Give one server for each rank.",
-    ),
-    Rule(
-        "engine_tensor_parallel_size",
-        lambda f: f.num_ranks % f.engine_tensor_parallel_size,
-        "for {num_ranks} ranks",
-        "every engine has the same number of ranks",
-        "Take a divisor of the number of ranks.",
-    ),
-    Rule(
-        "offload_actor_optimizer offload_critic",
-        lambda f: f.adam_offload,
-        "with --adam_offload",
-        "optimizer states are always in host memory",
-        ONE,
-    ),
-    Rule(
-        "offload_actor_optimizer offload_critic",
-        lambda f: f.rollouts_from and not f.eval_dataset,
-        "with --rollouts_from",
-        "nothing is generated",
-        REMOVE,
-    ),
+    Rule("engine_tensor_parallel_size", lambda f: f.rollout_engine != "vllm",
+         "with --rollout_engine {rollout_engine}", "only vllm runs an engine on several ranks of the run",
+         "Take --rollout_engine vllm. For a server, use --tensor_parallel_size of serve_engine."),
+    Rule("vllm_gpu_memory_utilization", lambda f: f.rollout_engine != "vllm",
+         "with --rollout_engine {rollout_engine}", "only vllm reserves a share of the GPU's memory",
+         "Take --rollout_engine vllm, or remove the flag."),
+    Rule("vllm_gpu_memory_utilization", lambda f: f.on_cpu, "on the CPU",
+         "the cache there has room for --micro_rollout_batch_size responses", REMOVE),
+    Rule("engine_urls", lambda f: f.engine_urls and f.rollout_engine != "vllm_server",
+         "with --rollout_engine {rollout_engine}", "this engine runs in the training processes and has no address",
+         "Take --rollout_engine vllm_server, or remove the flag."),
+    Rule("rollout_engine", lambda f: f.rollout_engine == "vllm_server" and not f.engine_urls, "without --engine_urls",
+         "servers run outside of training", "Add --engine_urls with the addresses of serve_engine."),
+    Rule("top_p top_k min_p", lambda f: f.rollout_engine == "vllm_server", "with --rollout_engine vllm_server",
+         "a server does not send the sets of tokens that it samples from, and training needs them",
+         "Take --rollout_engine hf or vllm, or remove the flag."),
+    Rule("top_p min_p", lambda f: f.rollout_engine == "vllm" and not f.top_k,
+         "with --rollout_engine vllm and without --top_k",
+         "vLLM sends the sets of tokens that it samples from, and they need a limit", "Add --top_k, such as 1000."),
+    Rule("temperature", lambda f: f.rollout_engine != "hf" and f.temperature < 0.01,
+         "with --rollout_engine {rollout_engine}",
+         "vLLM silently raises such a temperature, so log-probs would have another one", "Set it to 0.01 or more."),
+    Rule("engine_urls", lambda f: f.num_ranks and _num_urls(f) > f.num_ranks, "for {num_ranks} ranks",
+         "a rank uses one server", "Give at most one server for each rank."),
+    Rule("engine_urls", lambda f: f.num_ranks and f.max_staleness and _num_urls(f) != f.num_ranks,
+         "for {num_ranks} ranks with --max_staleness {max_staleness}",
+         "ranks that share a server would change each other's weights", "Give one server for each rank."),
+    Rule("engine_tensor_parallel_size", lambda f: f.num_ranks % f.engine_tensor_parallel_size,
+         "for {num_ranks} ranks", "every engine has the same number of ranks",
+         "Take a divisor of the number of ranks."),
+    Rule("offload_actor_optimizer offload_critic", lambda f: f.adam_offload, "with --adam_offload",
+         "optimizer states are always in host memory", ONE),
+    Rule("offload_actor_optimizer offload_critic", lambda f: f.rollouts_from and not f.eval_dataset,
+         "with --rollouts_from", "nothing is generated", REMOVE),
 )
+# fmt: on
 
+# fmt: off
 STALENESS_RULES = (
-    Rule(
-        "max_staleness",
-        lambda f: f.rollout_engine == "vllm",
-        "with --rollout_engine vllm",
-        "its ranks communicate and it uses the random numbers of training, so it cannot run in a thread",
-        "Take --rollout_engine hf or vllm_server.",
-    ),
-    Rule(
-        "max_staleness",
-        lambda f: f.rollouts_from,
-        "with --rollouts_from",
-        "the file gives the rollouts, so nothing is generated ahead",
-        REMOVE,
-    ),
-    Rule(
-        "max_staleness",
-        lambda f: f.dynamic_filtering,
-        "with --dynamic_filtering",
-        "the next prompts would depend on scores that are not known yet",
-        ONE,
-    ),
-    Rule(
-        "max_staleness",
-        lambda f: f.curriculum != "none",
-        "with --curriculum {curriculum}",
-        "the order of prompts would depend on scores that are not known yet",
-        ONE,
-    ),
+    Rule("max_staleness", lambda f: f.rollout_engine == "vllm", "with --rollout_engine vllm",
+         "its ranks communicate and it uses the random numbers of training, so it cannot run in a thread",
+         "Take --rollout_engine hf or vllm_server."),
+    Rule("max_staleness", lambda f: f.rollouts_from, "with --rollouts_from",
+         "the file gives the rollouts, so nothing is generated ahead", REMOVE),
+    Rule("max_staleness", lambda f: f.dynamic_filtering, "with --dynamic_filtering",
+         "the next prompts would depend on scores that are not known yet", ONE),
+    Rule("max_staleness", lambda f: f.curriculum != "none", "with --curriculum {curriculum}",
+         "the order of prompts would depend on scores that are not known yet", ONE),
     *(
-        Rule(
-            "max_staleness",
-            lambda f, flag=flag: getattr(f, flag),
-            f"with --{flag}",
-            "generation and optimizer steps run at the same time, so the states are always in use",
-            ONE,
-        )
+        Rule("max_staleness", lambda f, flag=flag: getattr(f, flag), f"with --{flag}",
+             "generation and optimizer steps run at the same time, so the states are always in use", ONE)
         for flag in ("offload_actor_optimizer", "offload_critic")
     ),
-    Rule(
-        "max_staleness",
-        lambda f: f.verify_resume,
-        "with --verify_resume",
-        "the repeated steps would have samples of other versions of the weights",
-        ONE,
-    ),
-    Rule(
-        "max_staleness",
-        lambda f: f.tis_cap is None,
-        "without --tis_cap",
-        "older weights sample other tokens, which training must weight",
-        "Add --tis_cap, such as 2.",
-    ),
-    Rule(
-        "partial_rollouts",
-        lambda f: not f.max_staleness,
-        "without --max_staleness",
-        "new weights come only between rollouts",
-        "Add --max_staleness above 0, or remove the flag.",
-    ),
+    Rule("max_staleness", lambda f: f.verify_resume, "with --verify_resume",
+         "the repeated steps would have samples of other versions of the weights", ONE),
+    Rule("max_staleness", lambda f: f.tis_cap is None, "without --tis_cap",
+         "older weights sample other tokens, which training must weight", "Add --tis_cap, such as 2."),
+    Rule("partial_rollouts", lambda f: not f.max_staleness, "without --max_staleness",
+         "new weights come only between rollouts", "Add --max_staleness above 0, or remove the flag."),
     Rule("partial_rollouts", lambda f: f.stop, "with --stop", "a stop text may begin before an interruption", ONE),
-    Rule(
-        "partial_rollouts",
-        lambda f: f.routing_replay,
-        "with --routing_replay",
-        "the experts of a prefix would come from newer weights",
-        ONE,
-    ),
+    Rule("partial_rollouts", lambda f: f.routing_replay, "with --routing_replay",
+         "the experts of a prefix would come from newer weights", ONE),
 )
+# fmt: on
 
+# fmt: off
 PROMPT_RULES = (
-    Rule(
-        "curriculum",
-        lambda f: f.num_episodes == 1 and not f.max_steps,
-        "with one pass over the prompts",
-        "it sorts prompts by the scores of an earlier pass",
-        "Set --num_episodes to 2 or more, or add --max_steps.",
-    ),
-    Rule(
-        "curriculum",
-        lambda f: f.rollouts_from,
-        "with --rollouts_from",
-        "the file gives the order of the prompts",
-        REMOVE,
-    ),
-    Rule(
-        "dynamic_filtering",
-        lambda f: f.rollouts_from,
-        "with --rollouts_from",
-        "the file gives all samples, so none can be replaced",
-        ONE,
-    ),
-    Rule(
-        "dynamic_filtering",
-        lambda f: f.n_samples_per_prompt < 2,
-        "with --n_samples_per_prompt 1",
-        "it keeps prompts whose responses have different scores",
-        "Set --n_samples_per_prompt to 2 or more.",
-    ),
-    Rule(
-        "dynamic_filtering_range",
-        lambda f: not f.dynamic_filtering,
-        "without --dynamic_filtering",
-        "it bounds the scores of prompts that this filter keeps",
-        "Add --dynamic_filtering, or remove the flag.",
-    ),
+    Rule("curriculum", lambda f: f.num_episodes == 1 and not f.max_steps, "with one pass over the prompts",
+         "it sorts prompts by the scores of an earlier pass", "Set --num_episodes to 2 or more, or add --max_steps."),
+    Rule("curriculum", lambda f: f.rollouts_from, "with --rollouts_from", "the file gives the order of the prompts",
+         REMOVE),
+    Rule("dynamic_filtering", lambda f: f.rollouts_from, "with --rollouts_from",
+         "the file gives all samples, so none can be replaced", ONE),
+    Rule("dynamic_filtering", lambda f: f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1",
+         "it keeps prompts whose responses have different scores", "Set --n_samples_per_prompt to 2 or more."),
+    Rule("dynamic_filtering_range", lambda f: not f.dynamic_filtering, "without --dynamic_filtering",
+         "it bounds the scores of prompts that this filter keeps", "Add --dynamic_filtering, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 REPLAY_RULES = (
-    Rule(
-        "routing_replay",
-        lambda f: f.rollout_engine != "hf",
-        "with --rollout_engine {rollout_engine}",
-        "only the hf engine records experts",
-        "Take --rollout_engine hf, or remove the flag.",
-    ),
-    Rule(
-        "routing_replay",
-        lambda f: f.env,
-        "with --env",
-        "the experts of an environment's tokens would come from another turn",
-        ONE,
-    ),
-    Rule(
-        "routing_replay",
-        lambda f: f.aux_loss_coef,
-        "with --aux_loss_coef",
-        "this loss counts the experts that the router prefers, not the replayed ones",
-        ONE,
-    ),
-    Rule(
-        "routing_replay",
-        lambda f: f.sequence_parallel,
-        "with --sequence_parallel",
-        "a router would see only its rank's tokens, and the recorded experts are those of all tokens",
-        ONE,
-    ),
-    Rule(
-        "routing_replay",
-        lambda f: f.compile,
-        "with --compile",
-        "a compiled layer hides the call of torch.topk that is replayed",
-        ONE,
-    ),
+    Rule("routing_replay", lambda f: f.rollout_engine != "hf", "with --rollout_engine {rollout_engine}",
+         "only the hf engine records experts", "Take --rollout_engine hf, or remove the flag."),
+    Rule("routing_replay", lambda f: f.env, "with --env",
+         "the experts of an environment's tokens would come from another turn", ONE),
+    Rule("routing_replay", lambda f: f.aux_loss_coef, "with --aux_loss_coef",
+         "this loss counts the experts that the router prefers, not the replayed ones", ONE),
+    Rule("routing_replay", lambda f: f.sequence_parallel, "with --sequence_parallel",
+         "a router would see only its rank's tokens, and the recorded experts are those of all tokens", ONE),
+    Rule("routing_replay", lambda f: f.compile, "with --compile",
+         "a compiled layer hides the call of torch.topk that is replayed", ONE),
 )
+# fmt: on
 
+# fmt: off
 REWARD_RULES = (
     *(
-        Rule(
-            second,
-            lambda f, first=first, second=second: getattr(f, first) and getattr(f, second),
-            f"with --{first}",
-            "a run has one source of scores",
-            ONE,
-        )
+        Rule(second, lambda f, first=first, second=second: getattr(f, first) and getattr(f, second),
+             f"with --{first}", "a run has one source of scores", ONE)
         for first, second in itertools.combinations(SOURCES, 2)
     ),
-    Rule(
-        "reward_func",
-        lambda f: f.needs_labels and not f.label_key,
-        "without --label_key",
-        "it compares responses with the labels of prompts",
-        "Add --label_key with the column of the answers.",
-    ),
+    Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
+         "it compares responses with the labels of prompts", "Add --label_key with the column of the answers."),
     *(
-        Rule(
-            "reward_weights",
-            lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != _num_scorers(f),
-            f"with --{flag} {{{flag}}}",
-            why,
-            instead,
-        )
+        Rule("reward_weights", lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != _num_scorers(f),
+             f"with --{flag} {{{flag}}}", why, instead)
         for flag, why, instead in (
             ("remote_rm_url", "a server gives one score", REMOVE),
             ("env", "an environment gives one score", REMOVE),
@@ -325,64 +150,27 @@ REWARD_RULES = (
             ("reward_func", "the numbers of weights and of functions differ", "Give one weight for each function."),
         )
     ),
-    Rule(
-        "reward_weights",
-        lambda f: not any(getattr(f, flag) for flag in SOURCES) and len(f.reward_weights) != 1,
-        "without --reward_func or --reward_pretrain",
-        "there are no scores to weight",
-        REMOVE,
-    ),
-    Rule(
-        "offload_reward",
-        lambda f: not f.reward_pretrain,
-        "without --reward_pretrain",
-        "there is no reward model",
-        REMOVE,
-    ),
-    Rule(
-        "reward_timeout",
-        lambda f: not f.reward_func,
-        "without --reward_func",
-        "it limits a call of a reward function",
-        REMOVE,
-    ),
-    Rule(
-        "remote_rm_timeout remote_rm_retries remote_rm_api_key",
-        lambda f: not f.remote_rm_url,
-        "without --remote_rm_url",
-        "no server scores",
-        "Add --remote_rm_url, or remove the flag.",
-    ),
-    Rule(
-        "env_max_turns env_timeout env_concurrency env_sandbox env_memory_mb",
-        lambda f: not f.env,
-        "without --env",
-        "there is no environment",
-        "Add --env, or remove the flag.",
-    ),
-    Rule(
-        "env_memory_mb",
-        lambda f: not f.env_sandbox,
-        "without --env_sandbox",
-        "it limits the processes of the sandbox",
-        "Add --env_sandbox, or remove the flag.",
-    ),
-    Rule(
-        "overlong_buffer_len",
-        lambda f: f.overlong_buffer_len >= f.generate_max_len,
-        "with --generate_max_len {generate_max_len}",
-        "even a response of one token would lose score",
-        "Take less than --generate_max_len.",
-    ),
-    Rule(
-        "overlong_penalty_factor",
-        lambda f: not f.overlong_buffer_len,
-        "without --overlong_buffer_len",
-        "no response is too long",
-        "Add --overlong_buffer_len, or remove the flag.",
-    ),
+    Rule("reward_weights", lambda f: not any(getattr(f, flag) for flag in SOURCES) and len(f.reward_weights) != 1,
+         "without --reward_func or --reward_pretrain", "there are no scores to weight", REMOVE),
+    Rule("offload_reward", lambda f: not f.reward_pretrain, "without --reward_pretrain", "there is no reward model",
+         REMOVE),
+    Rule("reward_timeout", lambda f: not f.reward_func, "without --reward_func",
+         "it limits a call of a reward function", REMOVE),
+    Rule("remote_rm_timeout remote_rm_retries remote_rm_api_key", lambda f: not f.remote_rm_url,
+         "without --remote_rm_url", "no server scores", "Add --remote_rm_url, or remove the flag."),
+    Rule("env_max_turns env_timeout env_concurrency env_sandbox env_memory_mb", lambda f: not f.env, "without --env",
+         "there is no environment", "Add --env, or remove the flag."),
+    Rule("env_memory_mb", lambda f: not f.env_sandbox, "without --env_sandbox",
+         "it limits the processes of the sandbox", "Add --env_sandbox, or remove the flag."),
+    Rule("overlong_buffer_len", lambda f: f.overlong_buffer_len >= f.generate_max_len,
+         "with --generate_max_len {generate_max_len}", "even a response of one token would lose score",
+         "Take less than --generate_max_len."),
+    Rule("overlong_penalty_factor", lambda f: not f.overlong_buffer_len, "without --overlong_buffer_len",
+         "no response is too long", "Add --overlong_buffer_len, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 ROLLOUT_RULES = (
     *MODEL_RULES,
     *ENGINE_RULES,
@@ -391,3 +179,4 @@ ROLLOUT_RULES = (
     *REPLAY_RULES,
     *REWARD_RULES,
 )
+# fmt: on

@@ -6,286 +6,125 @@ from trainer.flags.rule import Rule
 REMOVE = "Remove the flag."
 PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "aux_loss_coef", "expert_bias_update_rate")
 
+# fmt: off
 SHARED_RULES = (
-    Rule(
-        "sp_mode",
-        lambda f: f.ring_attn_size == 1,
-        "with --ring_attn_size 1",
-        "one rank holds each sequence, so no attention runs over several ranks",
-        "Set --ring_attn_size to 2 or more.",
-    ),
-    Rule(
-        "ring_attn_kernel",
-        lambda f: f.ring_attn_size == 1 or f.sp_mode != "ring",
-        "without a ring",
-        "it chooses the code of ring attention",
-        "Set --ring_attn_size to 2 or more, with --sp_mode ring.",
-    ),
-    Rule(
-        "activation_offload",
-        lambda f: not f.gradient_checkpointing,
-        "without --gradient_checkpointing",
-        "it moves the inputs of layers that are recomputed",
-        "Add --gradient_checkpointing.",
-    ),
-    Rule(
-        "activation_offload",
-        lambda f: f.on_cpu,
-        "on the CPU",
-        "activations are already in host memory",
-        REMOVE,
-    ),
-    Rule(
-        "gradient_checkpointing",
-        lambda f: f.selective_checkpointing,
-        "with --selective_checkpointing",
-        "both say what the backward pass recomputes",
-        ONE,
-    ),
-    Rule(
-        "cpu_matmul",
-        lambda f: f.on_gpu,
-        "on a GPU",
-        "it chooses the CPU's matrix products",
-        "Add --device cpu, or remove the flag.",
-    ),
-    Rule(
-        "attn_implementation",
-        lambda f: f.attn_implementation == "eager" and f.packing_samples,
-        "with --packing_samples",
-        "it has no kernel that keeps the documents of a row apart",
-        "Take sdpa, flash_attention_2 or flash_attention_3.",
-    ),
-    Rule(
-        "attn_implementation",
-        lambda f: f.attn_implementation in ("eager", "flash_attention_3") and f.ring_attn_size > 1,
-        "with --ring_attn_size {ring_attn_size}",
-        "ring and Ulysses attention have no such kernel",
-        "Take sdpa or flash_attention_2.",
-    ),
-    Rule(
-        "adam_betas",
-        lambda f: f.optim == "adafactor",
-        "with --optim adafactor",
-        "Adafactor has no betas",
-        REMOVE,
-    ),
+    Rule("sp_mode", lambda f: f.ring_attn_size == 1, "with --ring_attn_size 1",
+         "one rank holds each sequence, so no attention runs over several ranks",
+         "Set --ring_attn_size to 2 or more."),
+    Rule("ring_attn_kernel", lambda f: f.ring_attn_size == 1 or f.sp_mode != "ring", "without a ring",
+         "it chooses the code of ring attention", "Set --ring_attn_size to 2 or more, with --sp_mode ring."),
+    Rule("activation_offload", lambda f: not f.gradient_checkpointing, "without --gradient_checkpointing",
+         "it moves the inputs of layers that are recomputed", "Add --gradient_checkpointing."),
+    Rule("activation_offload", lambda f: f.on_cpu, "on the CPU", "activations are already in host memory", REMOVE),
+    Rule("gradient_checkpointing", lambda f: f.selective_checkpointing, "with --selective_checkpointing",
+         "both say what the backward pass recomputes", ONE),
+    Rule("cpu_matmul", lambda f: f.on_gpu, "on a GPU", "it chooses the CPU's matrix products",
+         "Add --device cpu, or remove the flag."),
+    Rule("attn_implementation", lambda f: f.attn_implementation == "eager" and f.packing_samples,
+         "with --packing_samples", "it has no kernel that keeps the documents of a row apart",
+         "Take sdpa, flash_attention_2 or flash_attention_3."),
+    Rule("attn_implementation",
+         lambda f: f.attn_implementation in ("eager", "flash_attention_3") and f.ring_attn_size > 1,
+         "with --ring_attn_size {ring_attn_size}", "ring and Ulysses attention have no such kernel",
+         "Take sdpa or flash_attention_2."),
+    Rule("adam_betas", lambda f: f.optim == "adafactor", "with --optim adafactor", "Adafactor has no betas", REMOVE),
     Rule("dataset_probs", lambda f: not f.dataset, "without --dataset", "it mixes the sets of --dataset", REMOVE),
-    Rule(
-        "eval_steps eval_split",
-        lambda f: not f.eval_dataset,
-        "without --eval_dataset",
-        "nothing is evaluated",
-        "Add --eval_dataset, or remove the flag.",
-    ),
-    Rule(
-        "wandb_project",
-        lambda f: not f.use_wandb,
-        "without --use_wandb",
-        "it names a project of wandb",
-        "Add --use_wandb, or remove the flag.",
-    ),
+    Rule("eval_steps eval_split", lambda f: not f.eval_dataset, "without --eval_dataset", "nothing is evaluated",
+         "Add --eval_dataset, or remove the flag."),
+    Rule("wandb_project", lambda f: not f.use_wandb, "without --use_wandb", "it names a project of wandb",
+         "Add --use_wandb, or remove the flag."),
     Rule("save_path", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
-    Rule(
-        "min_lr_ratio",
-        lambda f: not (f.lr_scheduler.endswith("with_min_lr") or f.lr_scheduler == "warmup_stable_decay"),
-        "with --lr_scheduler {lr_scheduler}",
-        "this schedule has no lowest rate",
-        "Take a schedule *_with_min_lr or warmup_stable_decay, or remove the flag.",
-    ),
-    Rule(
-        "lr_warmup_ratio",
-        lambda f: f.lr_scheduler == "constant" and f.lr_warmup_ratio,
-        "with --lr_scheduler constant",
-        "this schedule has no warm-up",
-        "Take another schedule, such as constant_with_warmup, or remove the flag.",
-    ),
-    Rule(
-        "overwrite", lambda f: f.load_checkpoint, "with --load_checkpoint", "a run is either resumed or replaced", ONE
-    ),
-    Rule(
-        "load_checkpoint",
-        lambda f: f.load_checkpoint == "latest" and f.output_dir is None,
-        "without --output_dir",
-        "the latest checkpoint is that of a run folder",
-        "Add --output_dir, or name a checkpoint.",
-    ),
-    Rule(
-        "best_metric_key",
-        lambda f: not f.eval_dataset,
-        "without --eval_dataset",
-        "no evaluation gives the metric",
-        "Add --eval_dataset, or remove the flag.",
-    ),
+    Rule("min_lr_ratio",
+         lambda f: not (f.lr_scheduler.endswith("with_min_lr") or f.lr_scheduler == "warmup_stable_decay"),
+         "with --lr_scheduler {lr_scheduler}", "this schedule has no lowest rate",
+         "Take a schedule *_with_min_lr or warmup_stable_decay, or remove the flag."),
+    Rule("lr_warmup_ratio", lambda f: f.lr_scheduler == "constant" and f.lr_warmup_ratio,
+         "with --lr_scheduler constant", "this schedule has no warm-up",
+         "Take another schedule, such as constant_with_warmup, or remove the flag."),
+    Rule("overwrite", lambda f: f.load_checkpoint, "with --load_checkpoint", "a run is either resumed or replaced",
+         ONE),
+    Rule("load_checkpoint", lambda f: f.load_checkpoint == "latest" and f.output_dir is None, "without --output_dir",
+         "the latest checkpoint is that of a run folder", "Add --output_dir, or name a checkpoint."),
+    Rule("best_metric_key", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
+         "Add --eval_dataset, or remove the flag."),
 )
+# fmt: on
 
+# fmt: off
 LORA_RULES = (
-    Rule(
-        "lora_alpha lora_dropout target_modules load_in_4bit lora_experts",
-        lambda f: f.lora_rank is None,
-        "without --lora_rank",
-        "no adapter is trained",
-        "Add --lora_rank, or remove the flag.",
-    ),
-    Rule(
-        "lora_dropout",
-        lambda f: f.tensor_parallel_size > 1,
-        "with --tensor_parallel_size {tensor_parallel_size}",
-        "the ranks would drop the same positions of different parts",
-        "Set it to 0.",
-    ),
-    Rule(
-        "lora_dropout",
-        lambda f: f.ring_attn_size > 1,
-        "with --ring_attn_size {ring_attn_size}",
-        "the ranks would drop the same positions of different parts",
-        "Set it to 0.",
-    ),
-    Rule(
-        "lora_experts",
-        lambda f: f.lora_dropout,
-        "with --lora_dropout {lora_dropout}",
-        "peft adds the update to the weights of experts, so nothing can be dropped",
-        ONE,
-    ),
-    Rule(
-        "lora_experts",
-        lambda f: f.tensor_parallel_size > 1,
-        "with --tensor_parallel_size {tensor_parallel_size}",
-        "adapters of experts are not sharded over tp",
-        ONE,
-    ),
+    Rule("lora_alpha lora_dropout target_modules load_in_4bit lora_experts", lambda f: f.lora_rank is None,
+         "without --lora_rank", "no adapter is trained", "Add --lora_rank, or remove the flag."),
+    Rule("lora_dropout", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
+         "the ranks would drop the same positions of different parts", "Set it to 0."),
+    Rule("lora_dropout", lambda f: f.ring_attn_size > 1, "with --ring_attn_size {ring_attn_size}",
+         "the ranks would drop the same positions of different parts", "Set it to 0."),
+    Rule("lora_experts", lambda f: f.lora_dropout, "with --lora_dropout {lora_dropout}",
+         "peft adds the update to the weights of experts, so nothing can be dropped", ONE),
+    Rule("lora_experts", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
+         "adapters of experts are not sharded over tp", ONE),
     Rule("lora_experts", lambda f: f.load_in_4bit, "with --load_in_4bit", "experts are not quantized", ONE),
-    Rule(
-        "lora_experts",
-        lambda f: f.compile,
-        "with --compile",
-        "peft changes the weights of experts in each forward pass",
-        ONE,
-    ),
+    Rule("lora_experts", lambda f: f.compile, "with --compile",
+         "peft changes the weights of experts in each forward pass", ONE),
 )
+# fmt: on
 
+# fmt: off
 STREAMING_RULES = (
-    Rule(
-        "streaming_buffer",
-        lambda f: not f.streaming,
-        "without --streaming",
-        "only a stream has a buffer",
-        "Add --streaming, or remove the flag.",
-    ),
-    Rule(
-        "streaming",
-        lambda f: not f.max_steps,
-        "without --max_steps",
-        "nobody knows the length of a stream",
-        "Add --max_steps.",
-    ),
-    Rule(
-        "dataset_num_proc", lambda f: f.streaming, "with --streaming", "the ranks tokenize a stream themselves", REMOVE
-    ),
-    Rule(
-        "streaming",
-        lambda f: f.vision_learning_rate or not f.freeze_vision,
-        "with flags for images",
-        "a stream has rows of text only",
-        "Remove one of them.",
-    ),
+    Rule("streaming_buffer", lambda f: not f.streaming, "without --streaming", "only a stream has a buffer",
+         "Add --streaming, or remove the flag."),
+    Rule("streaming", lambda f: not f.max_steps, "without --max_steps", "nobody knows the length of a stream",
+         "Add --max_steps."),
+    Rule("dataset_num_proc", lambda f: f.streaming, "with --streaming", "the ranks tokenize a stream themselves",
+         REMOVE),
+    Rule("streaming", lambda f: f.vision_learning_rate or not f.freeze_vision, "with flags for images",
+         "a stream has rows of text only", "Remove one of them."),
 )
+# fmt: on
 
+# fmt: off
 IMAGE_RULES = (
-    Rule(
-        "sequence_parallel expert_parallel_size load_in_4bit compile aux_loss_coef expert_bias_update_rate parity_trace",
-        lambda f: f.has_images,
-        "with rows that have images",
-        "this is not built for models of images",
-        "Remove the flag, or take rows without images.",
-    ),
-    Rule(
-        "freeze_vision vision_learning_rate cache_pixels",
-        lambda f: f.no_images,
-        "without images",
-        "no row has an image",
-        "Remove the flag, or take rows with images.",
-    ),
-    Rule(
-        "freeze_vision",
-        lambda f: f.lora_rank,
-        "with --lora_rank",
-        "an adapter trains the language model only",
-        ONE,
-    ),
-    Rule(
-        "vision_learning_rate",
-        lambda f: f.freeze_vision or f.lora_rank,
-        "with a frozen vision tower",
-        "a frozen tower has no learning rate",
-        "Add --freeze_vision false.",
-    ),
-    Rule(
-        "vision_learning_rate",
-        lambda f: f.optim == "muon",
-        "with --optim muon",
-        "Muon has groups of its own",
-        "Take another --optim.",
-    ),
+    Rule("sequence_parallel expert_parallel_size load_in_4bit compile aux_loss_coef expert_bias_update_rate parity_trace",
+         lambda f: f.has_images, "with rows that have images", "this is not built for models of images",
+         "Remove the flag, or take rows without images."),
+    Rule("freeze_vision vision_learning_rate cache_pixels", lambda f: f.no_images, "without images",
+         "no row has an image", "Remove the flag, or take rows with images."),
+    Rule("freeze_vision", lambda f: f.lora_rank, "with --lora_rank", "an adapter trains the language model only", ONE),
+    Rule("vision_learning_rate", lambda f: f.freeze_vision or f.lora_rank, "with a frozen vision tower",
+         "a frozen tower has no learning rate", "Add --freeze_vision false."),
+    Rule("vision_learning_rate", lambda f: f.optim == "muon", "with --optim muon", "Muon has groups of its own",
+         "Take another --optim."),
 )
+# fmt: on
 
+# fmt: off
 LAYOUT_AUTO_RULES = (
-    Rule(
-        "layout",
-        lambda f: f.is_demo,
-        "with the demo",
-        "the demo trains on any layout",
-        "Give --pretrain and --dataset.",
-    ),
+    Rule("layout", lambda f: f.is_demo, "with the demo", "the demo trains on any layout",
+         "Give --pretrain and --dataset."),
     Rule("layout", lambda f: f.load_in_4bit, "with --load_in_4bit", "the plan knows no quantized weights", ONE),
-    Rule(
-        "backend zero_stage dp_replicate_size tensor_parallel_size ring_attn_size expert_parallel_size adam_offload "
-        "gradient_checkpointing reduce_once",
-        lambda f: f.layout == "auto",
-        "with --layout auto",
-        "auto chooses this flag",
-        ONE,
-    ),
+    Rule("backend zero_stage dp_replicate_size tensor_parallel_size ring_attn_size expert_parallel_size adam_offload gradient_checkpointing reduce_once",
+         lambda f: f.layout == "auto", "with --layout auto", "auto chooses this flag", ONE),
 )
+# fmt: on
 
+# fmt: off
 TRACE_RULES = (
-    Rule(
-        "parity_trace",
-        lambda f: f.load_checkpoint or f.verify_resume,
-        "with --load_checkpoint or --verify_resume",
-        "it traces the first step of a run",
-        "Start a new run.",
-    ),
-    Rule(
-        "parity_trace", lambda f: f.aux_loss_coef, "with --aux_loss_coef", "this loss runs each micro-batch twice", ONE
-    ),
-    Rule(
-        "parity_trace",
-        lambda f: f.param_dtype == "fp16",
-        "with --param_dtype fp16",
-        "its loss scale differs from run to run",
-        "Take bf16 or fp32.",
-    ),
-    Rule(
-        "parity_trace",
-        lambda f: f.compile and f.tensor_parallel_size > 1,
-        "with --compile and --tensor_parallel_size {tensor_parallel_size}",
-        "a compiled layer shows only its own output, and tp shards it",
-        "Remove one of them.",
-    ),
+    Rule("parity_trace", lambda f: f.load_checkpoint or f.verify_resume, "with --load_checkpoint or --verify_resume",
+         "it traces the first step of a run", "Start a new run."),
+    Rule("parity_trace", lambda f: f.aux_loss_coef, "with --aux_loss_coef", "this loss runs each micro-batch twice",
+         ONE),
+    Rule("parity_trace", lambda f: f.param_dtype == "fp16", "with --param_dtype fp16",
+         "its loss scale differs from run to run", "Take bf16 or fp32."),
+    Rule("parity_trace", lambda f: f.compile and f.tensor_parallel_size > 1,
+         "with --compile and --tensor_parallel_size {tensor_parallel_size}",
+         "a compiled layer shows only its own output, and tp shards it", "Remove one of them."),
     *(
         Rule("certify", lambda f, flag=flag: getattr(f, flag), f"with --{flag}", "the plain loop does not have it", ONE)
         for flag in PLAIN_LOOP_LACKS
     ),
     Rule("certify certificate", lambda f: f.no_save, "with --no_save", "a run without a model has no certificate", ONE),
-    Rule(
-        "certify certificate",
-        lambda f: f.verify_resume,
-        "with --verify_resume",
-        "such a run ends after its proof, without a model",
-        ONE,
-    ),
+    Rule("certify certificate", lambda f: f.verify_resume, "with --verify_resume",
+         "such a run ends after its proof, without a model", ONE),
 )
+# fmt: on
 
 TRAINING_RULES = (*SHARED_RULES, *LORA_RULES, *STREAMING_RULES, *IMAGE_RULES, *LAYOUT_AUTO_RULES, *TRACE_RULES)
