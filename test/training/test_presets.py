@@ -13,7 +13,7 @@ import torch
 
 from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
-from trainer.flags.presets import PRESETS, told
+from trainer.flags.presets import PRESETS, describe_preset
 from trainer.methods.ppo import add_advantages, add_log_probs
 from trainer.methods.ppo_state import RLState
 from trainer.methods.roles import make_policy_loss
@@ -224,7 +224,7 @@ def test_given_flags_win_and_the_line_says_so(tmp_path):
         False,
         8,
     )
-    line = told(args)
+    line = describe_preset(args)
     assert line.startswith("--preset dapo: --advantage_estimator group_norm --policy_loss ppo --loss_agg token")
     assert line.endswith("; given: --eps_clip 0.1 instead of 0.2, --dynamic_filtering False instead of True")
 

@@ -72,7 +72,7 @@ def _as_flags(values: dict, lower: bool = True) -> list[str]:
     return [t for name, value in values.items() for t in (f"--{name}", str(value).lower() if lower else str(value))]
 
 
-def told(args: PPOArguments) -> str:
+def describe_preset(args: PPOArguments) -> str:
     """The line that says what the preset sets, and which of its flags the user gave another value."""
     values, found = recipe(args), flat(args)
     kept = [f"--{name} {value}" for name, value in values.items() if found[name] == value]
