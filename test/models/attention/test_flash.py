@@ -9,6 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GptOssConfig, LlamaConfig
 
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rules import refuse
 from trainer.models.attention import flash, flash_limits
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.attention.kernels import block_backward, block_forward
@@ -124,5 +127,6 @@ def test_models_that_transformers_would_give_another_kernel():
 
 
 def test_the_ring_does_not_use_flash_attn_3():
-    with pytest.raises(UserError, match="flash_attention_3 with --ring_attn_size"):
-        resolve_attention("flash_attention_3", packed=True, ring=True)
+    flags = {"attn_implementation": "flash_attention_3", "packing_samples": True, "ring_attn_size": 2}
+    with pytest.raises(UserError, match="--attn_implementation flash_attention_3 with --ring_attn_size 2"):
+        refuse("train_sft", from_flat(SFTArguments, flags))
