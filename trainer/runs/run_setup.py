@@ -52,7 +52,7 @@ def set_up(
         validate_batch_sizes(args.batch.train_batch_size, args.batch.micro_train_batch_size, strategy.sizes.dp)
     attention = choose_attention(args)
     strategy.setup_distributed()
-    if is_cpu:
+    if strategy.device.type == "cpu":
         set_up_cpu(strategy, args.layout.cpu_matmul)
     else:
         set_up_gpu(args.layout.adam_offload, vllm)
