@@ -28,7 +28,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of to
 class Setup:
     """What every part of a run shares."""
 
-    command: str
     strategy: Any
     folder: str  # of the model
     tokenizer: Any
@@ -67,7 +66,6 @@ def set_up(
     tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
     load_chat_template(args.data.tokenizer_chat_template, tokenizer)
     return Setup(
-        command=command,
         strategy=strategy,
         folder=folder,
         tokenizer=tokenizer,

@@ -8,7 +8,6 @@ import os
 
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
-from trainer.runs.outputs import saved_models
 
 MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 
@@ -47,7 +46,7 @@ def certify(run) -> None:
     """Write the certificate of a finished run (rank 0)."""
     if run.setup.strategy.is_rank_0():
         facts = (run.method.command, run.setup.folder, run.loader.fingerprint(), run.setup.strategy.device)
-        certify_run(saved_models(run.args.output, run.output_dir), run.output_dir, *facts)
+        certify_run(run.saved_models(run.output_dir), run.output_dir, *facts)
 
 
 CERTIFICATE = Feature("certificate", lambda run: run.flags.certificate or run.flags.certify, at_end=certify)

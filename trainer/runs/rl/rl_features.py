@@ -14,7 +14,7 @@ from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.timeline import Timeline
 from trainer.runs.feature import Feature
 from trainer.runs.features.adapter import adapt
-from trainer.runs.features.certify import certify_run
+from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.image_runs import ImageRun, freeze_vision, use_images
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_frozen import frozen_rollouts
@@ -111,13 +111,6 @@ def write_timeline(run) -> None:
     run.ppo.timeline = Timeline(run.output_dir)
 
 
-def certify(run) -> None:
-    """Write the certificate of a finished run (rank 0)."""
-    if run.setup.strategy.is_rank_0():
-        facts = (run.method.command, run.setup.folder, run.ppo.state.fingerprint(), run.setup.strategy.device)
-        certify_run(run.saved_models(run.output_dir), run.output_dir, *facts)
-
-
 RL_FEATURES = (
     Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
     Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
@@ -136,5 +129,5 @@ RL_FEATURES = (
     Feature("resumed rollouts", lambda run: not run.args.rollout.rollouts_from, with_logs=resume_rollouts),
     Feature("sample pages", lambda run: run.args.rollout.sample_pages, with_logs=write_pages),
     Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),
-    Feature("certificate", lambda run: run.args.output.certificate, at_end=certify),
+    CERTIFICATE,
 )

@@ -55,9 +55,9 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
 
     run.checkpoints = checkpoints_of(run)
     run.progress = run.checkpoints.resume(args.checkpoint.load_checkpoint)
-    state, sp_group = run.checkpoints.trained.loader, run.setup.sp_group
+    run.loader, sp_group = run.checkpoints.trained.loader, run.setup.sp_group  # its state is the position in the data
     batches, strategy = method.make_batches(run), run.setup.strategy
-    run.ppo = PPORun(strategy, run.roles, state, run.options, batches, run.checkpoints, sp_group)
+    run.ppo = PPORun(strategy, run.roles, run.loader, run.options, batches, run.checkpoints, sp_group)
     run.ppo.updates = method.make_updates(run)
     apply(RL_FEATURES, run, "with_loss")
     loop = loop_options(args, run.total_steps)
