@@ -248,7 +248,29 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"], "the best and the newest must stay"
 
 
-def test_rotation_by_size_and_by_time_written(tmp_path):
+def test_the_order_is_that_of_writing_although_the_clock_jumps_back(tmp_path, monkeypatch):
+    """A checkpoint of an older version has no number, and a time. A damaged one never counts as the newest to keep."""
+    root, hour, clock = str(tmp_path), 3600.0, store.time.time
+    old = store.read_manifest(write_checkpoint(tmp_path / "step_2"))
+    content = {"files": old, "written_at": clock() + hour}
+    (tmp_path / "step_2/manifest.json").write_bytes(store._manifest_bytes(content))
+    assert store.find_damage(f"{root}/step_2") is None
+    for step, jump in ((4, 0), (6, -hour), (8, -2 * hour), (5, -3 * hour)):  # the run went back to 4 after 8
+        monkeypatch.setattr(store.time, "time", lambda jump=jump: clock() + jump)
+        write_checkpoint(tmp_path / f"step_{step}")
+    steps = [os.path.basename(path)[5:] for path in store.list_checkpoints(root)]
+    assert steps == ["2", "4", "6", "8", "5"]
+    assert store.checkpoints_to_load(root, store.LATEST)[0].endswith("step_5")
+    (tmp_path / "step_8/manifest.json").write_bytes(b"{")
+    assert [os.path.basename(path)[5:] for path in store.list_checkpoints(root)] == ["2", "4", "6", "5", "8"]
+    store.rotate(root, max_num=1, max_bytes=None)
+    assert sorted(os.listdir(root)) == ["step_5"], "the newest intact one stays"
+    write_checkpoint(tmp_path / "step_5")
+    write_checkpoint(tmp_path / "step_1")
+    assert store.checkpoints_to_load(root, store.LATEST)[0].endswith("step_1")
+
+
+def test_rotation_by_size_and_by_order_of_writing(tmp_path):
     root = str(tmp_path)
     for step in (30, 40, 20):  # the run went back, so 20 is the newest
         write_checkpoint(tmp_path / f"step_{step}")

@@ -86,9 +86,8 @@ def files_below(folder: str) -> list[str]:
     return sorted(os.path.relpath(path, folder) for path in paths)
 
 
-def _manifest_bytes(files: dict[str, dict], written_at: float) -> bytes:
+def _manifest_bytes(content: dict) -> bytes:
     """The only form of a manifest, with its own hash in it. A file with any other byte is damaged."""
-    content = {"files": files, "written_at": written_at}
     own = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
     return (json.dumps({**content, "blake2b": own}, sort_keys=True) + "\n").encode()
 
@@ -107,7 +106,9 @@ def commit(temporary: str, folder: str, known: dict[str, dict]) -> None:
     `known` holds the entries of files that were flushed and hashed when written. The rest is flushed and hashed here.
     """
     files = known | flush_and_hash(temporary, [name for name in files_below(temporary) if name not in known])
-    write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(files, time.time()))
+    number = 1 + max([0, *(_place(path)[0] for path in _folders(os.path.dirname(folder)))])
+    content = {"files": files, "number": number, "written_at": time.time()}
+    write_file(os.path.join(temporary, MANIFEST), _manifest_bytes(content))
     for parent, _, _ in os.walk(temporary):
         flush_folder(parent)
     if os.path.exists(folder):  # it is damaged, or a run has resumed from an earlier checkpoint
@@ -123,15 +124,20 @@ class DamagedFile(Exception):
 
 def read_manifest(folder: str) -> dict[str, dict]:
     """The entries of all files of a checkpoint by name. Raises DamagedFile."""
+    return _read_manifest(folder)["files"]
+
+
+def _read_manifest(folder: str) -> dict:
     try:
         with open(os.path.join(folder, MANIFEST), "rb") as file:
             written = file.read()
         content = json.loads(written)
-        if _manifest_bytes(content["files"], content["written_at"]) == written:
-            return content["files"]
+        del content["blake2b"]
+        if _manifest_bytes(content) == written and {"files", "written_at"} <= content.keys():
+            return content
     except FileNotFoundError:
         raise DamagedFile(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DamagedFile(f"{MANIFEST} is damaged")
 
@@ -163,9 +169,35 @@ def find_damage(folder: str, part: int = 0, num_parts: int = 1, without: Iterabl
 
 
 def list_checkpoints(root: str) -> list[str]:
-    """The finished checkpoints in `root`, in order of writing. A run may have gone back to an earlier step."""
+    """The finished checkpoints in `root`, in order of writing. A run may have gone back to an earlier step.
+
+    The order is that of the numbers in their manifests: a clock may be set back. One whose manifest cannot be read comes
+    after those with a lower step, so that a resume names it.
+    """
+    places = {path: _place(path) for path in _folders(root)}
+    found = sorted((path for path in places if places[path][0] >= 0), key=places.__getitem__)
+    for path in sorted(places.keys() - found, key=_step):
+        lower = [number for number, other in enumerate(found, start=1) if _step(other) < _step(path)]
+        found.insert(max(lower, default=0), path)
+    return found
+
+
+def _folders(root: str) -> list[str]:
     names = os.listdir(root) if os.path.isdir(root) else []
-    return sorted((os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)), key=_written_at)
+    return [os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)]
+
+
+def _step(folder: str) -> int:
+    return int(folder.rpartition("_")[2])
+
+
+def _place(folder: str) -> tuple[int, float, int]:
+    """What orders checkpoints: number, time, step. Older ones have the number 0. It is -1 without an intact manifest."""
+    try:
+        content = _read_manifest(folder)
+    except DamagedFile:
+        return -1, 0.0, _step(folder)
+    return content.get("number", 0), content["written_at"], _step(folder)
 
 
 def checkpoints_to_load(root: str, wanted: str) -> list[str]:
@@ -175,15 +207,6 @@ def checkpoints_to_load(root: str, wanted: str) -> list[str]:
     if not os.path.isdir(wanted):
         raise UserError("--load_checkpoint", f"{wanted} is not a folder", "a checkpoint, or no value: the latest")
     return [os.path.abspath(wanted)]
-
-
-def _written_at(folder: str) -> tuple[float, int]:
-    step = int(folder.rpartition("_")[2])
-    try:
-        with open(os.path.join(folder, MANIFEST)) as file:
-            return float(json.load(file)["written_at"]), step
-    except (OSError, ValueError, KeyError, TypeError):
-        return os.path.getmtime(folder), step
 
 
 def remove_temporaries(root: str) -> None:
@@ -218,7 +241,7 @@ def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float]) -> lis
     kept = list_checkpoints(root)
     sizes = {path: folder_bytes(path) for path in kept} if max_bytes is not None else {}
     removed = []
-    for path in _removable(kept, best):
+    for path in _removable(list(kept), best):
         too_many = max_num is not None and len(kept) > max_num
         too_large = max_bytes is not None and sum(sizes[other] for other in kept) > max_bytes
         if not (too_many or too_large):
@@ -230,5 +253,6 @@ def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float]) -> lis
     return removed
 
 
-def _removable(paths: Iterable[str], best: str) -> list[str]:
-    return [path for path in list(paths)[:-1] if os.path.realpath(path) != best]
+def _removable(paths: list[str], best: str) -> list[str]:
+    newest = max(paths, key=_place, default="")  # not a damaged one
+    return [path for path in paths if path != newest and os.path.realpath(path) != best]
