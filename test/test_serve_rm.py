@@ -137,7 +137,10 @@ def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
 @pytest.mark.parametrize(
     "more, expected",
     [
-        (["--host", "0.0.0.0"], "error: --api_key: missing with --host 0.0.0.0, which others can reach"),
+        (
+            ["--host", "0.0.0.0"],
+            "error: --host 0.0.0.0 without --api_key: others can reach this address. Add --api_key FILE",
+        ),
         (["--api_key", "/nowhere"], "error: --api_key: /nowhere: No such file or directory"),
         (["--api_key", "/dev/null"], "error: --api_key: /dev/null holds no key"),
     ],

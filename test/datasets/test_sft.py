@@ -224,11 +224,26 @@ def test_values_that_are_no_texts_name_the_row():
 def test_flags_that_the_mode_would_ignore_are_refused():
     rows, chat = [{"q": "x", "a": "y"}], [{"messages": TALK}]
     keys = {"input_key": "q", "output_key": "a"}
-    assert error_of(rows, tiny(), **keys, multiturn=True).where == "--multiturn"
-    error = error_of(rows, tiny(CHATML), **keys, apply_chat_template=True, input_template="{}")
-    assert error.where == "--input_template"
-    assert error_of(rows, tiny(), **keys, pretrain_mode=True).where == "--output_key"
-    assert error_of(chat, tiny(CHATML), pretrain_mode=True, apply_chat_template=True).where == "--apply_chat_template"
+    plain, talk = tiny(), tiny(CHATML)
+    for found, wanted in (
+        (error_of(rows, plain, **keys, multiturn=True), "--multiturn without conversations"),
+        (
+            error_of(rows, talk, **keys, apply_chat_template=True, input_template="{}"),
+            "--input_template {} with --apply_chat_template",
+        ),
+        (error_of(chat, talk, input_template="{}"), "--input_template {} with rows of conversations"),
+        (error_of(rows, plain, **keys, pretrain_mode=True), "--output_key a with --pretrain_mode"),
+        (
+            error_of(chat, talk, pretrain_mode=True, apply_chat_template=True),
+            "--apply_chat_template with --pretrain_mode",
+        ),
+        (error_of([{"text": "x"}], plain, pretrain_mode=True, multiturn=True), "--multiturn with --pretrain_mode"),
+        (
+            error_of([{"text": "x"}], plain, pretrain_mode=True, input_template="{}"),
+            "--input_template {} with --pretrain_mode",
+        ),
+    ):
+        assert found.where == wanted and found.instead.endswith(".")
     assert "no chat template" in error_of(chat, tiny()).found
     assert "eos" in error_of(rows, tiny(eos=None), **keys).found
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,9 @@ from launch import ROOT, run_process
 
 from trainer.distributed.determinism import row_cumsum, without_refusals
 from trainer.errors import UserError
-from trainer.training.verify_resume import verify_replay
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rules import refuse
 
 # seeding for CUDA sets only flags, so it needs no GPU; put_ has no deterministic kernel on any device
 CHECK = """
@@ -57,7 +58,7 @@ def test_row_cumsum():
 
 
 def test_verify_resume_needs_deterministic_kernels():
-    options = SimpleNamespace(deterministic=False)
-    trained = SimpleNamespace(strategy=SimpleNamespace(device=torch.device("cuda"), options=options))
-    with pytest.raises(UserError, match="--verify_resume: with --deterministic false"):
-        verify_replay(SimpleNamespace(trained=trained), None, lambda progress: [])
+    flags = from_flat(SFTArguments, {"verify_resume": 2, "deterministic": False})
+    refuse("train_sft", flags, on_cpu=True)
+    with pytest.raises(UserError, match="--verify_resume 2 with --deterministic false: on CUDA, no two passes"):
+        refuse("train_sft", flags, on_gpu=True)

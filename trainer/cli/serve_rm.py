@@ -11,6 +11,7 @@ from typing import Literal, Optional
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.parse_flags import arg, parse_group
+from trainer.flags.rule import Rule, first_broken
 
 
 @dataclass
@@ -32,6 +33,17 @@ class ServeArguments:
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
+RULES = (
+    Rule(
+        "host",
+        lambda f: not f.api_key and not is_loopback(f.host),
+        "without --api_key",
+        "others can reach this address",
+        "Add --api_key FILE, or take 127.0.0.1.",
+    ),
+)
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -43,8 +55,8 @@ def check_arguments(args: ServeArguments) -> None:
     """Raise UserError for a missing model or package, or an open address without a key."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         raise UserError("serve_rm", "uvicorn and starlette are not installed", "pip install -e '.[serve]'")
-    if args.api_key is None and not is_loopback(args.host):
-        raise UserError("--api_key", f"missing with --host {args.host}, which others can reach", "a file with a key")
+    if error := first_broken(RULES, vars(args), vars(ServeArguments())):
+        raise error
     if args.reward_pretrain is None:
         raise UserError("--reward_pretrain", "missing", "a reward model folder")
 

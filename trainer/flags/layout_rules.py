@@ -49,6 +49,8 @@ DEEPSPEED_RULES = (
          "Take --backend fsdp2."),
     Rule("zero_stage", lambda f: f.zero_stage == 0 and f.param_dtype == "fp16", "with --param_dtype fp16",
          "this stage has no loss scaling", "Take --zero_stage 1, 2 or 3, or --param_dtype bf16 or fp32."),
+    Rule("param_dtype", lambda f: f.param_dtype == "fp16" and f.on_cpu, "with --backend deepspeed on the CPU",
+         "DeepSpeed has fp16 on GPUs only", "Take bf16 or fp32, or --backend fsdp2."),
     Rule("adam_offload", lambda f: _stage(f) == 0, "with --zero_stage 0",
          "this stage keeps the optimizer with the weights", "Take --zero_stage 1, 2 or 3."),
     Rule("dp_replicate_size", lambda f: _stage(f) < 3, "with --backend deepspeed and without --zero_stage 3",

@@ -39,6 +39,10 @@ LOSS_RULES = (
     Rule("f_divergence", lambda f: f.loss_has_divergence is False, "with --loss {loss}",
          "this loss is no function of the difference of two log-ratios",
          "Take --loss dpo, cdpo, robust, ipo or hinge, or remove the flag."),
+    Rule("loss_weights",
+         lambda f: f.loss_names and len(f.loss_weights) != (0 if _is_kto(f) else len(f.loss_names)),
+         "with --loss {loss}", "the numbers of weights and of losses of pairs differ",
+         "Give one number for each loss of pairs, or remove the flag."),
     Rule("nll_loss_coef", _is_kto, "with --loss kto", "there are no chosen answers", REMOVE),
     Rule("simpo_gamma", lambda f: f.loss_names and "simpo" not in f.loss_names, "with --loss {loss}",
          "it is the margin of simpo", "Take --loss simpo, or remove the flag."),
@@ -80,6 +84,8 @@ DPO_RULES = (
 
 # fmt: off
 KD_RULES = (
+    Rule("dataset", lambda f: f.has_images, "with rows that have images",
+         "distillation is not built for models of images", "Take rows without images."),
     Rule("load_in_4bit", lambda f: True, "with train_kd",
          "the student and the teacher share the code of full weights", REMOVE),
     Rule("layout", lambda f: f.layout == "auto", "with train_kd", "the plan knows one model",

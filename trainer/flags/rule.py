@@ -17,6 +17,8 @@ UNKNOWN: dict[str, Any] = {
     "on_gpu": False,
     "has_images": False,  # rows have images
     "no_images": False,  # no row has an image
+    "has_conversations": None,  # rows are lists of messages, or the chat template makes them
+    "has_prompts": None,  # rows have a prompt apart from the answer
     "loss_names": (),  # of --loss, a sum of losses
     "loss_has_reference": None,
     "loss_has_smoothing": None,
@@ -43,8 +45,9 @@ class Rule:
     def refusal(self, flag: str, known: SimpleNamespace) -> UserError:
         """The error for one of the flags."""
         value = vars(known)[flag]
-        shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        name = f"--{flag}" if value is True else f"--{flag} {str(shown).lower() if value is False else shown}"
+        shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        shown = shown.lower() if value is False else shown.replace("\n", r"\n")
+        name = f"--{flag}" if value is True else f"--{flag} {shown}"
         against, why = (text.format(**vars(known)) for text in (self.against, self.why))
         return UserError(f"{name} {against}", why, instead=self.instead)
 

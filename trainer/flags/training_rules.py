@@ -1,9 +1,9 @@
 """Rules for the flags that the training commands share: layers, data, LoRA, output, checkpoints, images."""
 
+from trainer.flags.data_rules import DATA_RULES, REMOVE
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
-REMOVE = "Remove the flag."
 PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "aux_loss_coef", "expert_bias_update_rate")
 
 # fmt: off
@@ -27,6 +27,12 @@ SHARED_RULES = (
          lambda f: f.attn_implementation in ("eager", "flash_attention_3") and f.ring_attn_size > 1,
          "with --ring_attn_size {ring_attn_size}", "ring and Ulysses attention have no such kernel",
          "Take sdpa or flash_attention_2."),
+    Rule("attn_implementation",
+         lambda f: f.attn_implementation.startswith("flash") and f.param_dtype == "fp32", "with --param_dtype fp32",
+         "its kernels are for half precision", "Take sdpa, or --param_dtype bf16 or fp16."),
+    Rule("ring_attn_kernel", lambda f: f.ring_attn_kernel == "ring_flash_attn" and f.param_dtype == "fp32",
+         "with --param_dtype fp32", "its kernels are for half precision",
+         "Take native, or --param_dtype bf16 or fp16."),
     Rule("adam_betas", lambda f: f.optim == "adafactor", "with --optim adafactor", "Adafactor has no betas", REMOVE),
     Rule("dataset_probs", lambda f: not f.dataset, "without --dataset", "it mixes the sets of --dataset", REMOVE),
     Rule("eval_steps eval_split", lambda f: not f.eval_dataset, "without --eval_dataset", "nothing is evaluated",
@@ -45,6 +51,8 @@ SHARED_RULES = (
          ONE),
     Rule("load_checkpoint", lambda f: f.load_checkpoint == "latest" and f.output_dir is None, "without --output_dir",
          "the latest checkpoint is that of a run folder", "Add --output_dir, or name a checkpoint."),
+    Rule("verify_resume", lambda f: f.on_gpu and not f.deterministic, "with --deterministic false",
+         "on CUDA, no two passes are bitwise the same", "Remove --deterministic."),
     Rule("best_metric_key", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
          "Add --eval_dataset, or remove the flag."),
 )
@@ -127,4 +135,12 @@ TRACE_RULES = (
 )
 # fmt: on
 
-TRAINING_RULES = (*SHARED_RULES, *LORA_RULES, *STREAMING_RULES, *IMAGE_RULES, *LAYOUT_AUTO_RULES, *TRACE_RULES)
+TRAINING_RULES = (
+    *SHARED_RULES,
+    *DATA_RULES,
+    *LORA_RULES,
+    *STREAMING_RULES,
+    *IMAGE_RULES,
+    *LAYOUT_AUTO_RULES,
+    *TRACE_RULES,
+)

@@ -91,11 +91,8 @@ def needs_reference(loss: str) -> bool:
 
 
 def check_losses(flags: PreferenceArguments) -> dict:
-    """Raise UserError for a name, a weight or a constant that does not fit. Returns facts for the table of rules."""
+    """Raise UserError for a name or a constant that does not fit. Returns facts for the table of rules."""
     losses = losses_of(flags.loss)
-    if flags.loss_weights is not None and len(flags.loss_weights) != len(losses):
-        found = f"{len(flags.loss_weights)} with --loss {flags.loss}"
-        raise UserError("--loss_weights", found, "one for each loss of pairs")
     if len({loss.needs_reference for loss in losses}) > 1:
         raise UserError("--loss", f"{flags.loss}: only some of them have a reference", "losses of one kind")
     if flags.label_smoothing >= 0.5:

@@ -61,7 +61,7 @@ def set_up(
     folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.model.pretrain)), None
     if is_packed or args.layout.ring_attn_size > 1:
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
-        kind |= {"param_dtype": args.model.param_dtype, "trust_remote_code": args.model.trust_remote_code}
+        kind["trust_remote_code"] = args.model.trust_remote_code
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
     tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
     load_chat_template(args.data.tokenizer_chat_template, tokenizer)
@@ -89,8 +89,7 @@ def choose_attention(args) -> str:
     is_split = args.layout.ring_attn_size > 1
     if not (args.batch.packing_samples or is_split or wanted.startswith("flash")):
         return wanted
-    kind = {"param_dtype": args.model.param_dtype, "device": args.layout.device}
-    return resolve_attention(wanted, args.batch.packing_samples, **kind)
+    return resolve_attention(wanted, args.batch.packing_samples, args.layout.device)
 
 
 def _resumes(output_dir: Optional[str], load_checkpoint: Optional[str], lora_rank: Optional[int]) -> bool:

@@ -24,7 +24,6 @@ from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.host_offload import bring_back, take_to_host
 from trainer.distributed.replicas import check_replicas
-from trainer.errors import UserError
 from trainer.model_folders import model_folder
 from trainer.model_folders.model_writer import save_pretrained
 from trainer.model_parallel import tensor_parallel
@@ -40,7 +39,8 @@ from trainer.strategies.refusals import refuse_on_deepspeed
 class DeepspeedStrategy:
     def __init__(self, options: StrategyOptions):
         self.zero_stage = 2 if options.zero_stage is None else options.zero_stage
-        refuse_on_deepspeed(options)
+        self.device = mesh.resolve_device(options.device)
+        refuse_on_deepspeed(options, on_cpu=self.device.type == "cpu")
         self.options, self.seed = options, options.seed
         self.param_dtype, self._scaled = DTYPES[options.param_dtype], options.param_dtype == "fp16"
         self.sizes = mesh.resolve_mesh_sizes(
@@ -49,10 +49,6 @@ class DeepspeedStrategy:
             sp=options.ring_attn_size,
             tp=options.tensor_parallel_size,
         )
-        self.device = mesh.resolve_device(options.device)
-        if self._scaled and self.device.type == "cpu":
-            found = "fp16 with --backend deepspeed on CPU; DeepSpeed refuses it"
-            raise UserError("--param_dtype", found, "bf16, fp32")
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 

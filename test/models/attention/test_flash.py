@@ -111,8 +111,12 @@ def test_a_broken_flash_attn_is_told(tmp_path, monkeypatch):
 
 
 def test_fp32_and_wide_heads_are_refused():
-    with pytest.raises(UserError, match="flash_attention_2 with --param_dtype fp32"):
-        resolve_attention("flash_attention_2", packed=False, param_dtype="fp32")
+    for kernel in ({"attn_implementation": "flash_attention_2"}, {"ring_attn_kernel": "ring_flash_attn"}):
+        flags = from_flat(SFTArguments, {**kernel, "ring_attn_size": 2, "param_dtype": "fp32"})
+        with pytest.raises(
+            UserError, match=r"flash_att\w+ with --param_dtype fp32: its kernels are for half precision"
+        ):
+            refuse("train_sft", flags)
     flash_limits.validate_head_dims(Gemma2Config(head_dim=256))
     with pytest.raises(UserError, match="head_dim 512 of llama; it ends at 256"):
         flash_limits.validate_head_dims(LlamaConfig(hidden_size=1024, num_attention_heads=2))

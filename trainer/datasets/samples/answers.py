@@ -14,6 +14,7 @@ from trainer.datasets.conversations.tokens import check_input_template, prompt_a
 from trainer.datasets.rows import text_of
 from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
+from trainer.flags.data_rules import refuse_for_rows
 
 # what becomes of a row, in its column `fate`; only rows with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
@@ -61,8 +62,8 @@ def answer_options(
     options = AnswerOptions(apply_chat_template or is_list, prompt_key, answer_keys, input_template, max_len)
     if options.chat:
         chat_template(tokenizer)  # raises if there is none
-    if input_template is not None and (options.chat or prompt_key is None):
-        raise UserError("--input_template", "cannot be used with a chat template or without a prompt", "leave it out")
+    facts = {"has_conversations": options.chat, "has_prompts": prompt_key is not None}
+    refuse_for_rows(apply_chat_template=apply_chat_template, input_template=input_template, **facts)
     check_input_template(input_template)
     return options
 

@@ -16,6 +16,7 @@ from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, text_of, within
 from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.errors import UserError
+from trainer.flags.data_rules import refuse_for_rows
 
 # Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
 TOKENIZER_VERSION = 3
@@ -74,10 +75,10 @@ def tokenize_prompts(
     options = _Options(apply_chat_template or isinstance(rows[0][key], list), key, label_key, input_template)
     if options.chat:
         chat_template(tokenizer)  # raises if there is none
-        if input_template is not None:
-            raise UserError("--input_template", "cannot be used with a chat template", "leave it out")
-    else:
-        check_input_template(input_template)
+    refuse_for_rows(
+        apply_chat_template=apply_chat_template, input_template=input_template, has_conversations=options.chat
+    )
+    check_input_template(input_template)
     prompts = map_rows(
         rows,
         _tokenize_row,

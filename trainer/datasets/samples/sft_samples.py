@@ -27,6 +27,7 @@ from trainer.datasets.rows import text_of, within
 from trainer.datasets.samples.ledger import Ledger, keep
 from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.errors import UserError
+from trainer.flags.data_rules import refuse_for_rows
 
 # Raise this number if the same rows and options would give other samples: an older cache file must not be used.
 TOKENIZER_VERSION = 3
@@ -133,6 +134,9 @@ def options_of(
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
     mode = _mode(columns, input_key, output_key, apply_chat_template, pretrain_mode)
+    flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "multiturn": multiturn}
+    flags |= {"output_key": output_key, "input_template": input_template}
+    refuse_for_rows(has_conversations=mode == "chat", **flags)
     key = input_key or {"pretrain": "text", "chat": _chat_column(columns)}.get(mode)
     options = _Options(mode, key, output_key, input_template, multiturn, max_len)
     _check_options(options, columns, tokenizer, flag)
@@ -173,21 +177,15 @@ def _mode(
     columns: list[str], input_key: str | None, output_key: str | None, apply_chat_template: bool, pretrain_mode: bool
 ) -> str:
     if pretrain_mode:
-        _refuse("--pretrain_mode", {"--apply_chat_template": apply_chat_template, "--output_key": output_key})
         return "pretrain"
     no_key = input_key is None and output_key is None
     return "chat" if apply_chat_template or (no_key and _chat_column(columns)) else "keys"
 
 
 def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
-    """Check the keys against the columns, and refuse flags that the mode would ignore."""
+    """Check the keys against the columns."""
     if options.mode == "chat":
         chat_template(tokenizer)  # raises if there is none
-        _refuse("a chat template", {"--input_template": options.input_template})
-    else:
-        _refuse("rows without conversations", {"--multiturn": options.multiturn})
-    if options.mode == "pretrain":
-        _refuse("--pretrain_mode", {"--input_template": options.input_template})
     if options.mode == "keys" and options.output_key is None:
         needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
         raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
@@ -197,12 +195,6 @@ def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: 
         raise UserError("--input_key", found, ", ".join(columns))
     if options.output_key is not None and options.output_key not in columns:
         raise UserError("--output_key", f"no key {options.output_key!r} in the rows of {flag}", ", ".join(columns))
-
-
-def _refuse(mode: str, flags: dict[str, Any]) -> None:
-    for flag, value in flags.items():
-        if value:
-            raise UserError(flag, f"cannot be used with {mode}")
 
 
 def sft_features() -> Features:

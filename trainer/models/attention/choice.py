@@ -24,18 +24,16 @@ from trainer.models.layers.model_call import remember_call
 SPLIT = {"ring": ring_attention, "ulysses": ulysses_attention, "ring_package": ring_package.package_attention}
 
 
-def resolve_attention(
-    attn_implementation: str, packed: bool, *, param_dtype: str = "bf16", device: str = "auto"
-) -> str:
+def resolve_attention(attn_implementation: str, packed: bool, device: str = "auto") -> str:
     """Return the name of the attention function that transformers should call.
 
     For sequences that are split over ranks, `setup_attention` replaces it once the process groups exist.
 
     Raises:
-        UserError: the function cannot be used with these flags, or on this machine.
+        UserError: the function cannot be used on this machine.
     """
     if attn_implementation.startswith("flash"):
-        validate_flash_attention(attn_implementation, param_dtype, device)
+        validate_flash_attention(attn_implementation, device)
         return attn_implementation
     return register_varlen_attention() if packed else attn_implementation
 
@@ -72,7 +70,6 @@ def setup_attention(
     packed: bool,
     sp_mode: str,
     ring_attn_kernel: str,
-    param_dtype: str,
     trust_remote_code: bool,
 ) -> tuple[str, Optional[dist.ProcessGroup]]:
     """Return (name of the attention function, ranks that split each sequence or None).
@@ -90,7 +87,7 @@ def setup_attention(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
     if ring_attn_kernel != "native":
-        ring_package.validate_machine(param_dtype, strategy.device)
+        ring_package.validate_machine(strategy.device)
         ring_package.validate_model(config)
         return register_ring_attention(sp_group, "ring_package", packed), sp_group
     if sp_mode == "ulysses":

@@ -15,11 +15,9 @@ SOURCES = {
 BLACKWELL = (10, 0)  # flash-attn 3 has kernels for compute capability 8.x and 9.0 only
 
 
-def validate_flash_attention(attention: str, param_dtype: str, device: str) -> None:
-    """Raise UserError if flash_attention_2 or _3 cannot run with these flags on this machine."""
+def validate_flash_attention(attention: str, device: str) -> None:
+    """Raise UserError if flash_attention_2 or _3 cannot run on this machine."""
     version = int(attention[-1])
-    if param_dtype == "fp32":
-        raise UserError(FLAG, f"{attention} with --param_dtype fp32", f"{OTHERS}, or --param_dtype bf16, fp16")
     if fault := flash_fault(version):
         raise UserError(FLAG, f"{attention} needs {SOURCES[version]}; {fault}", OTHERS)
     if device == "cpu" or not torch.cuda.is_available():

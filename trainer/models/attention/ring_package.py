@@ -36,10 +36,8 @@ def _package(module: str):
     return importlib.import_module(f"{NAME}.{module}")
 
 
-def validate_machine(param_dtype: str, device: torch.device) -> None:
-    """Raise UserError if the package, flash-attn 2 or a fit GPU is missing, or if tensors are not half precision."""
-    if param_dtype == "fp32":
-        raise UserError(FLAG, f"{NAME} with --param_dtype fp32", f"{ALLOWED}, or --param_dtype bf16, fp16")
+def validate_machine(device: torch.device) -> None:
+    """Raise UserError if the package, flash-attn 2 or a fit GPU is missing."""
     if importlib.util.find_spec(NAME) is None:
         raise UserError(FLAG, f"{NAME} is not installed: pip install -e '.[ring]'", ALLOWED)
     if fault := flash_fault(2):

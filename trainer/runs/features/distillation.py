@@ -48,11 +48,6 @@ def open_teacher(run) -> None:
         run.load_data = lambda names, split, flag: load(args, run.setup.tokenizer, args.data.dataset, "train", flag)
 
 
-def refuse_images(run) -> None:
-    if run.has_images:
-        raise UserError("--dataset", "rows with images with train_kd", "rows without images")
-
-
 def add_teacher_loss(run) -> None:
     """Replace the loss by that of the teacher's probabilities, unless their weight is 0. Then the teacher is freed."""
     flags = run.args.teacher
@@ -65,7 +60,6 @@ TEACHER = Feature(
     "teacher",
     lambda run: run.method.command == "train_kd",
     before_data=open_teacher,
-    with_data=refuse_images,
     with_loss=add_teacher_loss,
 )
 
