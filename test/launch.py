@@ -71,7 +71,7 @@ def torchrun(num_ranks: int, *arguments: str, timeout: float = 300, cwd: Path = 
 _server: list[subprocess.Popen] = []  # of this process
 
 
-def forked(num_ranks: int, *arguments: str, timeout: float = 300, cache: str = "") -> tuple[int, str]:
+def forked(num_ranks: int, *arguments: str, timeout: float = 300, cache: str = "", cwd: Path = ROOT) -> tuple[int, str]:
     """As `torchrun`, with ranks forked from a process that has imported the libraries already; see rank_server.py.
 
     Of the environment the ranks get HF_DATASETS_CACHE, as it is now, or `cache` in its place.
@@ -83,6 +83,7 @@ def forked(num_ranks: int, *arguments: str, timeout: float = 300, cache: str = "
         atexit.register(_server[0].kill)
     log = Path(tempfile.mkdtemp()) / "log"
     asked = {"arguments": arguments, "num_ranks": num_ranks, "log": str(log), "timeout": timeout}
+    asked["cwd"] = str(cwd)
     asked["cache"] = cache or os.environ.get("HF_DATASETS_CACHE")
     _server[0].stdin.write(json.dumps(asked) + "\n")
     _server[0].stdin.flush()

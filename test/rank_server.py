@@ -23,8 +23,9 @@ def leave(code: int) -> None:
     raise Left(code)
 
 
-def run(arguments: list[str], cache: str | None) -> None:
-    """What `python ARGUMENTS` does: a script or `-m module`, and its arguments. `cache` is for data sets."""
+def run(arguments: list[str], cache: str | None, cwd: str) -> None:
+    """What `python ARGUMENTS` does in `cwd`: a script or `-m module`, and its arguments. `cache` is for data sets."""
+    os.chdir(cwd)
     entry._leave = leave
     os.environ.pop("HF_DATASETS_CACHE", None)
     os.environ.update({"HF_DATASETS_CACHE": cache} if cache else {})
@@ -48,6 +49,6 @@ if __name__ == "__main__":
     import_libraries()
     for line in sys.stdin:
         asked = json.loads(line)
-        rank = functools.partial(run, asked["arguments"], asked["cache"])
+        rank = functools.partial(run, asked["arguments"], asked["cache"], asked["cwd"])
         ending = run_ranks(rank, asked["num_ranks"], Path(asked["log"]), asked["timeout"])
         os.write(answers, (json.dumps({"kind": ending.kind, "text": ending.text}) + "\n").encode())

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from launch import LAUNCHER, ROOT, run_process, run_until_gone, torchrun
+from launch import LAUNCHER, ROOT, forked, run_process, run_until_gone, torchrun
 
 from trainer.runs.outputs import ConfigDumper
 
@@ -74,6 +74,15 @@ def assert_one_line(output: str, parts: list[str]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_and_exit_code_2(demo, case):
+    arguments, parts = CASES[case]
+    code, output = forked(1, "-m", MODULE, *arguments, cwd=demo, timeout=120)
+    assert code == 1 and output.endswith("RuntimeError: exit code 2"), output[-3000:]
+    assert_one_line(output, parts)
+
+
+@pytest.mark.parametrize("case", ["unknown flag", "wrong number", "no weights"])
+def test_a_process_ends_with_exit_code_2(demo, case):
+    """One case before torch is imported, one after the flags, one after the strategy is set up."""
     arguments, parts = CASES[case]
     code, output, seconds = run_until_gone([sys.executable, "-m", MODULE, *arguments], cwd=demo, timeout=120)
     assert code == 2, output[-3000:]
