@@ -60,6 +60,14 @@ def by_keys(rows, tokenizer, **options):
     return tokenize(rows, tokenizer, **{"input_key": "q", "output_key": "a"} | options)
 
 
+def whole_ids(tokenizer, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """The ids of the whole text and eos, split where the answer's first character is."""
+    encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
+    ids, ends = encoded["input_ids"], [b if b > a else 0 for a, b in encoded["offset_mapping"]]
+    start = next((i for i, end in enumerate(ends) if end > len(prompt)), len(ids))
+    return ids[:start], [*ids[start:], tokenizer.eos_token_id]
+
+
 def error_of(rows, tokenizer, **options) -> UserError:
     with pytest.raises(UserError) as caught:
         tokenize(rows, tokenizer, **options)
@@ -85,8 +93,7 @@ def test_keys_give_prompt_answer_and_eos_on_real_rows():
         num_tokens = num_loss_tokens = 0
         assert samples["row"][:] == list(range(40))
         for sample, row in zip(samples, rows, strict=True):
-            prompt = tokenizer(row["q"])["input_ids"]
-            answer = tokenizer(row["a"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            prompt, answer = whole_ids(tokenizer, row["q"], row["a"])
             assert sample["input_ids"] == prompt + answer
             assert sample["loss_mask"] == [0] * len(prompt) + [1] * len(answer)
             assert (sample["num_tokens"], sample["num_loss_tokens"]) == (len(prompt + answer), len(answer))
@@ -170,7 +177,7 @@ def test_rows_without_a_loss_token_are_left_out_and_counted():
 
 
 def test_no_sample_left_names_the_reason_that_counted_most():
-    long, empty = {"q": "hi", "a": "no " * 30}, {"q": "hi", "a": ""}
+    long, empty = {"q": "hi\n", "a": "no " * 30}, {"q": "hi", "a": ""}
     error = error_of([empty, empty, long], tiny(), input_key="q", output_key="a", max_len=2)
     assert "2 answers are empty, 1 are cut off" in error.found and error.allowed == "answers that are not empty"
     error = error_of([empty, long, long], tiny(), input_key="q", output_key="a", max_len=2)
@@ -437,7 +444,7 @@ def test_render_sample_marks_the_targets():
     )
     tokenizer = stories()
     samples, _ = by_keys([{"q": "Once upon", "a": "a time"}], tokenizer)
-    assert render_sample(samples[0], tokenizer) == "<s> Once upon[[ a time</s>]]"
+    assert render_sample(samples[0], tokenizer) == "<s> Once upon[[a time</s>]]", "as the text has it"
 
 
 @settings(max_examples=15, deadline=None)
@@ -453,8 +460,8 @@ def test_counts_add_up_for_any_rows_and_length(rows, max_len):
     assert len(samples) == ledger["num_samples"]
     whole = {}
     for index, row in enumerate(rows):
-        prompt, answer = (tokenizer(row[key], add_special_tokens=False)["input_ids"] for key in "qa")
-        whole[index] = (prompt + answer + [tokenizer.eos_token_id], len(prompt), row["a"].strip())
+        prompt, answer = whole_ids(tokenizer, row["q"], row["a"])
+        whole[index] = (prompt + answer, len(prompt), row["a"].strip())
     kept = [i for i, (ids, start, answer) in whole.items() if answer and min(len(ids), max_len) > max(start, 1)]
     assert samples["row"][:] == kept
     assert ledger["num_truncated"] == sum(len(ids) > max_len for ids, _, _ in whole.values())

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> None:
     args = parse_arguments(PrepareArguments, "prepare_data", argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
-    from trainer.datasets.conversations.templates import load_chat_template
+    from trainer.datasets.conversations.templates import prepare_tokenizer
     from trainer.datasets.samples.preparation import prepare_rows
     from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> None:
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
     make_writable("--output_dir", os.path.dirname(target))
     tokenizer = load_tokenizer(resolve_model_folder(args.target.pretrain), args.target.trust_remote_code)
-    load_chat_template(data.tokenizer_chat_template, tokenizer)
+    prepare_tokenizer(tokenizer, data.tokenizer_chat_template, data.template_args, data.read_control_tokens)
     rows = load_flag_rows(data, args.target.seed, data.dataset, data.dataset_split, "--dataset")
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
     ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)

@@ -69,6 +69,12 @@ class DataArguments:
     input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
     tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: name, file or Jinja")
+    template_args: Optional[str] = arg(
+        None, 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'
+    )
+    read_control_tokens: bool = arg(
+        False, "control tokens such as <|im_end|> that texts of rows hold stay tokens (default: plain text)"
+    )
 
 
 @dataclass

@@ -26,12 +26,23 @@ class TextScores:
     def score_mine(self, mine: list[Sample]) -> None:
         """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
         prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
-        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in mine]
+        responses = [response_text(self.tokenizer, sample.prompt_ids, sample.response_ids) for sample in mine]
         finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
         columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
         scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         for i, (sample, score) in enumerate(zip(mine, scores)):
             sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+
+
+def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]) -> str:
+    """The text that the response adds to its prompt. SentencePiece decodes a text of its own without its first space."""
+    before = tokenizer.decode(prompt_ids[-1:], skip_special_tokens=True)
+    both = tokenizer.decode([*prompt_ids[-1:], *response_ids], skip_special_tokens=True)
+    return (
+        both.removeprefix(before)
+        if both.startswith(before)
+        else tokenizer.decode(response_ids, skip_special_tokens=True)
+    )
 
 
 def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:

@@ -5,11 +5,8 @@ rotary tables, attention and mixers of packed or split rows. `shard_model`: adap
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Optional
-
-from transformers import GenerationConfig
 
 from trainer.distributed import heartbeat
 from trainer.distributed.collectives import wait_for_all
@@ -121,15 +118,3 @@ def shard_model(
 def frozen_model(setup: Setup, model, offload: bool = False):
     """A loaded model, frozen and sharded like the policy. `offload`: its weights wait in host memory."""
     return setup.strategy.prepare(model.eval().requires_grad_(False), offload=offload)
-
-
-def stop_ids(tokenizer, folder: str) -> tuple[int, ...]:
-    """The tokens that end a response: eos of the tokenizer, and eos of the generation config in `folder`."""
-    found = {tokenizer.eos_token_id}
-    if os.path.exists(os.path.join(folder, "generation_config.json")):
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        found |= set(eos) if isinstance(eos, list) else {eos}
-    found.discard(None)
-    if not found:
-        raise UserError("--pretrain", "the tokenizer has no eos token, so no response can end")
-    return tuple(sorted(found))

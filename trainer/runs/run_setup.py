@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 
 from trainer.checkpoints.checkpoint_store import checkpoints_to_load
-from trainer.datasets.conversations.templates import load_chat_template
+from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.distributed.mesh import validate_batch_sizes
@@ -64,7 +64,9 @@ def set_up(
         kind["trust_remote_code"] = args.model.trust_remote_code
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
     tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
-    load_chat_template(args.data.tokenizer_chat_template, tokenizer)
+    prepare_tokenizer(
+        tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
+    )
     return Setup(
         strategy=strategy,
         folder=folder,

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.checkpoints.checkpoint_store import list_checkpoints
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step, read_checkpoint
 from trainer.datasets.batches.global_batches import epoch_order
-from trainer.datasets.conversations.templates import load_chat_template
+from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of, from_flat
 from trainer.flags.rules import COMMANDS
@@ -88,7 +88,9 @@ def planned_batches(content: dict, model_folder: str, dataset: str | None = None
     known = {field.name for field, _ in flags_of(COMMANDS[command])}
     args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
     tokenizer = load_tokenizer(model_folder, args.model.trust_remote_code)
-    load_chat_template(args.data.tokenizer_chat_template, tokenizer)
+    prepare_tokenizer(
+        tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
+    )
     samples, _ = LOADERS[command](args, tokenizer, args.data.dataset, args.data.dataset_split, "--dataset")
     size = args.batch.train_batch_size
     per_epoch, orders = -(-len(samples) // size), {}

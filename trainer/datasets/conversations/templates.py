@@ -1,21 +1,63 @@
 """Turn conversations into token ids and a loss mask with the chat template. A mask that fails its check is refused."""
 
+import json
 import os
 import re
 from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations.control_tokens import (
+    broken,
+    broken_messages,
+    encode,
+    inside,
+    is_escaped,
+    reads_controls,
+    whole,
+)
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 FLAG = "--tokenizer_chat_template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
+_frames: dict[str, str] = {}  # by template
 REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
+
+
+def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | None, read_control_tokens: bool) -> None:
+    """Set what the flags say about texts: the chat template, its arguments, and whether texts hold control tokens.
+
+    `arguments` is a JSON object. Raises: UserError like `load_chat_template`, and for arguments that do nothing.
+    """
+    load_chat_template(template, tokenizer)
+    if read_control_tokens:
+        tokenizer.reads_control_tokens = True
+    if arguments is None:
+        return
+    try:
+        values = json.loads(arguments)
+    except ValueError as error:
+        raise UserError("--template_args", f"broken JSON ({error})", '{"enable_thinking": false}') from None
+    if not isinstance(values, dict):
+        raise UserError("--template_args", repr(arguments), 'a JSON object such as {"enable_thinking": false}')
+    texts = (
+        tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template or ""}
+    )
+    unused = [name for name in values if not any(re.search(rf"\b{re.escape(name)}\b", t) for t in texts.values())]
+    if unused or (taken := RESERVED & values.keys()):
+        found = (
+            f"the chat template has no argument {unused[0]!r}" if unused else f"{sorted(taken)[0]!r} is set by the run"
+        )
+        raise UserError("--template_args", found, "arguments that the template names")
+    tokenizer.template_args = values
 
 
 def load_chat_template(value: str | None, tokenizer: Any) -> None:
@@ -82,7 +124,7 @@ def render_chat(
     Raises: UserError if the template or the tokenizer leaves doubt about the mask.
     """
     template = chat_template(tokenizer, tools)
-    messages = _without_empty_content(template, messages)
+    messages, tools = _rendered_messages(tokenizer, template, messages, tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
     if not trained:
@@ -111,8 +153,33 @@ def render_chat(
 
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
-    messages = _without_empty_content(chat_template(tokenizer, tools), messages)
+    messages, tools = _rendered_messages(tokenizer, chat_template(tokenizer, tools), messages, tools)
     return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+
+
+def _rendered_messages(tokenizer: Any, template: str, messages: list[dict], tools: list | None) -> tuple:
+    """(messages, tools) as the template takes them, with their control tokens broken."""
+    return as_data(tokenizer, _without_empty_content(template, messages), tools)
+
+
+def _frame(tokenizer: Any) -> str:
+    """The text of the template around messages: what opens, closes and separates turns."""
+    template = str(tokenizer.chat_template)
+    if template not in _frames:
+        talk = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ]
+        texts = []
+        for messages in (talk[:1], talk[:2], talk):
+            try:
+                texts.append(render(tokenizer, messages, tokenize=False, add_generation_prompt=len(messages) != 2))
+            except UserError:  # a template may refuse this conversation but accept the rows
+                continue
+        special = training_templates.special_tokens(tokenizer)
+        _frames[template] = " ".join([*texts, *special.values()])
+    return _frames[template]
 
 
 def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:
@@ -126,24 +193,59 @@ def _has_answer(message: dict) -> bool:
     return bool((message.get("content") or "").strip() or message.get("tool_calls"))
 
 
-def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
-    """Token ids (or the text) of the conversation. With return_assistant_tokens_mask: the ids and the mask."""
+def as_data(tokenizer: Any, messages: list[dict], tools: list | None = None) -> tuple[list[dict], list | None]:
+    """Messages and tools whose control tokens are broken; see `control_tokens`. `encode` reads them as plain text.
+
+    Raises: UserError if the template gives another text with broken tokens than with whole ones.
+    """
+    if reads_controls(tokenizer):
+        return messages, tools
+    marked = broken_messages(tokenizer, messages, _frame(tokenizer))
+    marked_tools = broken(tokenizer, tools)
+    if (marked, marked_tools) == (messages, tools):
+        return messages, tools
+    text = render(tokenizer, marked, tokenize=False, tools=marked_tools)
+    if whole(text) != render(tokenizer, messages, tokenize=False, tools=tools) or is_escaped(text):
+        found = "changes a text with control tokens, so they cannot be read as plain text"
+        raise UserError("the chat template", found, "texts without them, or --read_control_tokens")
+    return marked, marked_tools
+
+
+def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks: bool = False, **options: Any) -> Any:
+    """Token ids (or the text) of the conversation. With `marks`: the ids, and 1 on those in {% generation %} blocks.
+
+    `options` are arguments of the template, besides those of --template_args.
+    """
+    options = {**getattr(tokenizer, "template_args", {}), **options}
     try:
-        out = tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
+            out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
+            return out if marks or not tokenize else out[0]
+        if marks:
+            template = chat_template(tokenizer, options.get("tools"))
+            options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
+            texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
+            text = texts[0]
+        else:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError, ValueError) as error:
         found = f"cannot render this conversation: {' '.join(str(error).split())}"
         raise UserError("the chat template", found) from None
     if not tokenize:
-        return out
-    input_ids = list(out["input_ids"])
-    return (input_ids, list(out["assistant_masks"])) if "assistant_masks" in out else input_ids
+        return text
+    input_ids, offsets = encode(tokenizer, text)
+    if not marks:
+        return input_ids
+    if not tokenizer.is_fast:
+        raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
+    return input_ids, inside(blocks[0], offsets)
 
 
 def _marked_spans(
     tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
     """Ids and {turn: (start, end)} from the {% generation %} markers: one run of marked tokens per assistant turn."""
-    input_ids, mask = render(tokenizer, messages, return_assistant_tokens_mask=True, tools=tools)
+    input_ids, mask = render(tokenizer, messages, marks=True, tools=tools)
     runs, start = [], 0
     for marked, group in groupby(mask):
         end = start + len(list(group))
@@ -221,7 +323,7 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: li
     """
 
     def as_decoded(text: str) -> str:
-        return _squash(tokenizer, tokenizer(text.strip(), add_special_tokens=False)["input_ids"])
+        return _squash(tokenizer, tokenizer(whole(text).strip(), add_special_tokens=False)["input_ids"])
 
     masked, answer = _squash(tokenizer, ids), as_decoded(message.get("content") or "")
     names = [as_decoded((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]

@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import transformers
 
+from trainer.datasets.conversations.control_tokens import broken, broken_document, encode, is_control
 from trainer.errors import UserError
+
+# Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
+TOKENIZER_VERSION = 4
+SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 
 def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
@@ -18,6 +23,7 @@ def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
     }
+    state |= {name: getattr(tokenizer, name) for name in SET_BY_FLAGS if hasattr(tokenizer, name)}
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # The last call of the tokenizer left truncation and padding here. Every call sets them again.
@@ -31,11 +37,11 @@ def digest_of(input_ids: list[int]) -> str:
 
 
 def is_stop_token(tokenizer: Any, token: int) -> bool:
-    """Whether a token ends a turn or a text: the eos token or any special token of the vocabulary."""
+    """Whether a token ends a turn or a text: the eos token or any control token of the vocabulary."""
     if token in tokenizer.all_special_ids:
         return True
     added = tokenizer.added_tokens_decoder.get(token)
-    return added is not None and added.special
+    return added is not None and is_control(added)
 
 
 def check_input_template(input_template: str | None) -> None:
@@ -49,13 +55,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, input_template: str | None = None
 
     The text is first put into `input_template`.
     """
-    if input_template is not None:
-        prompt = input_template.replace("{}", prompt, 1)  # not str.format: the texts may hold braces
-    input_ids = list(tokenizer(prompt)["input_ids"])
-    eos = tokenizer.eos_token_id
-    if input_ids and input_ids[-1] == eos and tokenizer("a")["input_ids"][-1] == eos:
-        input_ids.pop()
-    return input_ids
+    return encode(tokenizer, _framed(tokenizer, prompt, input_template), opens=True)[0]
 
 
 def prompt_and_answer(
@@ -64,19 +64,37 @@ def prompt_and_answer(
     """(input_ids, loss_mask) of prompt, answer and eos, with loss on the answer and eos.
 
     A prompt of 3 tokens and an answer of 2 give the mask [0, 0, 0, 1, 1, 1]. An empty answer has no loss: it would
-    teach only to stop.
+    teach only to stop. Both are tokenized as one text: SentencePiece would begin a text of its own with a space. A
+    token that reaches over the border is the answer's.
     """
-    prompt_ids = prompt_tokens(tokenizer, prompt, input_template)
-    answer_ids = _with_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1 if answer.strip() else 0] * len(answer_ids)
+    framed, trained = _framed(tokenizer, prompt, input_template), int(bool(answer.strip()))
+    text = framed + broken_document(tokenizer, answer)
+    if tokenizer.is_fast:
+        input_ids, offsets = encode(tokenizer, text, opens=True)
+        start = next((i for i, (a, b) in enumerate(offsets) if b > len(framed) and b > a), len(input_ids))
+    else:
+        input_ids = encode(tokenizer, framed, opens=True)[0]
+        start = len(input_ids)
+        input_ids += encode(tokenizer, text[len(framed) :])[0]
+    input_ids = _with_eos(tokenizer, input_ids, start)
+    return input_ids, [0] * start + [trained] * (len(input_ids) - start)
 
 
 def whole_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """(input_ids, loss_mask) of a text and eos, with loss on all tokens. An empty text has no loss."""
-    input_ids = _with_eos(tokenizer, prompt_tokens(tokenizer, text))
+    input_ids = _with_eos(tokenizer, encode(tokenizer, broken_document(tokenizer, text), opens=True)[0])
     return input_ids, [1 if text.strip() else 0] * len(input_ids)
 
 
-def _with_eos(tokenizer: Any, input_ids: list[int]) -> list[int]:
+def _framed(tokenizer: Any, prompt: str, input_template: str | None) -> str:
+    """The prompt inside the template, whose control tokens are real. Those of the prompt are broken, but for its bos."""
+    if input_template is None:
+        bos = tokenizer.bos_token if tokenizer.bos_token and prompt.startswith(tokenizer.bos_token) else ""
+        return bos + broken(tokenizer, prompt[len(bos) :])
+    return input_template.replace("{}", broken(tokenizer, prompt), 1)  # not str.format: the texts may hold braces
+
+
+def _with_eos(tokenizer: Any, input_ids: list[int], start: int = 0) -> list[int]:
+    """The ids with eos at their end. One that stands there, at `start` or later, is enough."""
     eos = tokenizer.eos_token_id
-    return list(input_ids) if input_ids and input_ids[-1] == eos else [*input_ids, eos]
+    return input_ids if input_ids[start:] and input_ids[-1] == eos else [*input_ids, eos]

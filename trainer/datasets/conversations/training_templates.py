@@ -12,6 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.datasets.conversations.control_tokens import encode
+
 FOLDER = Path(__file__).parent / "chat_templates"
 SYSTEM = {"role": "system", "content": "Be short."}
 QUESTION = {"role": "user", "content": " 1 + 1? "}
@@ -100,15 +102,17 @@ def written_spans(
     if version is None or not tokenizer.is_fast:
         return None
     try:
-        rendered, blocks = render(version, messages, tools, special_tokens(tokenizer))
+        rendered, blocks = render(
+            version, messages, tools, special_tokens(tokenizer) | getattr(tokenizer, "template_args", {})
+        )
     except (TemplateError, TypeError, ValueError):
         return None
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if rendered != text or len(blocks) != len(turns):
         return None
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    input_ids, offsets = encode(tokenizer, text)
     spans = {}
     for turn, (first, end) in zip(turns, blocks, strict=True):
-        inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < end and b > first]
+        inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > first]
         spans[turn] = (inside[0], inside[-1] + 1) if inside else (0, 0)
-    return list(encoded["input_ids"]), spans
+    return input_ids, spans

@@ -7,7 +7,8 @@ import json
 import re
 from typing import Any, Optional
 
-from trainer.datasets.conversations.templates import render
+from trainer.datasets.conversations.control_tokens import ids_behind
+from trainer.datasets.conversations.templates import as_data, render
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
@@ -47,25 +48,28 @@ def continuation_ids(
         function = {"name": messages[0].get("name") or call or "tool", "arguments": {"text": MARK}}
         calls = [{"id": messages[0]["tool_call_id"], "type": "function", "function": function}]
         stand_ins.insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
-    options = {"tokenize": False, "tools": tools}
     for stand_in in stand_ins:  # the second one if the template does not show calls
-        before = render(tokenizer, [*opening, stand_in], **options).rpartition(MARK)
-        after = render(tokenizer, [*opening, stand_in, *messages], add_generation_prompt=True, **options).rpartition(
-            MARK
-        )
-        if before[1] and after[1]:
+        before = _rendered(tokenizer, [*opening, stand_in], tools, False)
+        after = _rendered(tokenizer, [*opening, stand_in, *messages], tools, True)
+        if MARK in before and MARK in after:
             break
     else:
         raise UserError("the chat template", "does not show the text of an assistant turn", "another template")
-    ids = list(tokenizer(after[2], add_special_tokens=False)["input_ids"])
+    ids = ids_behind(tokenizer, after, MARK)
     end = next((i for i, token in enumerate(ids) if is_stop_token(tokenizer, token)), None)
     if end is None:
         raise UserError("the chat template", "ends no assistant turn with a special token", "a template that does")
     if stop_token is None:
         return ids[end:]
     # GLM has no token for the end of a turn: the first token of the next message ends it
-    own_end = any(is_stop_token(tokenizer, t) for t in tokenizer(before[2], add_special_tokens=False)["input_ids"])
+    own_end = any(is_stop_token(tokenizer, token) for token in ids_behind(tokenizer, before, MARK))
     return ids[end + 1 :] if own_end or ids[end] == stop_token else ids[end:]
+
+
+def _rendered(tokenizer: Any, messages: list[dict], tools: list | None, asks: bool) -> str:
+    """The text of the conversation, with breaks in the control tokens of its messages and tools."""
+    messages, tools = as_data(tokenizer, messages, tools)
+    return render(tokenizer, messages, tokenize=False, tools=tools, add_generation_prompt=asks)
 
 
 def tool_calls(text: str) -> list[dict]:

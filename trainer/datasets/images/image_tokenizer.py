@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.datasets.conversations.control_tokens import encode, inside
 from trainer.datasets.conversations.training_templates import special_tokens
 from trainer.datasets.images.image_marks import MARK
 from trainer.datasets.images.image_processor import image_token_ids
@@ -20,7 +21,8 @@ class ImageTokenizer:
     """
 
     def __init__(self, tokenizer: Any, processor: Any, replacements: list[str]):
-        self._tokenizer, self._processor, self._replacements = tokenizer, processor, replacements
+        self.of_texts = self._tokenizer = tokenizer
+        self._processor, self._replacements = processor, replacements
         self.num_images = 0  # in the longest text so far
         self.num_image_tokens = 0
 
@@ -30,16 +32,14 @@ class ImageTokenizer:
     def __call__(self, *args, **kwargs):
         return self._tokenizer(*args, **kwargs)
 
-    def apply_chat_template(
-        self, messages: list[dict], *, tokenize=True, return_dict=True, return_assistant_tokens_mask=False, **options
-    ):
-        """Like the tokenizer's own. `assistant_masks` cover the text with all image tokens."""
+    def apply_chat_template(self, messages: list[dict], *, tokenize=True, marks=False, **options):
+        """The text, or (ids, mask): 1 on the ids in {% generation %} blocks. The mask is empty without `marks`."""
         template = self._tokenizer.get_chat_template(tools=options.get("tools"))
         num_marks = sum(message["content"].count(MARK) for message in messages if message.get("content"))
         texts, blocks = render_jinja_template(
             conversations=[[_with_parts(message, template) for message in messages]],
             chat_template=template,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            return_assistant_tokens_mask=marks,
             **special_tokens(self._tokenizer),
             **options,
         )
@@ -50,16 +50,13 @@ class ImageTokenizer:
         changed, moves = self._processor.get_text_with_replacements([texts[0]], self._replacements[:shown])
         if not tokenize:
             return changed[0]
-        encoded = self._tokenizer(changed[0], add_special_tokens=False, return_offsets_mapping=True)
-        input_ids = list(encoded["input_ids"])
+        input_ids, offsets = encode(self._tokenizer, changed[0])
         if shown >= self.num_images:
             self.num_images, self.num_image_tokens = shown, self.count(input_ids)
-        out = {"input_ids": input_ids}
-        if return_assistant_tokens_mask:
-            spans = [tuple(_moved(place, moves[0] if moves else []) for place in span) for span in blocks[0]]
-            offsets = encoded["offset_mapping"]
-            out["assistant_masks"] = [int(any(a < end and b > start for start, end in spans)) for a, b in offsets]
-        return out if return_dict else input_ids
+        if not marks:
+            return input_ids, []
+        spans = [tuple(_moved(place, moves[0] if moves else []) for place in span) for span in blocks[0]]
+        return input_ids, inside(spans, offsets)
 
     def count(self, input_ids: list[int]) -> int:
         """The number of image tokens."""

@@ -12,7 +12,7 @@ from trainer.datasets.conversations.messages import as_messages, tools_of
 from trainer.datasets.conversations.templates import chat_template, render_chat
 from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
 from trainer.datasets.rows import text_of
-from trainer.datasets.samples.ledger import Ledger, keep
+from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -115,11 +115,11 @@ def keep_answers(
             "num_samples": int(kept.sum()),
             **{name: int(facts[column][kept].sum()) for name, column in totals.items()},
         },
-        sentence,
+        sentence + control_note(samples),
     )
     if not kept.any():
         raise UserError(flag, f"no {noun} is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
-    return keep(samples.remove_columns(["fate", "truncated"]), kept), ledger
+    return keep(samples.remove_columns(["fate", "truncated", "control_tokens"]), kept), ledger
 
 
 def scored_position(input_ids: list[int], pad_token_id: int) -> int:

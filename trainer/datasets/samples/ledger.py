@@ -23,6 +23,18 @@ class Ledger:
         return self.sentence.format(**self.counts)
 
 
+def control_note(samples: Dataset) -> str:
+    """What the ledger says of rows whose texts hold control tokens: their count, and the first of them. "" for none."""
+    rows = samples.with_format("numpy").select_columns(["row", "control_tokens"])[:]
+    found = rows["row"][rows["control_tokens"]]
+    if not len(found):
+        return ""
+    first = ", ".join(str(number + 1) for number in found[:3]) + ", ..." * (len(found) > 3)
+    return (
+        f"; {len(found)} rows hold control tokens, read as plain text (--read_control_tokens keeps them): row {first}"
+    )
+
+
 def keep(samples: Dataset, kept: np.ndarray) -> Dataset:
     """The samples where `kept` (samples,) is true. A set that is kept whole stays as it is, without indices."""
     return samples if kept.all() else samples.select(np.flatnonzero(kept))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, List, Value
 
+from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import as_messages
-from trainer.datasets.conversations.tokens import digest_of, tokenizer_state
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.answers import (
@@ -26,8 +27,6 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
-# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 3
 SIDES = ("chosen", "rejected")
 SENTENCE = (
     "{num_rows} rows: {num_samples} pairs, excluded {num_identical} with identical answers, "
@@ -98,7 +97,7 @@ def _features() -> Features:
     masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
     numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
     others = {"margin": Value("float64"), "digest": Value("string"), "fate": Value("string")}
-    return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool")})
+    return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool"), "control_tokens": Value("bool")})
 
 
 def _tokenize_row(
@@ -120,6 +119,8 @@ def _tokenize_row(
     elif result["chosen_ids"] == result["rejected_ids"] or not all(any(result[f"{side}_mask"]) for side in SIDES):
         result["fate"] = CUT_AWAY
     result["truncated"] = any(len(ids) > options.max_len for ids in whole.values())
+    texts = [row[key] for key in (options.prompt_key, *options.answer_keys) if key]
+    result["control_tokens"] = holds_controls(tokenizer, *texts)
     result["num_tokens"] = len(result["chosen_ids"]) + len(result["rejected_ids"])
     result["digest"] = digest_of(result["chosen_ids"]) + digest_of(result["rejected_ids"])
     return result

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from trainer.datasets.conversations.tokens import tokenizer_state
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, tokenizer_state
 from trainer.datasets.library import quiet
 from trainer.errors import UserError
 
@@ -50,7 +50,7 @@ def write_prepared(
 
 def write_facts(folder: str, tokenizer: Any, options: dict[str, Any], counts: dict[str, int]) -> None:
     """Write prepared.json: a hash of the tokenizer, the options and the counts of the ledger."""
-    facts = {"tokenizer": tokenizer_hash(tokenizer), "options": options, "ledger": counts}
+    facts = {"version": TOKENIZER_VERSION, "tokenizer": tokenizer_hash(tokenizer), "options": options, "ledger": counts}
     with open(os.path.join(folder, FACTS), "w") as file:
         json.dump(facts, file, indent=1)
 
@@ -67,9 +67,6 @@ def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], co
     Raises UserError if the rows were made by another tokenizer or with other options. A flag that is not given takes
     the value that the folder was prepared with; only max_len must be the same.
     """
-    if set(rows.column_names) != columns:
-        found = "rows that prepare_data has tokenized, and others"
-        raise UserError(flag, found, "one kind; prepare_data takes several sets")
     folders = {os.path.dirname(os.path.dirname(file["filename"])) for file in rows.cache_files}
     found = [folder for folder in sorted(folders) if os.path.exists(os.path.join(folder, FACTS))]
     if not found:
@@ -77,11 +74,16 @@ def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], co
     for folder in found:
         with open(os.path.join(folder, FACTS)) as file:
             facts = json.load(file)
+        if facts.get("version") != TOKENIZER_VERSION:
+            raise UserError(flag, f"{folder} was prepared by another version of the trainer", "prepare_data again")
         if facts["tokenizer"] != tokenizer_hash(tokenizer):
             raise UserError(flag, f"{folder} was prepared with another tokenizer or chat template", "the same one")
         for name, value in wanted.items():
             before = facts["options"][name]
             if value != before and (value or name == "max_len"):
                 raise UserError(f"--{name}", f"{value}, but {folder} was prepared with {before}", str(before))
+    if set(rows.column_names) != columns:
+        found = "rows that prepare_data has tokenized, and others"
+        raise UserError(flag, found, "one kind; prepare_data takes several sets")
     numbers = list(range(len(rows))) if len(found) > 1 else None
     return rows.remove_columns("row").add_column("row", numbers) if numbers else rows

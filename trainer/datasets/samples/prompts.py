@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
+from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import as_messages, tools_of
 from trainer.datasets.conversations.templates import chat_template, render_prompt
-from trainer.datasets.conversations.tokens import check_input_template, digest_of, prompt_tokens, tokenizer_state
+from trainer.datasets.conversations.tokens import (
+    TOKENIZER_VERSION,
+    check_input_template,
+    digest_of,
+    prompt_tokens,
+    tokenizer_state,
+)
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, text_of, within
-from trainer.datasets.samples.ledger import Ledger, keep
+from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
-# Raise this number if the same rows and options would give other prompts: an older cache file must not be used.
-TOKENIZER_VERSION = 3
 COLUMN = "column "  # before the name of a column that is kept for rewards
 SENTENCE = (
     "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len "
@@ -99,10 +104,10 @@ def tokenize_prompts(
         "num_samples": int(kept.sum()),
         "num_tokens": int(lengths[kept].sum()),
     }
-    ledger = Ledger(counts, SENTENCE)
+    ledger = Ledger(counts, SENTENCE + control_note(prompts))
     if not kept.any():
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
-    prompts = keep(prompts, kept)
+    prompts = keep(prompts.remove_columns("control_tokens"), kept)
     if needs_labels:
         for row, label in zip(prompts["row"], prompts["label"]):
             if not (label or "").strip():
@@ -127,7 +132,7 @@ def columns_of(prompt: dict[str, Any]) -> dict[str, Any]:
 def _features() -> Features:
     numbers = {name: Value("int64") for name in ("num_tokens", "row")}
     texts = {name: Value("string") for name in ("label", "digest")}
-    return Features({"prompt_ids": List(Value("int32")), **numbers, **texts})
+    return Features({"prompt_ids": List(Value("int32")), **numbers, **texts, "control_tokens": Value("bool")})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
@@ -140,6 +145,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         "num_tokens": len(prompt_ids),
         "digest": digest_of(prompt_ids),
         "row": index,
+        "control_tokens": holds_controls(tokenizer, row[options.input_key]),
     }
 
 
@@ -161,40 +167,3 @@ def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
     """Show a prompt as the model sees it, and its label."""
     return f"{tokenizer.decode(prompt['prompt_ids'])!r}, label {prompt['label']!r}"
-
-
-def chat_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return (ids of the generation prompt, ids that the template puts after an answer's end token).
-
-    For <user>x<assistant>y<end>\\n they are the ids of <assistant> and of \\n. Both are empty if there is no chat
-    template or it does not show them.
-    """
-    if not tokenizer.chat_template:
-        return [], []
-    question = [{"role": "user", "content": "x"}]
-    try:
-        asked = render_prompt(tokenizer, question)
-        whole = list(
-            tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "y"}], return_dict=True)[
-                "input_ids"
-            ]
-        )
-        bare = list(tokenizer.apply_chat_template(question, return_dict=True)["input_ids"])
-    except Exception:  # a template may refuse this conversation in any way
-        return [], []
-    if tokenizer.eos_token_id not in whole or asked[: len(bare)] != bare or len(asked) == len(bare):
-        return [], []
-    last = len(whole) - 1 - whole[::-1].index(tokenizer.eos_token_id)
-    return asked[len(bare) :], whole[last + 1 :]
-
-
-def as_conversation(
-    prompt_ids: list[int], response_ids: list[int], ends: tuple[list[int], list[int]], eos: int
-) -> list[int]:
-    """Return the response ids as a reward model saw answers in training.
-
-    In a chat, a finished answer is followed by the ids that the template puts after its end token.
-    """
-    opening, closing = ends
-    is_chat = bool(opening) and prompt_ids[-len(opening) :] == opening
-    return response_ids + closing if is_chat and response_ids[-1:] == [eos] else response_ids

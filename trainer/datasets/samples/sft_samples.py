@@ -11,9 +11,11 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.batches.global_batches import column_of
+from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import as_messages, tools_of
 from trainer.datasets.conversations.templates import chat_template, render_chat
 from trainer.datasets.conversations.tokens import (
+    TOKENIZER_VERSION,
     check_input_template,
     digest_of,
     is_stop_token,
@@ -24,14 +26,12 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import text_of, within
-from trainer.datasets.samples.ledger import Ledger, keep
+from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
-# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 3
-LEDGER_COLUMNS = ["truncated", "empty", "stop_trained"]  # the others belong to a sample
+LEDGER_COLUMNS = ["truncated", "empty", "stop_trained", "control_tokens"]  # the others belong to a sample
 
 
 SENTENCE = (
@@ -159,7 +159,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
         "num_loss_tokens": total("num_loss_tokens"),
         "num_stop_trained": total("stop_trained", kept),  # samples whose last loss token is a stop token
     }
-    ledger = Ledger(counts, SENTENCE)
+    ledger = Ledger(counts, SENTENCE + control_note(samples))
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
@@ -201,7 +201,7 @@ def sft_features() -> Features:
     """The columns of tokenized rows, before `with_loss`."""
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
     names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
-    return Features(names | {name: Value("bool") for name in ("truncated", "empty", "stop_trained")})
+    return Features(names | {name: Value("bool") for name in LEDGER_COLUMNS})
 
 
 def tokenize_row(
@@ -225,6 +225,9 @@ def tokenize_row(
         "truncated": truncated,
         "empty": empty,
         "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
+        "control_tokens": holds_controls(
+            tokenizer, *(row[key] for key in (options.input_key, options.output_key) if key)
+        ),
     }
 
 

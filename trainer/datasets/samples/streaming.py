@@ -21,12 +21,13 @@ from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
 from trainer.errors import UserError
 
+CONTROL = "{num_control_tokens} rows hold control tokens, read as plain text"
 PEEKED = 100  # rows that are tokenized before the run, for the first sample and the average length
 
 
 def empty_counts() -> dict[str, int]:
     """Counts of the rows that were read so far, in all epochs, with the names of `sft_samples.with_loss`."""
-    names = "rows truncated excluded samples tokens loss_tokens stop_trained"
+    names = "rows truncated excluded samples tokens loss_tokens stop_trained control_tokens"
     return {f"num_{name}": 0 for name in names.split()}
 
 
@@ -34,6 +35,7 @@ def count(counts: dict[str, int], row: dict[str, Any]) -> None:
     """Add a tokenized row to the counts."""
     counts["num_rows"] += 1
     counts["num_truncated"] += row["truncated"]
+    counts["num_control_tokens"] += row["control_tokens"]
     if not row["num_loss_tokens"]:
         counts["num_excluded"] += 1
         return
@@ -62,7 +64,7 @@ class SampleStream:
             if column in self.column_names:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)
-        self.ledger, self._first = Ledger(empty_counts(), f"streamed, so far {SENTENCE}"), None
+        self.ledger, self._first = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
             count(self.ledger.counts, row)
             self._first = self._first or (row if row["num_loss_tokens"] else None)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, List, Value
 
-from trainer.datasets.conversations.tokens import digest_of, tokenizer_state
+from trainer.datasets.conversations.control_tokens import holds_controls
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
 from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.answers import (
@@ -24,8 +25,6 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 
-# Raise this number if the same rows and options would give other samples: an older cache file must not be used.
-TOKENIZER_VERSION = 3
 SENTENCE = (
     "{num_rows} rows: {num_samples} answers, {num_desirable} of them desirable, excluded "
     "{num_empty} empty ones and {num_cut_away} cut away by --max_len; "
@@ -93,7 +92,7 @@ def tokenize_unpaired(
 def _features() -> Features:
     numbers = {name: Value("int64") for name in ("start", "num_tokens", "num_loss_tokens", "row")}
     tokens = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}
-    flags = {"label": Value("bool"), "truncated": Value("bool")}
+    flags = {"label": Value("bool"), "truncated": Value("bool"), "control_tokens": Value("bool")}
     return Features({**tokens, **numbers, **flags, "digest": Value("string"), "fate": Value("string")})
 
 
@@ -118,6 +117,9 @@ def _tokenize_row(
         "digest": digest_of(cut),
         "truncated": len(ids) > options.max_len,
         "fate": fate,
+        "control_tokens": holds_controls(
+            tokenizer, *(row[key] for key in (options.prompt_key, *options.answer_keys) if key)
+        ),
     }
 
 

@@ -1,12 +1,14 @@
 """Scores of texts under a reward model, as `serve_rm` gives them. No strategy: one process and one device."""
 
+import re
 from typing import Optional
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from trainer.datasets.conversations.control_tokens import control_pattern, encode
+from trainer.datasets.conversations.turn_ends import turn_ends
 from trainer.datasets.samples.answers import scored_position
-from trainer.datasets.samples.prompts import as_conversation, chat_ends
 from trainer.distributed.mesh import resolve_device
 from trainer.errors import UserError
 from trainer.models.cpu_matmul import choose_cpu_matmul
@@ -42,31 +44,41 @@ class ModelScorer:
         self.model = model.to(resolve_device(device)).eval()
         if self.model.device.type == "cpu":
             choose_cpu_matmul("auto")
-        self.ends, self.pad_token_id = chat_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
+        self.ends, self.pad_token_id = turn_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
 
     def input_ids(self, prompt: str, response: str, finished: bool = True) -> list[int]:
-        """Return the tokens of a prompt and a response in the form of the training data.
+        """Return the tokens of a prompt and a response as `train_rm` trained them: those of the whole text.
 
-        A finished response gets the end token and, in a chat, what the template adds after it. An unfinished response
-        gets neither.
+        A finished response gets the end of a turn in a chat, else eos. An unfinished response gets neither.
         """
-        return self._rows([prompt], [response], [finished])[0]
+        prompt, opening = self._as_written(prompt), self.ends.opening_text
+        if opening and prompt.endswith(opening):
+            text = self.ends.closed_text(response) if finished else response
+            return self._cut(encode(self.tokenizer, prompt + text)[0])
+        eos = [self.tokenizer.eos_token_id]
+        return self._cut(encode(self.tokenizer, prompt + response, opens=True)[0] + eos * finished)
 
-    def _rows(self, prompts: list[str], responses: list[str], finished: list[bool]) -> list[list[int]]:
-        """The `input_ids` of several texts. The tokenizer reads all of them in one call, which is faster."""
-        eos = self.tokenizer.eos_token_id
-        ids = iter(self.tokenizer([*prompts, *responses], add_special_tokens=False)["input_ids"])
-        prompt_ids, rows = [next(ids) for _ in prompts], []
-        for before, response_ids, ended in zip(prompt_ids, ids, finished):
-            rows.append(before + as_conversation(before, response_ids + [eos] * ended, self.ends, eos))
-        return [row[-self.max_len :] for row in rows]
+    def _cut(self, ids: list[int]) -> list[int]:
+        return ids[-self.max_len :]
+
+    def _as_written(self, prompt: str) -> str:
+        """The text whose tokens were decoded to `prompt`: SentencePiece decodes a space behind each control token."""
+        controls = control_pattern(self.tokenizer)
+        without = re.sub(f"({controls.pattern}) ", r"\1", prompt) if controls else prompt
+        if without == prompt or self._decoded(prompt) == prompt or self._decoded(without) != prompt:
+            return prompt
+        return without
+
+    def _decoded(self, text: str) -> str:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def score(self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None) -> list[float]:
         """One score per response. Raises ValueError if the lists have different lengths."""
         finished = [True] * len(responses) if finished is None else finished
         if not len(prompts) == len(responses) == len(finished):
             raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(finished)} finished")
-        ids = self._rows(prompts, responses, finished) if prompts else []
+        ids = [self.input_ids(*texts) for texts in zip(prompts, responses, finished)]
         scores = []
         for start in range(0, len(ids), self.batch_size):
             part = {"input_ids": ids[start : start + self.batch_size]}

@@ -6,7 +6,8 @@ from typing import Any
 
 import datasets
 
-from trainer.datasets.conversations.tokens import digest_of, is_stop_token
+from trainer.datasets.conversations.tokens import digest_of
+from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.samples.prepared import OPTIONS, write_prepared
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import sft_features
@@ -24,7 +25,7 @@ from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
 from trainer.runs.run_data import load_flag_rows
-from trainer.runs.run_models import frozen_model, stop_ids
+from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup
 
 PROMPTS_AT_A_TIME = 256  # on each rank; rank 0 gets the answers to so many
@@ -111,7 +112,7 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
 
     def keep(part: list) -> None:
         first = len(samples)
-        samples.extend(as_row(sample, first + place, setup.tokenizer) for place, sample in enumerate(part))
+        samples.extend(as_row(sample, first + place, ends) for place, sample in enumerate(part))
 
     for start in range(0, len(prompts), at_a_time):
         some = [prompts[place] for place in range(start, min(start + at_a_time, len(prompts)))]
@@ -138,7 +139,7 @@ def _prompts(args, tokenizer):
     )
 
 
-def as_row(sample, number: int, tokenizer) -> dict[str, Any]:
+def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:
     """A sample of a rollout as a row of `sft_samples`, with loss on the answer."""
     ids, answer = sample.prompt_ids + sample.response_ids, len(sample.response_ids)
     return {
@@ -150,7 +151,8 @@ def as_row(sample, number: int, tokenizer) -> dict[str, Any]:
         "row": number,
         "truncated": not sample.finished,
         "empty": False,
-        "stop_trained": is_stop_token(tokenizer, ids[-1]),
+        "stop_trained": ids[-1] in ends,
+        "control_tokens": False,
     }
 
 

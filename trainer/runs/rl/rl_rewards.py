@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from transformers import AutoModelForSequenceClassification
 
-from trainer.datasets.samples.prompts import as_conversation, chat_ends
+from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
@@ -15,7 +15,7 @@ from trainer.rollout.placement import share
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import check_scores, function_scorer, short_name, weighted_scorer
 from trainer.rollout.scoring import TextScores
-from trainer.runs.run_models import frozen_model, load_model, stop_ids
+from trainer.runs.run_models import frozen_model, load_model
 from trainer.runs.run_setup import Setup
 
 
@@ -68,16 +68,18 @@ def _reward_models(args: PPOArguments, setup: Setup, make_batches: Callable) -> 
         pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
         return_token_scores(model)
         model = frozen_model(setup, model, args.scores.offload_reward)
-        models.append((f"--reward_pretrain {name.strip()}", pad, model))
+        ends = turn_ends(tokenizer if tokenizer.chat_template else setup.tokenizer)
+        models.append((f"--reward_pretrain {name.strip()}", pad, model, ends, tokenizer.eos_token_id))
     weights = args.scores.reward_weights or [1.0] * len(models)
 
-    ends, eos = chat_ends(setup.tokenizer), setup.tokenizer.eos_token_id
+    stops = stop_ids(setup.tokenizer, setup.folder)
 
     def score(samples: list) -> None:
         here = [s for s in samples if s.held.here]
-        read = share([s.with_response(as_conversation(s.prompt_ids, s.response_ids, ends, eos)) for s in here])
         parts = []
-        for where, pad, model in models:
+        for where, pad, model, ends, eos in models:
+            read = [s.with_response(as_trained(s.prompt_ids, s.response_ids, ends, stops, eos)) for s in here]
+            read = share(read)
             batches, _ = make_batches(read, 0, pad)
             found = reward_scores(setup.strategy, model, batches, len(samples), setup.sp_group)
             parts.append(check_scores(where, found.tolist(), len(samples))[0])  # the same scores on every rank

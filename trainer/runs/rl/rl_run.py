@@ -6,6 +6,7 @@ import functools
 
 from transformers import AutoModelForCausalLM
 
+from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
@@ -26,7 +27,6 @@ from trainer.runs.rl.rl_options import ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
 from trainer.runs.run_data import load_flag_rows, load_sets, tokenizer_of_rows
-from trainer.runs.run_models import stop_ids
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained

@@ -1,0 +1,127 @@
+"""What ends a turn is one set of tokens: generation stops there, and rewards read the tokens that train_rm trained."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from tiny_tokenizers import DATA, bpe, stories, template
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from trainer.datasets.conversations.templates import render_prompt
+from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
+from trainer.datasets.samples.preference import tokenize_preference
+from trainer.rollout.rewards.model_scorer import ModelScorer
+from trainer.rollout.scoring import response_text
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
+ASK = [{"role": "user", "content": "1 + 1?"}]
+
+
+GLM = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
+GLM += "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+
+
+PAIRS = {  # (eos, end of a turn): the tokenizer, and the token that ends a turn
+    "endoftext, im_end": (lambda: bpe("<|endoftext|>", template("<|im_end|>")), "<|im_end|>"),
+    "im_end, im_end": (lambda: bpe("<|im_end|>", template("<|im_end|>")), "<|im_end|>"),
+    "endoftext, end_of_turn": (lambda: bpe("<|endoftext|>", template("<eot>"), "<eot>"), "<eot>"),
+    "im_end, endoftext": (lambda: bpe("<|im_end|>", template("<|endoftext|>", "")), "<|endoftext|>"),
+    "endoftext, the next role": (lambda: bpe("<|endoftext|>", GLM, "<|user|>", "<|assistant|>"), "<|user|>"),
+    "</s>, <|end|> (SentencePiece)": (lambda: stories(template("<|end|>"), "<|end|>"), "<|end|>"),
+    "</s>, </s> (SentencePiece)": (lambda: stories(template(" </s>", "")), "</s>"),
+}
+
+
+def pairs_of(tokenizer, rows, **options):
+    options = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None} | options
+    options |= {"input_template": None, "apply_chat_template": False, "max_len": 200, "flag": "--dataset"}
+    return tokenize_preference(datasets.Dataset.from_list(rows), tokenizer, **options)[0]
+
+
+def classifier(tokenizer, folder):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    model = LlamaForSequenceClassification(config).eval()
+    with torch.no_grad():
+        model.score.weight.normal_()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rewards_read_the_tokens_that_train_rm_trained(name, tmp_path):
+    """The reward of train_ppo and train_dpo --online (`as_trained`), and that of serve_rm, equal the model's own to 1e-5."""
+    make, end = PAIRS[name]
+    tokenizer = make()
+    row = {"prompt": ASK, "chosen": [{"role": "assistant", "content": "ok"}]}
+    row["rejected"] = [{"role": "assistant", "content": "okokok so"}]
+    pair = pairs_of(tokenizer, [row])[0]
+    model, ends = classifier(tokenizer, tmp_path), turn_ends(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(ends.end) == end
+    server, stops = ModelScorer(str(tmp_path), dtype=torch.float32, device="cpu"), stop_ids(tokenizer, str(tmp_path))
+    prompt_ids = render_prompt(tokenizer, ASK)
+    for side in ("chosen", "rejected"):
+        trained = pair[f"{side}_ids"]
+        with torch.no_grad():
+            expected = model(torch.tensor([trained])).logits[0, 0].item()
+        assert trained[: len(prompt_ids)] == prompt_ids
+        text_ids = trained[len(prompt_ids) : -len(ends.after) or None]
+        text_ids = text_ids[:-1] if ends.closes else text_ids
+        for stop in {ends.end, tokenizer.eos_token_id}:  # whichever of the tokens stopped the policy
+            response = [*text_ids, stop]
+            assert prompt_ids + as_trained(prompt_ids, response, ends, stops, tokenizer.eos_token_id) == trained
+            text = response_text(tokenizer, prompt_ids, response)
+            asked = server.input_ids(tokenizer.decode(prompt_ids), text)
+            assert asked == trained
+            assert server.score([tokenizer.decode(prompt_ids)], [text]) == pytest.approx([expected], abs=1e-5)
+        assert as_trained(prompt_ids, text_ids, ends, stops, tokenizer.eos_token_id) == text_ids, "a cut response"
+
+
+@pytest.mark.parametrize("make", [lambda: bpe("<|endoftext|>", template("<|im_end|>")), lambda: stories(None)])
+def test_rewards_of_texts_without_a_template(make, tmp_path):
+    """Whole texts: a SentencePiece tokenizer adds no space between prompt and answer."""
+    tokenizer = make()
+    classifier(tokenizer, tmp_path)
+    pair = pairs_of(tokenizer, [{"prompt": "A:", "chosen": " The dog", "rejected": "The\ndog"}])[0]
+    server, stops = ModelScorer(str(tmp_path), dtype=torch.float32, device="cpu"), stop_ids(tokenizer, str(tmp_path))
+    prompt_ids, eos = tokenizer("A:")["input_ids"], tokenizer.eos_token_id
+    for side, text in (("chosen", " The dog"), ("rejected", "The\ndog")):
+        trained = pair[f"{side}_ids"]
+        assert trained == [*tokenizer("A:" + text)["input_ids"], eos]
+        response = trained[len(prompt_ids) :]
+        assert response_text(tokenizer, prompt_ids, response) == text
+        assert server.input_ids("A:", text) == server.input_ids(tokenizer.decode(prompt_ids), text) == trained
+        for stop in stops:  # also one that no text of the data ends with
+            assert as_trained(prompt_ids, [*response[:-1], stop], turn_ends(tokenizer), stops, eos) == response
+
+
+def test_eos_of_a_model_folder_is_that_of_generation_config_or_else_of_config(tmp_path):
+    tokenizer = bpe("<|endoftext|>", template("<eot>"), "<eot>")
+    end = tokenizer.convert_tokens_to_ids("<eot>")
+    assert stop_ids(tokenizer, str(tmp_path)) == tuple(sorted((2000, end)))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [7, 8]}}))
+    assert stop_ids(tokenizer, str(tmp_path)) == tuple(sorted((7, 8, 2000, end)))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2001, 5]}))
+    assert stop_ids(tokenizer, str(tmp_path)) == tuple(sorted((5, 2000, 2001, end)))
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert 5 in stop_ids(tokenizer, str(tmp_path)), "a generation config without eos says nothing"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 6}))
+    assert stop_ids(tokenizer, str(tmp_path)) == tuple(sorted((6, 2000, end)))
+
+
+def test_the_end_is_the_one_that_every_turn_has():
+    """Cohere writes two tokens behind an answer. Phi-3 writes eos behind the last turn, gpt-oss another end there."""
+    two = bpe("<|endoftext|>", template("<a><b>", ""), "<a>", "<b>")
+    assert two.convert_ids_to_tokens(turn_ends(two).end) == "<b>"
+    last = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    phi = bpe("<|endoftext|>", template("<|im_end|>") + last)
+    assert phi.convert_ids_to_tokens(turn_ends(phi).end) == "<|im_end|>"
+    assert phi.decode(turn_ends(phi).after) == "\n<|endoftext|>"
+    other = template("<|im_end|>").replace("'<|im_end|>\\n'", "('<c>' if loop.last else '<|im_end|>\\n')")
+    other = other.replace("m.content + '<|im_end|>\\n'", "m.content + ('<c>' if loop.last else '<|im_end|>\\n')")
+    harmony = bpe("<|endoftext|>", other, "<c>")
+    assert harmony.convert_ids_to_tokens(turn_ends(harmony).end) == "<c>"
+    assert turn_ends(bpe("<|endoftext|>", None)).end is None

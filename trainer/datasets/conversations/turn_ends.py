@@ -1,0 +1,139 @@
+"""What ends a turn of the model and a response: the one place that knows these tokens."""
+
+import json
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from trainer.datasets.conversations.control_tokens import ids_behind
+from trainer.datasets.conversations.templates import render
+from trainer.datasets.conversations.tokens import is_stop_token
+from trainer.datasets.conversations.turns import MARK
+from trainer.errors import UserError
+
+QUESTION = {"role": "user", "content": "x"}
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """How the last answer of a text begins and ends. A reward model was trained on texts that end in this way.
+
+    For <user>x<assistant>y<end>\\n: opening is <assistant>, before is empty, end is <end>, and after is \\n.
+    """
+
+    opening: tuple[int, ...] = ()  # the generation prompt; empty without a chat template that shows it
+    opening_text: str = ""
+    before: tuple[int, ...] = ()  # between the answer and the token that ends the turn
+    end: int | None = None  # the token that ends a turn; None if the template has none
+    after: tuple[int, ...] = ()  # what the template adds after the last turn
+    closing_text: str = ""  # the text of before, end and after
+    before_text: str = ""
+    closes: bool = False  # the end token stands in the text of a whole conversation (not so for GLM)
+
+    def opens(self, prompt_ids: list[int]) -> bool:
+        """Whether the prompt ends with the generation prompt of the template."""
+        return bool(self.opening) and tuple(prompt_ids[-len(self.opening) :]) == self.opening
+
+    def closed(self, response_ids: list[int]) -> list[int]:
+        """The response with the template's end. `response_ids` are without the token that stopped them."""
+        if not self.closes:
+            return [*response_ids, *self.before]
+        has_before = bool(self.before) and tuple(response_ids[-len(self.before) :]) == self.before
+        return [*response_ids, *(() if has_before else self.before), self.end, *self.after]
+
+    def closed_text(self, response: str) -> str:
+        """The text of a finished response with the template's end."""
+        has_before = self.closes and self.before_text and response.endswith(self.before_text)
+        return response + self.closing_text.removeprefix(self.before_text if has_before else "")
+
+
+def turn_ends(tokenizer: Any) -> TurnEnds:
+    """How the tokenizer's chat template begins and ends an answer, found by rendering. Empty without a template.
+
+    The token that ends a turn is the first special one after an answer that ends a conversation. GLM's template has
+    none there: the mark of the next role ends its turns. If several stand together (Cohere), it is the last one that
+    also follows an earlier answer.
+    """
+    if not tokenizer.chat_template:
+        return TurnEnds()
+    answer = {"role": "assistant", "content": MARK}
+    try:
+        bare, asked = (
+            render(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=add) for add in (False, True)
+        )
+        last = _after_mark(tokenizer, [QUESTION, answer])
+        more = _after_mark(tokenizer, [QUESTION, answer, QUESTION])
+    except Exception:  # a template may refuse this conversation in any way, with errors of its own
+        return TurnEnds()
+    opening_text = asked[len(bare) :] if asked.startswith(bare) else ""
+    opening = tuple(tokenizer(opening_text, add_special_tokens=False)["input_ids"]) if opening_text else ()
+    if last is None:
+        return TurnEnds(opening, opening_text)
+    ids, text = last
+    first, run = _special_run(tokenizer, ids)
+    following = _special_run(tokenizer, more[0])[1] if more else []
+    if not run:
+        return TurnEnds(opening, opening_text, tuple(ids), following[0] if following else None, (), text, text)
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(run, following)))) or len(run)
+    place = first + shared - 1
+    return TurnEnds(
+        opening,
+        opening_text,
+        before=tuple(ids[:place]),
+        end=ids[place],
+        after=tuple(ids[place + 1 :]),
+        closing_text=text,
+        before_text=text.partition(tokenizer.convert_ids_to_tokens(ids[place]))[0],
+        closes=True,
+    )
+
+
+def stop_ids(tokenizer: Any, folder: str) -> tuple[int, ...]:
+    """The tokens that end a response: eos of the tokenizer, the end of the template's turns, and eos of the model folder.
+
+    The folder's eos is that of generation_config.json, or of config.json without it. Raises UserError without any.
+    """
+    found = {tokenizer.eos_token_id, turn_ends(tokenizer).end, *_eos_of(folder)} - {None}
+    if not found:
+        raise UserError("--pretrain", "the tokenizer has no eos token, so no response can end")
+    return tuple(sorted(found))
+
+
+def as_trained(
+    prompt_ids: list[int], response_ids: list[int], ends: TurnEnds, stops: tuple[int, ...], eos: int | None
+) -> list[int]:
+    """The response as `train_rm` trained answers: a stop token is replaced by the end of the template, or by eos.
+
+    A response without a stop token was cut, so it stays as it is.
+    """
+    if not response_ids or response_ids[-1] not in stops:
+        return response_ids
+    if ends.opens(prompt_ids) or (not ends.opening and response_ids[-1] == ends.end):
+        return ends.closed(response_ids[:-1])
+    return response_ids if eos is None else [*response_ids[:-1], eos]
+
+
+def _after_mark(tokenizer: Any, messages: list[dict]) -> tuple[list[int], str] | None:
+    """The ids and the text after MARK, or None if the template does not show it."""
+    text = render(tokenizer, messages, tokenize=False)
+    if MARK not in text:
+        return None
+    return ids_behind(tokenizer, text, MARK), text[text.rindex(MARK) + len(MARK) :]
+
+
+def _special_run(tokenizer: Any, ids: list[int]) -> tuple[int, list[int]]:
+    """The place of the first special token, and the special tokens that stand there together."""
+    first = next((i for i, token in enumerate(ids) if is_stop_token(tokenizer, token)), len(ids))
+    return first, list(takewhile(lambda token: is_stop_token(tokenizer, token), ids[first:]))
+
+
+def _eos_of(folder: str) -> set[int]:
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder, name)
+        config = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        for part in (config, config.get("text_config") or {}):
+            eos = part.get("eos_token_id")
+            if eos is not None:
+                return set(eos) if isinstance(eos, list) else {eos}
+    return set()
