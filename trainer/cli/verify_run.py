@@ -22,6 +22,8 @@ def run(argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
     parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")
+    code = "let code of the model folder run; a certificate cannot grant this"
+    parser.add_argument("--trust_remote_code", action="store_true", help=code)
     parser.add_argument("--certify", type=int, metavar="K", help="replay K random steps and write the result into RUN")
     parser.add_argument("--device", default="cpu", help="where --certify computes (default: cpu)")
     parser.add_argument("--rerun", metavar="DIR", help="train again into the new folder DIR, and compare the curve")
@@ -34,7 +36,9 @@ def run(argv: list[str]) -> None:
     from trainer.compare.certificates.verification import verify_run
 
     places = {"dataset": args.dataset, "pretrain": args.pretrain}
-    if not verify_run(args.run, places, args.certify, args.device, args.rerun, flags):
+    if args.rerun and args.trust_remote_code:
+        flags = ["--trust_remote_code", *flags]
+    if not verify_run(args.run, places, args.certify, args.device, args.rerun, flags, args.trust_remote_code):
         sys.exit(1)
 
 

@@ -54,7 +54,7 @@ def _readable(folder: str, flag: str) -> str:
         if not stored.issuperset(listed.items()):
             raise ValueError("its index names tensors that no file holds")
         if "auto_map" not in contents["config.json"]:  # else the class of its config comes with the model
-            AutoConfig.from_pretrained(folder)
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if "generation_config.json" in contents:
             GenerationConfig.from_pretrained(folder)
     except Exception as error:  # of many types: each reader has its own

@@ -155,7 +155,7 @@ def without_weights(folder: str) -> Optional[torch.nn.Module]:
     if not hasattr(transformers, name):
         return None
     with torch.device("meta"):
-        return getattr(transformers, name)(AutoConfig.from_pretrained(folder))
+        return getattr(transformers, name)(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def pretrained_folder(checkpoint: str) -> str:
@@ -234,6 +234,9 @@ def write_merged_model(
         named = json.load(file).get("base_model_name_or_path")
     if not (base or named):
         raise UserError("--base", f"missing, and {source} names no base model", "a model folder or hub name")
+    if not base and not os.path.isdir(named):  # data grants no network
+        found = f"missing, and {source} names {named}, which is no folder here"
+        raise UserError("--base", found, "a model folder or hub name")
     base = resolve_model_folder(base or named, "--base")
     has_tokenizer = os.path.exists(os.path.join(source, "tokenizer_config.json"))
     tokenizer = load_tokenizer(source if has_tokenizer else base)
@@ -251,11 +254,12 @@ def merged_model(base: str, source: str) -> torch.nn.Module:
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     # the config.json next to the adapter describes the head that a reward model adds to its base
     has_config = os.path.exists(os.path.join(source, "config.json"))
-    config = AutoConfig.from_pretrained(source if has_config else base)
+    config = AutoConfig.from_pretrained(source if has_config else base, trust_remote_code=False)
     if hasattr(config, "quantization_config"):  # from --load_in_4bit; the adapter is merged into the unquantized base
         del config.quantization_config
     try:
-        model, info = auto_class.from_pretrained(base, config=config, dtype=torch.float32, output_loading_info=True)
+        options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
+        model, info = auto_class.from_pretrained(base, config=config, **options)
         odd = {name for kind in ("missing_keys", "unexpected_keys") for name in info[kind]}
         odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
         if odd:
@@ -263,4 +267,4 @@ def merged_model(base: str, source: str) -> torch.nn.Module:
         model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise UserError("SOURCE", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None
-    return model.to(AutoConfig.from_pretrained(base).dtype or torch.float32)
+    return model.to(AutoConfig.from_pretrained(base, trust_remote_code=False).dtype or torch.float32)

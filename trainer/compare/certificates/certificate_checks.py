@@ -146,7 +146,10 @@ def check_saved(folder: str, content: dict) -> list[str] | None:
     differences, looked = [], False
     for name, files in content["saved_models"].items():
         path = os.path.join(folder, name)  # an absolute name stays as it is
-        if os.path.isdir(path):
+        if ".." in name.split("/"):
+            looked = True
+            differences.append(f"the certificate names {name!r}, which leaves the run folder")
+        elif os.path.isdir(path):
             looked = True
             differences += _different_files(path, files)
             extra = [file for file in certificate.list_files(path) if file not in files]
@@ -187,7 +190,9 @@ def _different_files(folder: str, certified: dict[str, dict]) -> list[str]:
     differences = []
     for name, entry in certified.items():
         path = os.path.join(folder, name) if name else folder
-        if not os.path.isfile(path):
+        if name != os.path.basename(name) or name in (".", ".."):
+            differences.append(f"the certificate names {name!r}, which is no file directly in {folder}")
+        elif not os.path.isfile(path):
             differences.append(f"{path} is not there")
         elif os.path.getsize(path) != entry["size"]:
             differences.append(f"{path} has {os.path.getsize(path)} bytes instead of {entry['size']}")

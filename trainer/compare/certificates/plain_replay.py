@@ -32,11 +32,18 @@ def check_replay_flags(arguments: dict) -> None:
             raise UserError("--certify", f"a run with --{name}, which the plain loop does not have", "a run without it")
 
 
-def certify_steps(folder: str, num_steps: int, device: str, model_folder: str, dataset: str | None = None) -> str:
+def certify_steps(
+    folder: str,
+    num_steps: int,
+    device: str,
+    model_folder: str,
+    dataset: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
     """Replay up to `num_steps` random steps and write them into the certificate. Returns a line with the result.
 
     A step can be replayed if its weights are known: step 1, and each step after a checkpoint. `dataset` replaces
-    --dataset on another machine.
+    --dataset on another machine. Code of the model folder runs only with `trust_remote_code`, whatever the run had.
     """
     content = certificate.read(folder)
     arguments, rows = content["arguments"], {row["step"]: row for row in certificate.final_rows(folder)[1]}
@@ -46,7 +53,8 @@ def certify_steps(folder: str, num_steps: int, device: str, model_folder: str, d
     places = {step: place for step, place in _places(folder).items() if step in rows}
     # the seed is the chain, so nobody can choose the steps
     chosen = sorted(random.Random(content["steps"]["row_chain"]).sample(sorted(places), min(num_steps, len(places))))
-    content["replays"] = _replay(content, {step: places[step] for step in chosen}, rows, device, model_folder, dataset)
+    chosen_places = {step: places[step] for step in chosen}
+    content["replays"] = _replay(content, chosen_places, rows, device, model_folder, dataset, trust_remote_code)
     certificate.write(folder, content)
     failed = [replay for replay in content["replays"] if not replay["within_tolerance"]]
     worst = max((replay["relative_loss"] for replay in content["replays"]), default=0.0)
@@ -63,12 +71,18 @@ def _places(folder: str) -> dict[int, str | None]:
 
 
 def _replay(
-    content: dict, places: dict[int, str | None], rows: dict, device: str, model_folder: str, dataset: str | None
+    content: dict,
+    places: dict[int, str | None],
+    rows: dict,
+    device: str,
+    model_folder: str,
+    dataset: str | None,
+    trust_remote_code: bool,
 ) -> list[dict]:
     arguments = content["arguments"]
-    samples, batches = planned_batches(content, model_folder, dataset)
+    samples, batches = planned_batches(content, model_folder, dataset, trust_remote_code)
     loss_limit, norm_limit = TOLERANCES[arguments["param_dtype"]]
-    model, replays = load_plain_model(model_folder, device, arguments["trust_remote_code"]), []
+    model, replays = load_plain_model(model_folder, device, trust_remote_code), []
     for step, place in places.items():
         if place:
             read_checkpoint(model, place)
@@ -82,9 +96,15 @@ def _replay(
     return replays
 
 
-def planned_batches(content: dict, model_folder: str, dataset: str | None = None) -> tuple[Any, Any]:
-    """(tokenized samples, function from a step to its sample ids), both from the data and the certificate's flags."""
+def planned_batches(
+    content: dict, model_folder: str, dataset: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """(tokenized samples, function from a step to its sample ids), both from the data and the certificate's flags.
+
+    The right to run code is the caller's `trust_remote_code`, not that of the certificate.
+    """
     flags, command = content["arguments"] | {"dataset": dataset or content["arguments"]["dataset"]}, content["command"]
+    flags = flags | {"trust_remote_code": trust_remote_code, "pretrain": model_folder}
     known = {field.name for field, _ in flags_of(COMMANDS[command])}
     args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
     tokenizer = load_tokenizer(model_folder, args.model.trust_remote_code)
@@ -109,7 +129,8 @@ def replay_steps(run) -> None:
     """Replay K steps of a finished run with the plain loop, and write the result into its certificate (rank 0)."""
     if run.setup.strategy.is_rank_0():
         device, folder = str(run.setup.strategy.device), run.setup.folder
-        print(certify_steps(run.output_dir, run.flags.certify, device, folder), flush=True)
+        trusted = run.args.model.trust_remote_code
+        print(certify_steps(run.output_dir, run.flags.certify, device, folder, None, trusted), flush=True)
 
 
 REPLAY = Feature("replay", lambda run: run.flags.certify, at_end=replay_steps)

@@ -9,6 +9,8 @@ from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps,
 from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
+from trainer.flags.rights import refuse_rights
+from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_model_folder
 from trainer.reports import certificate
 
@@ -21,8 +23,14 @@ NOT_RERUN = {
 }  # fmt: skip
 
 
-def verify(folder: str, dataset: str | None = None, model: str | None = None) -> dict[str, list[str] | None]:
-    """{what was checked: differences}. None instead of differences means that it could not be checked here."""
+def verify(
+    folder: str, dataset: str | None = None, model: str | None = None, trust_remote_code: bool = False
+) -> dict[str, list[str] | None]:
+    """{what was checked: differences}. None instead of differences means that it could not be checked here.
+
+    The certificate grants no right. Without `trust_remote_code` no code of a model folder runs. Nothing is fetched but
+    `model` and `dataset`.
+    """
     content = certificate.read(folder)
     results = {
         "certificate": checks.check_seal(content),
@@ -30,13 +38,13 @@ def verify(folder: str, dataset: str | None = None, model: str | None = None) ->
         "steps": _result(checks.check_rows, folder, content),
         "facts": _result(checks.check_facts, folder, content),
     }
-    model_folder = _model_folder(model or content["arguments"].get("pretrain") or "")
+    model_folder = _model_folder(content, model)
     results["model"] = _result(checks.check_models, content, model_folder)
     results["data"] = _result(checks.check_data, content, dataset)
     results["order"] = results["schedule"] = None
     if not results["steps"]:
         starts, rows = certificate.final_rows(folder)
-        results["order"] = _result(_order, content, rows, model_folder, dataset)
+        results["order"] = _result(_order, content, rows, model_folder, dataset, trust_remote_code)
         results["schedule"] = _result(checks.check_schedule, content, starts, rows)
     results["saved model"] = _result(checks.check_saved, folder, content)
     results["checkpoints"] = _result(checks.check_checkpoints, folder, content)
@@ -52,16 +60,42 @@ def _result(check, *values) -> list[str] | None:
         return [f"cannot be compared, a value has another form than a run writes: {type(error).__name__}: {error}"]
 
 
-def _model_folder(name: str) -> str | None:
+def _model_folder(content: dict, given: str | None) -> str | None:
+    """The folder of the run's model. A hub name is fetched only if it is `given`."""
+    certified = content["arguments"].get("pretrain")
+    if not given and not (isinstance(certified, str) and os.path.isdir(certified)):
+        return None
     try:
-        return resolve_model_folder(name)
-    except UserError:  # not on this machine, and not on the hub
+        return resolve_model_folder(given or certified)
+    except UserError:  # broken, or not on the hub
         return None
 
 
-def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: str | None) -> list[str] | None:
+def missing_rights(content: dict, places: dict[str, str | None], trust_remote_code: bool) -> list[str]:
+    """One line for each right that the run had, and that this command was not given."""
+    arguments, lines = content["arguments"], []
+    if arguments.get("trust_remote_code") and not trust_remote_code:
+        lines += ["--trust_remote_code: the run used code of its model folder; order is checked only with this flag"]
+    for name, value in places.items():
+        certified = arguments.get(name)
+        there = isinstance(certified, str) and all(_is_here(part) for part in certified.split(","))
+        if not value and certified and not there:
+            lines += [f"--{name}: {' '.join(str(certified).split())[:80]} is not here, and is not fetched unasked"]
+    return lines
+
+
+def _is_here(name: str) -> bool:
+    path = os.path.expanduser(name.strip())
+    return os.path.isfile(path) or os.path.isdir(path)
+
+
+def _order(
+    content: dict, rows: list[dict], model_folder: str | None, dataset: str | None, trust_remote_code: bool
+) -> list[str] | None:
     """None where batches are not rows of --dataset: generated or streamed. None also without the data or tokenizer."""
     arguments = content["arguments"]
+    if missing_rights(content, {"dataset": dataset}, trust_remote_code):
+        return None
     if (
         arguments.get("streaming")
         or arguments.get("teacher_answers")
@@ -70,7 +104,7 @@ def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: s
     ):
         return None
     try:
-        samples, batch = planned_batches(content, model_folder, dataset)
+        samples, batch = planned_batches(content, model_folder, dataset, trust_remote_code)
     except UserError as error:
         if any(os.path.exists(os.path.expanduser(name)) for name in content["data"]["files"]) or dataset:
             return [f"the data cannot be read as it was: {error}"]
@@ -78,12 +112,17 @@ def _order(content: dict, rows: list[dict], model_folder: str | None, dataset: s
     return checks.check_order(content, rows, samples, batch)
 
 
-def rerun(content: dict, output_dir: str, flags: list[str]) -> list[str]:
-    """Train again (all ranks) with the certificate's flags, and `flags` after them. Returns differences (rank 0)."""
+def rerun(content: dict, output_dir: str, flags: list[str], given: set[str]) -> list[str]:
+    """Train again (all ranks) with the certificate's flags, and `flags` after them. Returns differences (rank 0).
+
+    Raises UserError if a flag of the certificate grants a right that is not `given` by name, here or in `flags`.
+    """
     kept = {name: value for name, value in content["arguments"].items() if name not in NOT_RERUN}
+    own = {word.split("=")[0].removeprefix("--") for word in flags if word.startswith("--")}
     if certificate.has_rollouts(content):
         found = f"a run of {content['command']}, whose samples are generated anew"
         raise UserError("--rerun", found, "a run that trains rows of --dataset")
+    refuse_rights(COMMANDS[content["command"]], kept, given | own, certificate.FILE)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump({name: value for name, value in kept.items() if value is not None}, file)  # JSON is YAML
         file.flush()
@@ -122,13 +161,20 @@ def describe(results: dict[str, list[str] | None]) -> str:
 
 
 def verify_run(
-    folder: str, places: dict[str, str | None], num_replays: int | None, device: str, rerun_dir: str | None, flags: list[str]
-) -> bool:  # fmt: skip
+    folder: str,
+    places: dict[str, str | None],
+    num_replays: int | None,
+    device: str,
+    rerun_dir: str | None,
+    flags: list[str],
+    trust_remote_code: bool = False,
+) -> bool:
     """Verify a run, and print what differs. Returns whether all that could be checked is as certified.
 
     `places` says where the data and the model of the run (keys "dataset" and "pretrain") are on this machine. Up to
     `num_replays` steps are replayed on `device`. With `rerun_dir`, all ranks train again in that folder, with the flags
-    of the run and then `flags`. Ranks above 0 then return True.
+    of the run and then `flags`. Ranks above 0 then return True. Code of a model folder runs only with
+    `trust_remote_code`.
     """
     quiet_libraries()
     content = certificate.read(folder)
@@ -136,16 +182,21 @@ def verify_run(
     if flag and (broken := checks.check_seal(content)):  # a replay would seal an edited certificate
         raise UserError(flag, broken[0], "the certificate as it was written")
     replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
-    results = {"rerun": rerun(replaced, rerun_dir, flags)} if rerun_dir else {}
+    given = {name for name, value in {**places, "trust_remote_code": trust_remote_code}.items() if value}
+    results = {"rerun": rerun(replaced, rerun_dir, flags, given)} if rerun_dir else {}
     if int(os.environ.get("RANK", 0)):
         return True
     if num_replays:
-        model_folder = _model_folder(replaced["arguments"]["pretrain"])
+        if missing := missing_rights(content, places, trust_remote_code):
+            raise UserError("--certify", missing[0], "the flag, if you trust it")
+        model_folder = _model_folder(content, places["pretrain"])
         if model_folder is None:
             raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
-        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"]))
-    results = verify(folder, places["dataset"], places["pretrain"]) | results
+        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"], trust_remote_code))
+    results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code) | results
     print(describe(results))
+    for line in missing_rights(content, places, trust_remote_code):
+        print(f"not granted  {line}")
     failed = [name for name, differences in results.items() if differences]
     print(f"FAIL {folder}: {', '.join(failed)}" if failed else f"PASS {folder}", flush=True)
     return not failed

@@ -175,7 +175,7 @@ def read_config(folder: str):
         values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8-sig"))
         is_remote = "auto_map" in values and values.get("model_type") not in CONFIG_MAPPING
         if not is_remote:
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of many types: each class checks its values in its own way
         raise unreadable(folder, "MODEL", error) from None
     if is_remote:

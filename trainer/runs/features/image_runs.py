@@ -31,7 +31,9 @@ class ImageRun:
 
     def check_kind(self, folder: str, flag: str) -> None:
         """Raise UserError if the model of `folder`, which `flag` named, is of another kind than that of --pretrain."""
-        own, other = (AutoConfig.from_pretrained(path).model_type for path in (self.folder, folder))
+        own, other = (
+            AutoConfig.from_pretrained(path, trust_remote_code=False).model_type for path in (self.folder, folder)
+        )
         if own != other:
             raise UserError(flag, f"a {other}, and rows have images", f"a {own}, as --pretrain")
 

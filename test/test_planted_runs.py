@@ -1,0 +1,159 @@
+"""Runs that a stranger planted: no command that reads one runs its code, fetches its addresses or leaves its folder."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.compare.certificates import verification
+from trainer.compare.certificates.certificate_checks import check_files, check_saved
+from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.parse_flags import flags_of, flat
+from trainer.flags.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
+from trainer.flags.rules import COMMANDS
+from trainer.reports import certificate
+
+PLANTED = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class Planted(PreTrainedTokenizerFast):
+    pass
+def reward_func(prompts, responses, labels):
+    return [0.0] * len(responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo(str(folder))
+    return folder
+
+
+@pytest.fixture
+def planted(demo, tmp_path):
+    """make(**arguments) plants a run whose certificate has these flags, and whose model folder has code."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    run.mkdir()
+    for file in (demo / "model").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "planted.py").write_text(PLANTED.format(marker=str(tmp_path / "executed")))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    settings["auto_map"] = {"AutoTokenizer": [None, "planted.Planted"]}
+    settings["tokenizer_class"] = "Planted"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def make(command="train_sft", kind=SFTArguments, left_out=(), **arguments) -> str:
+        own = {"pretrain": str(model), "dataset": str(demo / "sft.jsonl"), "apply_chat_template": True, **arguments}
+        values = {name: value for name, value in (flat(kind()) | own).items() if name not in left_out}
+        facts = {"config": values, "versions": {}, "mesh": {}, "data": {}, "total_steps": 1}
+        row = {"step": 1, "epoch": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 0.0, "batch_hash": "0", "tokens": 1}
+        rows = [{"event": "start", "step": 0, **facts}, row]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        content = {
+            "format": certificate.FORMAT, "command": command, "arguments": values, "mesh": {}, "versions": {},
+            "models": {"pretrain": {}}, "data": {"files": {}, "ledger": {}, "data": ""},
+            "steps": certificate.describe_steps([row]), "files": certificate.hash_run_files(str(run)),
+            "saved_models": {}, "checkpoints": {}, "resumed_after_steps": [], "total_steps": 1,
+        }  # fmt: skip
+        certificate.write(str(run), content)
+        return str(run)
+
+    return make
+
+
+def verified(run: str, *, certify=None, rerun=None, flags=(), trusted=False) -> bool:
+    places = {"dataset": None, "pretrain": None}
+    return verification.verify_run(run, places, certify, "cpu", rerun, list(flags), trusted)
+
+
+def test_a_certificate_cannot_make_verify_run_execute_the_code_of_its_model(planted, tmp_path, capsys):
+    run = planted(trust_remote_code=True)
+    verified(run)
+    told = capsys.readouterr().out
+    assert not (tmp_path / "executed").exists()
+    assert "not granted  --trust_remote_code: " in told and "order        not checked" in told
+    verified(run, trusted=True)  # the user's own flag grants it
+    assert (tmp_path / "executed").exists()
+
+
+def test_nor_does_a_certificate_without_the_flag(planted, tmp_path):
+    verified(planted())
+    assert not (tmp_path / "executed").exists()
+
+
+def test_certify_and_rerun_name_the_flag_that_is_missing(planted, tmp_path):
+    run = planted(trust_remote_code=True)
+    for option in ({"certify": 1}, {"rerun": str(tmp_path / "again")}):
+        with pytest.raises(UserError, match="--trust_remote_code"):
+            verified(run, **option)
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("reward_func", "{folder}/model/planted.py"),
+        ("env", "{folder}/model/planted.py"),
+        ("remote_rm_url", "http://127.0.0.1:9/"),
+        ("remote_rm_api_key", "/etc/hostname"),
+        ("engine_urls", "http://127.0.0.1:9/"),
+        ("reward_pretrain", "somebody/model"),
+        ("rollouts_from", "/etc/hostname"),
+        ("ref_model", "somebody/model"),
+    ],
+)
+def test_a_rerun_takes_no_right_from_a_certificate(flag, value, planted, tmp_path, monkeypatch):
+    """Also if the certificate lies about the kind of run: without rollout_batch_size it counts as one of rows."""
+    started = []
+    monkeypatch.setattr(verification, "run_here", lambda *line: started.append(line))
+    value = value.format(folder=tmp_path)
+    run = planted("train_dpo", OnlineDPOArguments, ("rollout_batch_size",), online=True, **{flag: value})
+    monkeypatch.setitem(COMMANDS, "train_dpo", OnlineDPOArguments)
+    with pytest.raises(UserError, match=rf"--{flag}: certificate\.json asks for .* grants no right"):
+        verified(run, rerun=str(tmp_path / "again"))
+    assert started == [] and not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("flag", ["pretrain", "dataset"])
+def test_a_hub_name_of_a_certificate_is_not_fetched(flag, planted, tmp_path, monkeypatch, capsys):
+    def fetched(name, *_, **__):
+        raise AssertionError(f"{name} was fetched")
+
+    monkeypatch.setattr("trainer.models.model_loading.snapshot_download", fetched)
+    monkeypatch.setattr("datasets.load_dataset", fetched)
+    run = planted(**{flag: "stranger/name"})
+    verified(run)
+    assert f"not granted  --{flag}: stranger/name is not here" in capsys.readouterr().out
+    for option in ({"certify": 1}, {"rerun": str(tmp_path / "again")}):
+        with pytest.raises(UserError, match=f"--{flag}"):
+            verified(run, **option)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", ".."])
+def test_names_in_a_certificate_do_not_leave_the_run_folder(name, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    files = {name: {"size": 6, "blake2b": "0"}}
+    assert "is no file directly in" in check_files(str(run), {"files": files})[0]
+    (run / "model").mkdir()
+    assert "is no file directly in" in check_saved(str(run), {"saved_models": {"model": files}})[0]
+    assert "leaves the run folder" in check_saved(str(run), {"saved_models": {"../run": {}}})[0]
+
+
+def test_every_text_flag_is_a_value_or_a_right():
+    """A new flag of free text is a right until somebody says otherwise. The lists name no flag that is gone."""
+    hints = {field.name: hint for command in COMMANDS.values() for field, hint in flags_of(command)}
+    assert hints.keys() >= PLAIN_TEXTS | READ_HERE | SWITCHES
+    rights = {name for name, hint in hints.items() if not is_value(name, hint)}
+    assert {"trust_remote_code", "use_wandb", "reward_func", "env", "remote_rm_url", "save_path", "pretrain"} <= rights
+    assert not {"learning_rate", "seed", "backend", "param_dtype", "input_template", "reward_weights"} & rights
+    assert os.sep not in "".join(PLAIN_TEXTS)
