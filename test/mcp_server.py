@@ -12,6 +12,7 @@ from mcp_types import INVALID_PARAMS, CallToolResult, ListToolsResult, TextConte
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 TOOLS = [Tool(name=name, description=f"{name} of two numbers", input_schema=SCHEMA) for name in ("add", "die", "hang")]
+NAME = os.urandom(4).hex()  # in sandboxes, several servers have the same number
 SEEN = ("TOKEN", "GIVEN")  # variables of its environment that `add` reports
 
 
@@ -33,7 +34,7 @@ async def call_tool(context, params) -> CallToolResult:
     await context.session.send_ping()  # it asks the client, too
     seen = "".join(f" {os.environ[name]}" for name in SEEN if name in os.environ)
     try:
-        text, failed = f"{params.arguments['a'] + params.arguments['b']} by {os.getpid()}{seen}", False
+        text, failed = f"{params.arguments['a'] + params.arguments['b']} by {os.getpid()}-{NAME}{seen}", False
     except KeyError as error:
         text, failed = f"missing: {error}", True
     return CallToolResult(content=[TextContent(text=text)], is_error=failed)

@@ -141,8 +141,12 @@ class EnvironmentArguments:
     env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
     env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
     env_concurrency: int = arg(16, "environments that a rank calls at a time", type="PositiveInt")
-    env_sandbox: bool = arg(False, "run each environment in a process of its own, without a network")
+    env_sandbox: bool = arg(False, "run each environment in a sandbox: no network, no files, no keys, with limits")
     env_memory_mb: int = arg(2048, "address space of such a process, in MiB", type="PositiveInt")
+    env_processes: int = arg(256, "processes and threads in a sandbox", type="PositiveInt")
+    env_disk_mb: int = arg(256, "files that a sandbox may write, in MiB of memory", type="PositiveInt")
+    env_cpu_seconds: int = arg(3600, "CPU time of each process in a sandbox", type="PositiveInt")
+    env_paths: Optional[list[str]] = arg(None, "files and folders that a sandbox may read", type=str, nargs="+")
 
 
 @dataclass

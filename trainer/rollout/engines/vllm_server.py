@@ -8,9 +8,9 @@ Before ranks use a server, they read the checksum of its weights. So no server e
 import contextlib
 import http.client
 import json
+import math
 import socket
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Optional
@@ -23,6 +23,7 @@ from trainer.errors import UserError
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.engines.weight_stream import WeightStream
+from trainer.rollout.peers import post_json
 
 FLAG = "--engine_urls"
 TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
@@ -49,11 +50,13 @@ class VLLMServerEngine:
         batch_size: int,
         max_len: int,
         own_server_only: bool = False,
+        key: Optional[str] = None,
     ):
         """`own_server_only`: the ranks update their servers at different times, so a rank uses no other rank's server.
 
         Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences.
         """
+        self._key = key
         rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
         first = rank % len(urls)
         self._urls = urls[first : first + 1] if own_server_only else urls[first:] + urls[:first]
@@ -192,13 +195,19 @@ class VLLMServerEngine:
             "seed": seed,
         }
         body = {"token_ids": list(prompt), "sampling_params": params}
-        [choice] = self._request(url, "/inference/v1/generate", body)["choices"]
-        log_probs = [step["logprob"] for step in (choice["logprobs"] or {}).get("content") or []]
-        return Completion(choice["token_ids"], log_probs, choice["finish_reason"] == "stop")
+        answer = self._request(url, "/inference/v1/generate", body)
+        try:
+            return _completion(answer, limit)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LostServer(FLAG, f"{url}: an answer of a wrong form: {type(error).__name__}: {error}") from None
 
     def _facts(self, url: str) -> list[dict]:
         """What each worker of a server reports about itself, with the checksum of its weights."""
-        return self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)["results"]
+        answer = self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not (isinstance(results, list) and results and all(_is_facts(facts) for facts in results)):
+            raise LostServer(FLAG, f"{url}: an answer of a wrong form", "a running server of serve_engine")
+        return results
 
     def _own_address(self, url: str) -> str:
         """The address of this machine that the server's machine can reach."""
@@ -211,13 +220,26 @@ class VLLMServerEngine:
 
     def _request(self, url: str, path: str, body: dict, timeout: float = TIMEOUT) -> Any:
         """The JSON of the server's answer to a POST."""
-        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return json.loads(answer.read())
+            return post_json(url + path, body, timeout, self._key)
         except urllib.error.HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())[:300]
             kind = LostServer if error.code >= 500 else UserError
-            raise kind(FLAG, f"{url}{path}: status {error.code} {reason}", "a server of serve_engine") from None
+            raise kind(FLAG, f"{url}{path}: status {error.code} {error.reason}", "a server of serve_engine") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None
+
+
+def _is_facts(facts: Any) -> bool:
+    return isinstance(facts, dict) and isinstance(facts.get("max_len"), int) and {"dtype", "checksum"} <= facts.keys()
+
+
+def _completion(answer: Any, limit: int) -> Completion:
+    """The completion of an answer. Raises ValueError, TypeError, KeyError or AttributeError for a wrong form."""
+    [choice] = answer["choices"]
+    ids, steps = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
+    log_probs = [float(step["logprob"]) for step in steps]
+    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+        raise ValueError("token_ids are no list of numbers")
+    if len(ids) != len(log_probs) or len(ids) > limit or not all(map(math.isfinite, log_probs)):
+        raise ValueError(f"{len(ids)} tokens with {len(log_probs)} log-probs, at most {limit} asked")
+    return Completion(ids, log_probs, choice["finish_reason"] == "stop")

@@ -1,36 +1,37 @@
-"""--env_sandbox: each environment in its own process, with a memory limit and without a network.
+"""--env_sandbox: each environment in a sandbox of its own, as the trainer sees it.
 
-The process may be killed, or hang, or run out of memory. That ends its episode and nothing else. It answers in JSON, so
-the code in it cannot make the trainer run code. Files are not isolated: it has the rights of the user.
+The process may be killed, or hang, or send anything. That ends its episode and nothing else: such an episode is *lost*,
+and counted. Answers are JSON with a deadline, a limit of bytes and a checked form.
 """
 
-import asyncio
-import contextlib
-import ctypes
-import inspect
 import json
-import multiprocessing
-import os
-import resource
-import signal
 import time
+from collections.abc import Callable
 from typing import Any, Optional
 
-from trainer.entry import end_with_parent
-from trainer.rollout.envs.environments import Failure, Response, Step, load_environment, read_opening, read_step, reset
-from trainer.rollout.user_code import describe_error
+from trainer.datasets.conversations.messages import tools_of
+from trainer.errors import UserError
+from trainer.rollout.envs.environments import Failure, Response, Step, read_opening, read_step
+from trainer.rollout.envs.nursery import Born, Nursery
+from trainer.rollout.envs.sandbox import Box
+from trainer.rollout.peers import BadAnswer, read_frame, read_metrics, read_object, send_frame
+from trainer.rollout.rewards.reward_functions import check_scores
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 STARTS = 3  # processes that `reset` tries, one after the other
 LOST = {"lost": 1.0}  # a metric of every such environment
+SHOWN_ERROR = 500  # characters of an error of an environment
+PROBE_SECONDS = 120.0
 
 
 class ProcessEnvironment:
     """The environment of `--env NAME`, with `reset`, `step` and `close`. Its process begins at `reset`."""
 
-    def __init__(self, name: str, memory_mb: int, timeout: float):
-        self._name, self._memory_mb, self._timeout = name, memory_mb, timeout
-        self._process: Any = None
+    def __init__(self, name: str, memory_mb: int, timeout: float, box: Optional[Box] = None):
+        """`timeout` is for a whole call, in seconds. `box` has further limits; its memory is `memory_mb`."""
+        own = {"memory_mb": memory_mb}
+        self._box = Box(**((vars(box) if box else {}) | own))
+        self._name, self._timeout = name, timeout
+        self._process: Optional[Born] = None
         self.tools: Optional[list] = None
         self.metrics: dict[str, float] = {"lost": 0.0}
 
@@ -48,102 +49,81 @@ class ProcessEnvironment:
 
     def _begin(self, task: dict, deadline: float) -> Optional[dict]:
         """The answer of a new process to `reset`, or None if it is lost."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer.rollout.envs.env_process"])
-        self._connection, its_end = context.Pipe()
-        arguments = (its_end, self._name, self._memory_mb)
-        self._process = context.Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
-        its_end.close()
-        return self._ask({"reset": task}, max(0.0, deadline - time.monotonic()))
+        self.close()
+        try:
+            self._process = Nursery.here().bear(self._name, self._box)
+        except (OSError, ValueError):  # somebody killed the nursery; the next one is new
+            return None
+        return self._ask({"reset": task}, deadline, _read_opening)
 
     def step(self, response: Response) -> Any:
         """What the environment's `step` gave, or the end of the episode if the process is lost."""
         asked = {"text": str(response), "raw": response.raw, "calls": response.tool_calls}
-        answer = self._ask({"step": {**asked, "finished": response.finished}}, self._timeout)
+        request = {"step": {**asked, "finished": response.finished}}
+        answer = self._ask(request, time.monotonic() + self._timeout, _read_step)
         if answer is None:
-            self.metrics |= LOST
-            return Step()
+            return self.lose()
         if "error" in answer:
             return Failure(answer["error"])
         self.metrics |= answer["metrics"]
         return answer["messages"], answer["reward"], answer["done"]
 
+    def lose(self) -> Step:
+        """Count this episode as lost, and end it. The rewards so far stay."""
+        self.metrics |= LOST
+        self.close()
+        return Step()
+
     def close(self) -> None:
         """End the process, and all that it has started."""
         if self._process is not None:
-            for end in (os.killpg, os.kill):  # it may not have come to make a group of its own
-                with contextlib.suppress(ProcessLookupError):
-                    end(self._process.pid, signal.SIGKILL)
-            self._process.join()
-            self._connection.close()
+            self._process.end()
             self._process = None
 
-    def _ask(self, request: dict, timeout: float) -> Optional[dict]:
-        """The answer, or None if the process is gone or takes longer than the limit."""
-        with contextlib.suppress(OSError, EOFError, ValueError):
-            self._connection.send_bytes(json.dumps(request, default=str).encode())
-            if self._connection.poll(timeout):
-                answer = json.loads(self._connection.recv_bytes())
-                return answer if isinstance(answer, dict) else None
+    def _ask(self, request: dict, deadline: float, read: Callable[[dict], dict]) -> Optional[dict]:
+        """The answer in its checked form, or None if the process is gone, late, or answers anything else."""
+        try:
+            if self._process is not None:
+                send_frame(self._process.connection, json.dumps(request, default=str).encode(), deadline)
+                answer = read_object(read_frame(self._process.connection, deadline))
+                if isinstance(answer.get("error"), str):
+                    return {"error": "".join(c for c in answer["error"] if c.isprintable())[:SHOWN_ERROR]}
+                return read(answer)
+        except (OSError, EOFError, BadAnswer, UserError, KeyError, TypeError, ValueError, AttributeError):
+            pass
         self.close()
         return None
 
 
-# --- in the process
+def _read_opening(answer: dict) -> dict:
+    return {"messages": read_opening(answer["messages"]), "tools": tools_of({"tools": answer["tools"]})}
 
 
-def serve(connection: Any, name: str, memory_mb: int) -> None:
-    """Answer requests until the trainer closes the connection."""
+def _read_step(answer: dict) -> dict:
+    messages, reward, done = answer["messages"], answer["reward"], answer["done"]
+    if type(done) is not bool or isinstance(reward, bool) or not isinstance(reward, (int, float)):
+        raise BadAnswer("reward is no number, or done is neither true nor false")
+    check_scores("reward", [reward], 1)
+    if messages or not done:
+        step = read_step((messages, reward, done))
+        messages, reward, done = step.messages, step.reward, step.done
+    return {"messages": messages, "reward": float(reward), "done": done, "metrics": read_metrics(answer["metrics"])}
+
+
+def check_sandbox(name: str, box: Box) -> None:
+    """Start one sandbox, and make the environment in it. Raises UserError where either fails, in one line."""
     try:
-        _confine(memory_mb)
-        env = load_environment(name)()
-    except BaseException as error:
-        connection.send_bytes(json.dumps({"error": f" raised {describe_error(error)}"}).encode())
-        return
-    runner = asyncio.Runner()  # one event loop: an environment may have tasks that live longer than a call
-    while True:
+        born = Nursery.here().bear(name, box)
         try:
-            request = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            answer = _answer(env, request, runner)
-        except MemoryError:
-            os._exit(1)
-        except BaseException as error:
-            answer = {"error": f" raised {describe_error(error)}"}
-        connection.send_bytes(json.dumps(answer).encode())
-
-
-def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
-    if "reset" in request:
-        messages = read_opening(_result(reset(env, request["reset"]), runner))
-        return {"messages": messages, "tools": getattr(env, "tools", None)}
-    asked = request["step"]
-    response = Response(asked["text"], asked["raw"], asked["calls"], asked["finished"])
-    step = read_step(_result(env.step(response), runner))
-    metrics = getattr(env, "metrics", None)
-    metrics = {name: float(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
-    return {"messages": step.messages, "reward": step.reward, "done": step.done, "metrics": metrics}
-
-
-def _result(value: Any, runner: asyncio.Runner) -> Any:
-    """The value that a plain or an async function of the environment gives."""
-
-    async def awaited() -> Any:
-        return await value
-
-    return runner.run(awaited()) if inspect.isawaitable(value) else value
-
-
-def _confine(memory_mb: int) -> None:
-    """Set the limits of this process and of all that it starts. Raises OSError without network namespaces."""
-    end_with_parent()
-    os.setsid()
-    size = memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET) and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "this machine allows no network namespace, which --env_sandbox needs")
+            deadline = time.monotonic() + PROBE_SECONDS
+            send_frame(born.connection, b'{"probe": true}', deadline)
+            answer = read_object(read_frame(born.connection, deadline))
+        finally:
+            born.end()
+    except (OSError, EOFError, ValueError) as error:
+        found = f"the process of {name} is lost before its first answer ({type(error).__name__})"
+        raise UserError("--env_sandbox", found, "a larger --env_memory_mb") from None
+    if "parts" in answer:
+        raise UserError(*answer["parts"])
+    if "error" in answer:
+        raise UserError(f"--env {name}", answer["error"].strip())

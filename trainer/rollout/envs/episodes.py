@@ -224,10 +224,14 @@ def _answer(
     answers, ended = [], []
     for (episode, response), completion, value in zip(pairs, completions, values):
         with _named(environments, "step", episode):
-            step = read_step(value)
-            ids: list[int] = []
-            if step.messages and not is_last:
-                ids = _next_ids(tokenizer, episode, response, completion, step, sampling)
+            step, ids = read_step(value), []
+            try:
+                if step.messages and not is_last:
+                    ids = _next_ids(tokenizer, episode, response, completion, step, sampling)
+            except UserError:  # the template refuses the messages
+                if not hasattr(episode.env, "lose"):
+                    raise
+                step = episode.env.lose()  # a sandbox may send anything, and loses its own episode only
             # the next turn needs room for at least one token
             ids = ids if response.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
         answers.append((ids, step.reward, step.done))

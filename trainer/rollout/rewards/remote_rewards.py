@@ -6,11 +6,11 @@ import json
 import random
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
 from trainer.errors import UserError
+from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.reward_functions import Scorer, check_scores
 
 FLAG = "--remote_rm_url"
@@ -47,7 +47,7 @@ def remote_scorer(
     The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call. If
     one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
     pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a time-out,
-    a status other than 200, or an answer of a wrong form. A request that a server calls wrong (4xx) is not sent again.
+    a status other than 200, a redirect, or an answer of a wrong form. `timeout` is for a whole answer. A request that a server calls wrong (4xx) is not sent again.
     """
     addresses = split_urls(urls)
 
@@ -62,9 +62,9 @@ def remote_scorer(
                 wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
             for url in order:
                 try:
-                    return check_scores(f"{FLAG} {url}", _post(url, body, timeout, key), len(columns[1]))
+                    return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))
                 except urllib.error.HTTPError as error:
-                    problem = f"HTTPError: {error.code} {_reason(error)}"
+                    problem = f"HTTPError: {error.code} {error.reason}"
                     if 400 <= error.code < 500 and error.code not in RETRIED:
                         raise UserError(f"{FLAG} {url}", f"refuses the request: {problem}") from None
                 except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
@@ -85,15 +85,5 @@ def remote_scorer(
     return score
 
 
-def _post(url: str, body: bytes, timeout: float, key: Optional[str]) -> list:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as response:
-        return json.loads(response.read())["rewards"]
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What the server says about a refusal, or the usual words of its status."""
-    try:
-        return " ".join(str(json.loads(error.read())["error"]).split())[:200]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return str(error.reason)
+def _rewards(url: str, body: bytes, timeout: float, key: Optional[str]) -> list:
+    return post_json(url, body, timeout, key)["rewards"]

@@ -15,9 +15,10 @@ from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm_server import VLLMServerEngine
-from trainer.rollout.envs.env_process import ProcessEnvironment
+from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, load_environment
 from trainer.rollout.envs.episodes import Environments, continue_episodes
+from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_options import engine_tp_size
 from trainer.runs.run_setup import Setup
@@ -111,9 +112,19 @@ def build_environments(flags: EnvironmentArguments, prompt_max_len: int, setup: 
     """The environments of --env. Raises UserError if the tokenizer has no chat template."""
     chat_template(setup.tokenizer)  # raises if there is none
     where = f"--env {flags.env}"
-    timeout, make = flags.env_timeout, load_environment(flags.env)
+    timeout = flags.env_timeout
     if flags.env_sandbox:
-        make = functools.partial(ProcessEnvironment, flags.env, flags.env_memory_mb, timeout)
+        box = Box(
+            flags.env_memory_mb,
+            flags.env_processes,
+            flags.env_disk_mb,
+            flags.env_cpu_seconds,
+            tuple(flags.env_paths or ()),
+        )
+        check_sandbox(flags.env, box)
+        make = functools.partial(ProcessEnvironment, flags.env, flags.env_memory_mb, timeout, box)
         timeout += SPARE_SECONDS  # a process that hangs is lost before its call is late
+    else:
+        make = load_environment(flags.env)
     call = Caller(where, timeout, flags.env_concurrency)
     return Environments(make, call, where, setup.tokenizer, flags.env_max_turns, prompt_max_len)

@@ -1,0 +1,375 @@
+"""--env_sandbox: what code in it tries, and does not reach. As root, and as another user where this machine has one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+from trainer.errors import UserError
+from trainer.rollout.envs import nursery
+from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
+from trainer.rollout.envs.environments import Failure, Response, Step
+from trainer.rollout.envs.sandbox import Box
+
+PLAIN_USER = 65534
+ATTACKS = """
+import ctypes, gc, json, os, resource, signal, socket, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+facts = json.loads(open(os.path.join(os.path.dirname(__file__), "facts.json")).read())
+
+def tried(*attempts):
+    "What worked of several attempts."
+    worked = []
+    for number, attempt in enumerate(attempts):
+        try:
+            if attempt() not in (None, False):
+                worked.append(number)
+        except BaseException:
+            pass
+    return worked
+
+def connection():
+    return next(o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0)
+
+def call(number, *values):
+    return libc.syscall(number, *values) == 0 or None
+
+class Attacks:
+    def network(self):
+        return tried(lambda: socket.create_connection(("127.0.0.1", facts["port"]), 2))
+    def path_socket(self):
+        def join():
+            with socket.socket(socket.AF_UNIX) as end:
+                end.connect(facts["path"])
+                return True
+        def abstract():
+            with socket.socket(socket.AF_UNIX) as end:
+                end.connect("\\0" + facts["abstract"])
+                return True
+        return tried(join, abstract)
+    def join_namespace(self):
+        def join(kind, flag):
+            place = os.open(f"/proc/{facts['pid']}/ns/{kind}", os.O_RDONLY)
+            return libc.setns(place, flag) == 0 or None
+        return tried(lambda: join("net", 0x40000000), lambda: join("mnt", 0x20000),
+                     lambda: libc.unshare(0x10000000) == 0 or None, lambda: libc.unshare(0x20000) == 0 or None)
+    def memory(self):
+        def poke():
+            with open(f"/proc/{facts['pid']}/mem", "r+b") as file:
+                file.seek(facts["address"])
+                return file.write(b"X")
+        def attach():
+            return libc.ptrace(16, facts["pid"], 0, 0) == 0 or None
+        return tried(poke, attach, lambda: os.listdir(f"/proc/{facts['pid']}"))
+    def signals(self):
+        def stop(pid):
+            os.kill(pid, 0)
+            return True
+        return tried(lambda: stop(facts["pid"]), lambda: stop(os.getppid()) if os.getppid() else None)
+    def keys(self):
+        held = dict(os.environ)
+        held |= {str(n): text for n, text in enumerate(open("/proc/self/environ").read().split("\\0"))}
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                held[pid] = open(f"/proc/{pid}/environ").read()
+            except (OSError, UnicodeDecodeError):
+                pass
+        return [name for name, text in held.items() if "secret-key" in text]
+    def files(self):
+        def read(path):
+            return open(path).read() and True
+        def write(path):
+            with open(path, "w") as file:
+                return file.write("x")
+        return tried(lambda: read("/etc/shadow"), lambda: read(facts["private"]), lambda: write(facts["folder"] + "/new"),
+                     lambda: write("/usr/new"), lambda: os.chroot("/") or True,
+                     lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0 or None)
+    def rights(self):
+        status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+        whole = [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
+        return [] if set(whole) == {"0" * 16} and status["NoNewPrivs"] == "1" and status["Seccomp"] == "2" else [status]
+    def processes(self):
+        born, limit = 0, 400
+        try:
+            for _ in range(limit):
+                if os.fork() == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                born += 1
+        except OSError:
+            return []
+        return [born]
+    def threads(self):
+        try:
+            for _ in range(400):
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        except RuntimeError:
+            return []
+        return ["no limit"]
+    def disk(self):
+        try:
+            for number in range(64):
+                with open(f"/tmp/{number}", "wb") as file:
+                    file.write(bytes(1 << 20))
+        except OSError:
+            return []
+        return ["64 MB"]
+    def cpu(self):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            pass
+        return ["20 s"]
+    def later(self):
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1.5); open({facts['folder']!r} + '/late', 'w')"],
+                         start_new_session=True)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(600.25)
+            os._exit(0)
+        return []
+    # what it sends
+    def half_a_frame(self):
+        connection().sendall(b"\\0\\0\\1\\0x")
+        time.sleep(60)
+    def slow_bytes(self):
+        connection().sendall(b"\\0\\0\\1\\0")
+        while True:
+            connection().sendall(b" ")
+            time.sleep(0.1)
+    def huge_frame(self):
+        connection().sendall(b"\\x7f\\xff\\xff\\xff")
+        while True:
+            connection().sendall(b" " * (1 << 20))
+    def exits(self):
+        os._exit(0)
+
+RAW = facts["raw"]
+
+class Environment:
+    def reset(self, task):
+        self.does = task["does"]
+        return [{"role": "user", "content": "?"}]
+    def step(self, response):
+        if self.does in RAW:
+            data = RAW[self.does].encode("latin-1")
+            connection().sendall(len(data).to_bytes(4, "big") + data)
+            time.sleep(60)
+        if self.does == "nan":
+            return float("nan"), True
+        return [{"role": "user", "content": json.dumps(getattr(Attacks(), self.does)())}]
+"""
+GOOD = {"messages": [], "reward": 1.0, "done": True, "metrics": {}}
+RAW = {
+    "empty object": "{}",
+    "list": "[]",
+    "no JSON": "x",
+    "deep": "[" * 100_000,
+    "not UTF-8": "\xff",
+    "surrogate": json.dumps({**GOOD, "done": False, "messages": [{"role": "user", "content": "\ud800"}]}),
+    "reward NaN": json.dumps({**GOOD, "reward": float("nan")}),
+    "reward too large": json.dumps({**GOOD, "reward": 1e300}),
+    "reward text": json.dumps({**GOOD, "reward": "1"}),
+    "reward true": json.dumps({**GOOD, "reward": True}),
+    "done text": json.dumps({**GOOD, "done": "yes"}),
+    "messages text": json.dumps({**GOOD, "done": False, "messages": "hello"}),
+    "messages of the model": json.dumps({**GOOD, "done": False, "messages": [{"role": "assistant", "content": "x"}]}),
+    "metrics list": json.dumps({**GOOD, "metrics": [1]}),
+    "metric infinite": json.dumps({**GOOD, "metrics": {"a": float("inf")}}),
+    "metric name": json.dumps({**GOOD, "metrics": {"\x1b[2J": 1}}),
+    "metrics without end": json.dumps({**GOOD, "metrics": {str(n): 1 for n in range(10_000)}}),
+}
+REACH = ("network", "path_socket", "join_namespace", "memory", "signals", "keys", "files", "rights")
+LIMITS = ("processes", "threads", "disk")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An environment that attacks this process, and what it could reach."""
+    folder = tmp_path_factory.mktemp("sandbox")
+    (folder / "env").mkdir()
+    (folder / "env/env.py").write_text(ATTACKS)
+    (folder / "private").write_text("secret-key")
+    listening, at_path, abstract = (
+        socket.create_server(("127.0.0.1", 0)),
+        *(socket.socket(socket.AF_UNIX) for _ in "ab"),
+    )
+    at_path.bind(str(folder / "env/socket"))
+    abstract.bind(f"\0{folder}")
+    for each in (at_path, abstract):
+        each.listen()
+    buffer = bytearray(b"untouched")
+    facts = {
+        "pid": os.getpid(), "port": listening.getsockname()[1], "path": str(folder / "env/socket"), "raw": RAW,
+        "abstract": str(folder), "folder": str(folder / "env"), "private": str(folder / "private"),
+        "address": id(buffer),
+    }  # fmt: skip
+    (folder / "env/facts.json").write_text(json.dumps(facts))
+    yield folder
+    for each in (listening, at_path, abstract):
+        each.close()
+
+
+def step_of(folder: Path, does: str, timeout: float = 20.0, **box):
+    env = ProcessEnvironment(str(folder / "env/env.py"), 1024, timeout, Box(**box))
+    assert env.reset({"does": does}) == [{"role": "user", "content": "?"}]
+    try:
+        return env.step(Response("x", "x", [], True)), env
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("does", REACH)
+def test_it_reaches_nothing_of_the_trainer(does, folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-key")
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    step, env = step_of(folder, does)
+    assert not isinstance(step, Failure), step
+    assert json.loads(step[0][0]["content"]) == [] and env.metrics["lost"] == 0
+
+
+@pytest.mark.parametrize("does", LIMITS)
+def test_its_resources_are_limited(does, folder):
+    step, _ = step_of(folder, does, processes=64, disk_mb=16)
+    assert isinstance(step, tuple) and json.loads(step[0][0]["content"]) == [], step
+
+
+def test_its_cpu_time_is_limited(folder):
+    started = time.monotonic()
+    step, env = step_of(folder, "cpu", timeout=30, cpu_seconds=1)
+    assert isinstance(step, Step) and env.metrics["lost"] == 1 and time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("does", [*RAW, "nan", "half_a_frame", "slow_bytes", "huge_frame", "exits"])
+def test_what_it_sends_costs_its_own_episode_only(does, folder):
+    started = time.monotonic()
+    step, env = step_of(folder, does, timeout=1.5)
+    assert isinstance(step, Step) and not step.messages and not step.done and step.reward == 0
+    assert env.metrics == {"lost": 1.0} and time.monotonic() - started < 10
+
+
+def test_a_frame_of_two_gigabytes_takes_no_memory(folder):
+    before = _peak_mb()
+    step_of(folder, "huge_frame", timeout=2)
+    assert _peak_mb() - before < 100
+
+
+def _peak_mb() -> float:
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+
+
+def test_nothing_lives_after_the_end(folder):
+    step_of(folder, "later")
+    left = [path for path in Path("/proc").glob("[0-9]*/environ") if _is_boxed(path)]
+    assert left == []
+    time.sleep(2)
+    assert not (folder / "env/late").exists()
+
+
+def _is_boxed(path: Path) -> bool:
+    """Whether a process is in another pid namespace than this one, and not a child of somebody else's sandbox."""
+    try:
+        return os.readlink(path.parent / "ns/pid") != os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
+
+
+def test_a_folder_of_env_paths_is_read_only(folder, tmp_path):
+    (tmp_path / "data.txt").write_text("data")
+    code = f"""
+class Environment:
+    def reset(self, task):
+        text = open({str(tmp_path / "data.txt")!r}).read()
+        try:
+            open({str(tmp_path / "data.txt")!r}, "a")
+        except OSError as error:
+            text += f" {{error.errno}}"
+        return [{{"role": "user", "content": text}}]
+    def step(self, response):
+        return 1.0, True
+"""
+    (folder / "env/reads.py").write_text(code)
+    env = ProcessEnvironment(str(folder / "env/reads.py"), 1024, 20.0, Box(paths=(str(tmp_path),)))
+    assert env.reset({}) == [{"role": "user", "content": "data 30"}]
+    env.close()
+    hidden = ProcessEnvironment(str(folder / "env/reads.py"), 1024, 20.0)
+    assert "FileNotFoundError" in hidden.reset({}).found
+    hidden.close()
+
+
+def test_a_machine_without_namespaces_is_refused_in_one_line(folder, monkeypatch):
+    """The nursery is another process, so its refusal is made by a module that it imports first."""
+    patched = folder / "sitecustomize.py"
+    patched.write_text(
+        "import ctypes\nreal = ctypes.CDLL\n"
+        "def library(*a, **k):\n    found = real(*a, **k)\n    found.unshare = lambda *_: ctypes.set_errno(1) or -1\n"
+        "    return found\nctypes.CDLL = library\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(nursery.Nursery, "_here", None)
+    with pytest.raises(
+        UserError, match=r"--env_sandbox: this machine allows no sandbox: no user, pid, .*not permitted"
+    ):
+        check_sandbox(str(folder / "env/env.py"), Box())
+    patched.unlink()
+    monkeypatch.setattr(nursery.Nursery, "_here", None)
+    check_sandbox(str(folder / "env/env.py"), Box())
+
+
+def test_code_that_cannot_be_loaded_is_one_line_and_runs_in_the_sandbox_only(tmp_path):
+    (tmp_path / "env.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    with pytest.raises(UserError, match=r"--env: .*env\.py cannot be imported: OSError"):
+        check_sandbox(str(tmp_path / "env.py"), Box())
+    assert not (tmp_path / "executed").exists()
+
+
+AS_USER = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {rollout!r}]
+import test_sandbox as t
+found = {{}}
+for does in (*t.REACH, *t.LIMITS):
+    step, env = t.step_of(Path({folder!r}), does, processes=64, disk_mb=16)
+    found[does] = json.loads(step[0][0]["content"]) if isinstance(step, tuple) else str(step)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests are already those of a user")
+def test_the_same_as_another_user(folder):
+    """By the system's Python, since this one may be in root's home folder."""
+    system = "/usr/bin/python3"
+    places = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    asked = subprocess.run([system, "-c", "import sys; print(sys.version[:4])"], capture_output=True, text=True)
+    if asked.returncode or asked.stdout.strip().rstrip(".") != version or os.stat(ROOT).st_mode & 5 != 5:
+        pytest.skip("no Python that another user can run")
+    for place in (folder, *folder.parents[:2]):
+        place.chmod(0o755)
+    (folder / "private").chmod(0o600)
+    code = AS_USER.format(tests=f"{ROOT}/test", rollout=f"{ROOT}/test/rollout", folder=str(folder))
+    command = ["setpriv", "--reuid", str(PLAIN_USER), "--regid", str(PLAIN_USER), "--clear-groups", system, "-c", code]
+    env = {"PYTHONPATH": os.pathsep.join(places), "PATH": os.environ["PATH"], "HF_TOKEN": "secret-key", "HOME": "/tmp"}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd="/")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found == {does: [] for does in (*REACH, *LIMITS)}
+
+
+def test_the_attacks_work_without_a_sandbox(folder):
+    """Else the tests above could not fail. Only what does no harm."""
+    code = f"""
+import json, runpy, socket
+attacks = runpy.run_path({str(folder / "env/env.py")!r})["Attacks"]()
+print(json.dumps([attacks.network(), attacks.path_socket(), attacks.keys()[:1], attacks.rights() != []]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"HF_TOKEN": "secret-key"})
+    assert json.loads(ended.stdout) == [[0], [0, 1], ["HF_TOKEN"], True], ended.stderr

@@ -1,0 +1,72 @@
+"""Limits of what comes from others: files, images, archives, answers of servers and environments. One table.
+
+`--limits NAME=VALUE` raises one. The table belongs to the process, since readers deep in libraries ask for it.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainer.errors import UserError
+
+MB = 1 << 20
+DEFAULTS: dict[str, tuple[int, str]] = {
+    "answer_mb": (64, "MB of one answer of a reward server, an engine, an environment or an MCP server"),
+    "metrics": (256, "metrics of one environment"),
+    "pixels": (100_000_000, "pixels of an image"),
+    "image_mb": (64, "MB of an image file"),
+    "ratio": (200, "times that a compressed file may grow; archives and column files below unpacked_mb are exempt"),
+    "unpacked_mb": (256, "MB that any compressed file may grow to"),
+    "columns": (4096, "columns of a data file"),
+    "row_mb": (256, "MB of one row of text"),
+    "json_mb": (256, "MB of a JSON file of a model or a run"),
+    "template_s": (10, "seconds for a chat template to render a conversation"),
+}
+_raised: dict[str, int] = {}
+
+
+def limit(name: str) -> int:
+    """The limit of this process."""
+    return _raised.get(name, DEFAULTS[name][0])
+
+
+def raise_limits(settings: Iterable[str]) -> None:
+    """Read the values of --limits, such as pixels=400000000. Raises UserError for an unknown name or no number."""
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in DEFAULTS or not value.isdecimal() or not int(value):
+            allowed = ", ".join(f"{key}={default}" for key, (default, _) in DEFAULTS.items())
+            raise UserError("--limits", setting, f"NAME=NUMBER of {allowed}")
+        _raised[name] = int(value)
+
+
+def too_large(where: str, found: Any, name: str) -> UserError:
+    """The error for what is above limit `name`."""
+    shown = f"{limit(name)} ({DEFAULTS[name][1]})"
+    return UserError(where, str(found), f"at most {shown}; --limits {name}=N raises it")
+
+
+@contextmanager
+def opened(path: str, where: str = "", max_bytes: int | None = None) -> Iterator[Any]:
+    """A regular file, opened to read bytes. A FIFO or a device, which could block or never end, is refused.
+
+    Raises UserError for those and for more than `max_bytes`, OSError as `open` does.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise UserError(where or path, f"{path} is no regular file", "a file, no pipe, device or folder")
+        if max_bytes is not None and facts.st_size > max_bytes:
+            raise too_large(where or path, f"{path} has {facts.st_size / MB:.0f} MB", "json_mb")
+        yield file
+
+
+def is_regular(path: str) -> bool:
+    """Whether a path is a regular file, or a link to one."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False

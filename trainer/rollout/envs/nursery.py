@@ -1,0 +1,181 @@
+"""The process from which the processes of --env_sandbox fork: it has the imports, and none of the trainer's variables.
+
+`Nursery` is the trainer's end. Each environment has two processes. A supervisor is outside of the sandbox; it ends
+when the trainer closes its connection. It then kills process 1 of the namespace, and the kernel kills all others there.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+from trainer.entry import end_with_parent
+from trainer.rollout.envs.sandbox import Box, confine, unshare_all, variables, visible_paths
+from trainer.rollout.envs.serving import refuse, serve
+
+MODULE = "trainer.rollout.envs.nursery"
+PRINTED_BYTES = 1 << 20  # of what an environment prints
+START_SECONDS = 120  # for the imports
+SPREAD_SECONDS = 10  # for processes of a namespace to die
+
+
+@dataclasses.dataclass
+class Born:
+    """A supervisor, and the connection to the process that it watches."""
+
+    pid: int
+    connection: socket.socket
+
+    def end(self) -> None:
+        """Close the connection, and wait until all processes of the namespace are gone."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)  # the supervisor sees it, and closes its end when all are gone
+            self.connection.settimeout(SPREAD_SECONDS)
+            while self.connection.recv(1 << 16):
+                pass
+        self.connection.close()
+
+
+class Nursery:
+    """One process for all environments of this process. It ends with it."""
+
+    _lock, _here = threading.Lock(), None
+    _owner = 0
+
+    @classmethod
+    def here(cls) -> "Nursery":
+        with cls._lock:
+            if cls._here is None or cls._owner != os.getpid() or cls._here._process.poll() is not None:
+                cls._here, cls._owner = cls(), os.getpid()
+            return cls._here
+
+    def __init__(self):
+        self._asks = threading.Lock()
+        self._socket, its_end = socket.socketpair()
+        command = [sys.executable, "-m", MODULE, str(its_end.fileno())]
+        places = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[its_end.fileno()],
+            env=variables(dict(os.environ)) | {"PYTHONPATH": places},
+            stdin=subprocess.DEVNULL,
+        )
+        its_end.close()
+        self._socket.settimeout(START_SECONDS)
+
+    def bear(self, name: str, box: Box) -> Born:
+        """Start the processes of an environment."""
+        ours, its_end = socket.socketpair()
+        asked = {"name": name, "box": dataclasses.asdict(box), "here": os.getcwd()}
+        with self._asks, its_end:
+            socket.send_fds(self._socket, [json.dumps(asked).encode()], [its_end.fileno()])
+            return Born(int(self._socket.recv(64)), ours)
+
+
+# --- in the nursery
+
+
+def main(control: socket.socket) -> None:
+    """Fork a supervisor for each request, until the trainer is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a supervisor ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the trainer, which then closes the connection
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)
+        if not request:
+            os._exit(0)
+        child = os.fork()
+        if not child:
+            control.close()
+            asked = json.loads(request)
+            try:
+                supervise(descriptors[0], asked["name"], Box(**asked["box"]), asked["here"])
+            finally:
+                os._exit(1)
+        os.close(descriptors[0])
+        control.send(str(child).encode())
+
+
+def supervise(descriptor: int, name: str, box: Box, here: str) -> None:
+    """Start the environment in its sandbox, watch it, and end it with the trainer or with the connection."""
+    end_with_parent()
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(here)
+    visible = visible_paths(name.partition(":")[0], box.paths)
+    printed, prints = os.pipe()
+    try:
+        unshare_all()
+    except OSError as error:
+        refuse(socket.socket(fileno=descriptor), no_sandbox(error))
+        return
+    number, child = os.getpid(), os.fork()
+    if not child:
+        _be_inside(descriptor, prints, name, box, visible, number)
+    os.close(prints)
+    _watch(child, descriptor, printed)
+    os._exit(0)
+
+
+def no_sandbox(error: OSError) -> dict:
+    found = f"this machine allows no sandbox: {error.strerror or error}"
+    allowed = "Linux 5.12 or newer with user namespaces; or a container around the trainer, without the flag"
+    return {"error": f": {found}", "parts": ["--env_sandbox", found, allowed]}
+
+
+def _be_inside(descriptor: int, prints: int, name: str, box: Box, visible: list[str], number: int) -> None:
+    """Process 1 of the namespace. Does not return."""
+    try:
+        os.dup2(prints, 1)
+        os.dup2(prints, 2)
+        connection = socket.socket(fileno=descriptor)
+        try:
+            confine(box, visible, descriptor, number)
+        except OSError as error:
+            refuse(connection, no_sandbox(error))
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        serve(connection, name)
+    finally:
+        os._exit(0)
+
+
+def _watch(child: int, descriptor: int, printed: int) -> None:
+    """Return when the child is gone, with all that it has started. It ends when the other end of `descriptor` closes."""
+    ending, left = os.pidfd_open(child), PRINTED_BYTES
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.register(ending, select.POLLIN)
+    poll.register(printed, select.POLLIN)
+    while True:
+        ready = {number for number, _ in poll.poll()}
+        if printed in ready:
+            text = os.read(printed, 1 << 12)
+            _pass_on(text[:left])
+            left = max(0, left - len(text))
+            if not text:
+                poll.unregister(printed)
+        if descriptor in ready or ending in ready:
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)  # for process 1, this waits for all processes of its namespace
+    while select.select([printed], [], [], 0)[0] and (text := os.read(printed, 1 << 12)):
+        _pass_on(text[:left])
+        left = max(0, left - len(text))
+
+
+def _pass_on(text: bytes) -> None:
+    """What an environment prints, without control characters that a terminal would obey."""
+    shown = bytes(byte for byte in text if byte >= 32 or byte in b"\n\t")
+    with contextlib.suppress(OSError):
+        os.write(2, shown)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
