@@ -1,6 +1,7 @@
 """Load for a reward server: many clients at a time, some of them slow, broken, oversized or without the key.
 
-To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS SECONDS [KEY]. It prints requests per second.
+To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS SECONDS [KEY [BAD_EVERY]]. It prints requests per
+second, and how many of the good requests got right scores. A request is bad if its number is a multiple of BAD_EVERY.
 """
 
 import asyncio
@@ -12,7 +13,9 @@ import threading
 import time
 
 TEXTS = [(f"Sort: {n} {n * 7 % 10} {n * 3 % 10}", f"{n % 10} {n * 7 % 10}" + " 5" * (n % 5)) for n in range(64)]
-BAD = ("half a body", "half a head", "broken", "oversized", "no key", "no lists")
+BAD = ("half a body", "half a head", "broken", "oversized", "no key", "no lists", "surrogate", "long text", "deep")
+BAD += ("numbers", "idle", "garbage")
+LONG = 20 << 10  # bytes of a text that a server with --max_text_kb 16 refuses
 PATIENCE = 120.0  # seconds until a client gives up
 
 
@@ -32,7 +35,9 @@ async def ask(port: int, data: bytes) -> tuple[int, dict]:
     finally:
         writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
-    return (int(head.split()[1]), json.loads(body)) if head else (0, {})
+    with contextlib.suppress(ValueError):  # the answer of uvicorn itself to garbage is text
+        return (int(head.split()[1]), json.loads(body)) if head else (0, {})
+    return int(head.split()[1]), {}
 
 
 def request(number: int) -> bytes:
@@ -48,6 +53,12 @@ def bad_message(kind: str, body: bytes, key: str | None) -> bytes:
         "oversized": message(body, key, 1 << 40),
         "no key": message(body, "wrong"),
         "no lists": message(b'{"prompts": "a", "responses": [1]}', key),
+        "surrogate": message(b'{"prompts": ["a"], "responses": ["\\ud800"]}', key),
+        "long text": message(json.dumps({"prompts": ["a"], "responses": ["b" * LONG]}).encode(), key),
+        "deep": message(b"[" * 50_000, key),
+        "numbers": message(b'{"prompts": [1], "responses": [null]}', key),
+        "idle": b"",
+        "garbage": bytes(range(256)) + b"\r\n\r\n",
     }[kind]
 
 
@@ -92,6 +103,16 @@ def serving(score, **limits):
 
 if __name__ == "__main__":
     port, clients, count, limit = map(int, sys.argv[1:5])
-    found, seconds = asyncio.run(load(port, clients, count, (sys.argv[5:] or [None])[0], limit=limit))
-    good = sum(kind == "good" and status == 200 for kind, _, status, _ in found)
-    print(f"{good} of {len(found)} answered, {good / seconds:.0f} requests a second")
+    key, bad_every = (sys.argv[5:] or [None])[0], int((sys.argv[6:] or [0])[0])
+    right = {text: asyncio.run(ask(port, message(json.dumps({"prompts": [text[0]], "responses": [text[1]]}).encode(), key)))
+             for text in TEXTS}  # fmt: skip
+    right = {text: answer["rewards"][0] for text, (_, answer) in right.items()}
+    found, seconds = asyncio.run(load(port, clients, count, key, bad_every, limit=limit))
+    good = [(number, status, answer) for kind, number, status, answer in found if kind == "good"]
+    wrong = 0
+    for number, status, answer in good:
+        expected = [right[TEXTS[(number + i) % len(TEXTS)]] for i in range(1 + number % 3)]
+        near = status == 200 and all(abs(a - b) < 1e-3 for a, b in zip(answer["rewards"], expected, strict=True))
+        wrong += not near
+    print(f"{len(good) - wrong} of {len(good)} good requests right, {len(found) - len(good)} bad ones")
+    print(f"{len(good) / seconds:.0f} good requests a second")

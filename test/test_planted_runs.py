@@ -1,14 +1,20 @@
 """Runs that a stranger planted: no command that reads one runs its code, fetches its addresses or leaves its folder."""
 
+import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import yaml
+from rich.console import Console
 
 from trainer.compare.certificates import verification
 from trainer.compare.certificates.certificate_checks import check_files, check_saved
 from trainer.datasets.demos.demo import make_demo
+from trainer.distributed.mesh import start_process_group
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.online_flags import OnlineDPOArguments
@@ -16,6 +22,10 @@ from trainer.flags.parse_flags import flags_of, flat
 from trainer.flags.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
 from trainer.flags.rules import COMMANDS
 from trainer.reports import certificate
+from trainer.reports.live_view import view
+from trainer.reports.report_page import page
+from trainer.reports.run_rows import read_rows
+from trainer.runs.outputs import write_model_card
 
 PLANTED = """
 import pathlib
@@ -157,3 +167,46 @@ def test_every_text_flag_is_a_value_or_a_right():
     assert {"trust_remote_code", "use_wandb", "reward_func", "env", "remote_rm_url", "save_path", "pretrain"} <= rights
     assert not {"learning_rate", "seed", "backend", "param_dtype", "input_template", "reward_weights"} & rights
     assert os.sep not in "".join(PLAIN_TEXTS)
+
+
+EVIL = "</pre><script>alert(1)</script>\x1b[2J|`[x](javascript:y)"
+
+
+def test_a_report_of_a_planted_run_has_no_markup_of_it(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    config = {"pretrain": EVIL, "dataset": EVIL, "backend": EVIL, EVIL: EVIL, "param_dtype": "fp32"}
+    facts = {"config": config, "versions": {EVIL: EVIL}, "mesh": {EVIL: 1}, "data": {EVIL: EVIL}, "total_steps": 2}
+    rows = [{"event": "start", "step": 0, **facts}]
+    rows += [
+        {"step": step, "loss": 1.0 / step, "grad_norm": 1.0, "lr": 0.1, EVIL: step, "reward": 0.5} for step in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample = {"prompt": EVIL, "response": EVIL, "score": EVIL, "label": EVIL, EVIL: 1}
+    (run / "rollouts.jsonl").write_text(
+        json.dumps({"rollout": 0, "samples": [sample]}) + "\n" + json.dumps(sample) + "\n"
+    )
+    text = page([read_rows(str(run)), read_rows(str(run))])
+    assert "<script" not in text
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(view(read_rows(str(run)), 120, 0.0))
+    assert "\x1b" not in shown.getvalue()
+
+
+def test_a_model_card_is_plain_text(tmp_path):
+    config = {"pretrain": EVIL, "dataset": EVIL, "lora_rank": None}
+    ledger = SimpleNamespace(summary=lambda: EVIL)
+    progress = SimpleNamespace(step=1, skipped_steps=0, tokens_seen=2)
+    write_model_card(str(tmp_path), "train_sft", config, progress, ledger)
+    _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == EVIL
+    assert "<script" not in card and "\x1b" not in card and card.count("\n# ") == 1
+    assert all(line.count("|") - line.count("\\|") == 3 for line in card.splitlines() if line.startswith("|"))
+
+
+def test_a_rank_without_an_address_is_one_line(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="RANK: is set, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+        start_process_group(torch.device("cpu"))

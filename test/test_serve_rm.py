@@ -33,6 +33,7 @@ def resident_mb(process: subprocess.Popen) -> float:
 
 
 STATUSES = {"half a body": 408, "half a head": 0, "broken": 400, "oversized": 413, "no key": 401, "no lists": 400}
+STATUSES |= {"surrogate": 400, "long text": 413, "deep": 400, "numbers": 400, "idle": 0, "garbage": 400}
 
 
 def test_two_hundred_clients_of_which_some_are_bad(reward_model):
@@ -48,7 +49,18 @@ def test_two_hundred_clients_of_which_some_are_bad(reward_model):
         "--api_key",
         str(folder / "key"),
     ]
-    line += ["--param_dtype", "fp32", "--device", "cpu", "--read_timeout", "3", "--max_body_mb", "1"]
+    line += [
+        "--param_dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--read_timeout",
+        "3",
+        "--max_body_mb",
+        "1",
+        "--max_text_kb",
+        "16",
+    ]
     command = [sys.executable, "-m", "trainer.cli.serve_rm", *line]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=_environment(), **streams) as process:
@@ -57,7 +69,7 @@ def test_two_hundred_clients_of_which_some_are_bad(reward_model):
             # everything is used once before memory is measured
             asyncio.run(asyncio.wait_for(load(port, 200, 2, "secret", bad_every=20), 120))
             before = resident_mb(process)
-            answers, _ = asyncio.run(asyncio.wait_for(load(port, 200, 6, "secret", bad_every=20), 240))
+            answers, _ = asyncio.run(asyncio.wait_for(load(port, 200, 6, "secret", bad_every=7), 240))
             grown = resident_mb(process) - before
             half = asyncio.run(_metrics_while_a_client_is_slow(port))
         finally:
@@ -66,7 +78,7 @@ def test_two_hundred_clients_of_which_some_are_bad(reward_model):
     assert process.returncode == 0 and "Traceback" not in errors, errors
     direct = ModelScorer(str(folder / "rm"), dtype=torch.float32, device="cpu")
     expected = direct.score(*map(list, zip(*TEXTS)))
-    assert len(answers) == 1200 and sum(kind != "good" for kind, *_ in answers) == 60
+    assert len(answers) == 1200 and sum(kind != "good" for kind, *_ in answers) == 172
     for kind, number, status, answer in answers:
         if kind == "good":
             right = [expected[(number + i) % len(TEXTS)] for i in range(1 + number % 3)]
@@ -120,6 +132,42 @@ def test_the_queue_is_bounded_and_the_gone_are_not_scored():
     assert scored.count("gone") <= 2, "what was in a batch already"
 
 
+def test_a_text_that_cannot_be_scored_fails_its_own_request_only():
+    """Good requests that wait with it share its batch."""
+
+    def score(prompts, responses, finished):
+        time.sleep(0.05)
+        if any("poison" in text for text in responses):
+            raise TypeError("TextEncodeInput must be ...")
+        return [float(len(text)) for text in responses]
+
+    async def run(port: int) -> list:
+        bodies = [
+            {"prompts": ["p"] * 3, "responses": ["r", "poison" if n % 4 == 0 else "rr", "rrr"]} for n in range(24)
+        ]
+        return await asyncio.gather(*(ask(port, message(json.dumps(body).encode(), None)) for body in bodies))
+
+    with serving(score, batch_size=16, max_queue=1000) as port:
+        answers = asyncio.run(asyncio.wait_for(run(port), 60))
+    for number, (status, answer) in enumerate(answers):
+        assert status == (500 if number % 4 == 0 else 200), (number, answer)
+        assert number % 4 == 0 or answer == {"rewards": [1.0, 2.0, 3.0]}
+
+
+def test_idle_connections_do_not_fill_the_server():
+    """Many more than it may have, none of them with a request."""
+
+    async def run(port: int) -> tuple:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        answer = await ask(port, message(request(0), None))
+        for _, writer in idle:
+            writer.close()
+        return answer
+
+    with serving(lambda p, responses, f: [1.0] * len(responses), max_connections=16, read_timeout=60.0) as port:
+        assert asyncio.run(asyncio.wait_for(run(port), 60)) == (200, {"rewards": [1.0]})
+
+
 def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
     def score(prompts, responses, finished):
         if "bad" in responses:
@@ -141,6 +189,7 @@ def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
             ["--host", "0.0.0.0"],
             "error: --host 0.0.0.0 without --api_key: others can reach this address. Add --api_key FILE",
         ),
+        (["--port", "99999"], "error: --port: 99999 (allowed: a port from 0 to 65535)"),
         (["--api_key", "/nowhere"], "error: --api_key: /nowhere: No such file or directory"),
         (["--api_key", "/dev/null"], "error: --api_key: /dev/null holds no key"),
     ],

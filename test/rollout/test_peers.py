@@ -30,6 +30,10 @@ def answering(*parts: bytes, pause: float = 0.0, endless: bytes = b""):
     def answer(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             heads.append(connection.recv(65536))
+            with contextlib.suppress(TimeoutError):  # the body may come apart from the head
+                connection.settimeout(0.05)
+                heads[-1] += connection.recv(65536)
+            connection.settimeout(None)
             for part in parts:
                 connection.sendall(part)
                 time.sleep(pause)

@@ -35,3 +35,16 @@ def test_every_generated_token_with_both_log_probs(tmp_path):
     assert '<span class="e">&amp;</span>' in page and '<span class="p">aa</span>' in page
     assert "label: <b>&lt;x&gt;</b>" in page and "version: <b>3</b>" in page and "words: <b>2.0</b>" in page
     assert "Sample 2" not in page
+
+
+def test_no_name_and_no_text_is_markup(tmp_path):
+    """Names of metrics come from environments, labels from data, texts from the model."""
+    tokenizer, evil = byte_tokenizer("qwen3"), "</td><script>alert(1)</script>\"'&"
+    ids = tokenizer(evil)["input_ids"]
+    metrics = {evil: 1.0, "<img src=x onerror=y>": 2.0}
+    sample = Sample(0, 0, ids, ids, [-1.0] * len(ids), True, evil + "\ud800", score=0.5, metrics=metrics)
+    told = SamplePages(str(tmp_path), tokenizer, 1).write(0, [sample], torch.zeros(len(ids)))
+    page = (tmp_path / told["sample_page"]).read_text()
+    tags = {tag.lower() for tag in re.findall(r"</?([a-zA-Z]+)", page)}
+    assert tags <= {"meta", "title", "style", "h", "p", "table", "tr", "td", "b", "pre", "span"}, tags
+    assert evil in unescape(page)

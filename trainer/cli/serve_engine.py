@@ -14,7 +14,7 @@ from typing import Literal, Optional
 
 from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, parse_group
+from trainer.flags.parse_flags import arg, check_port, parse_group
 
 WORKER = "trainer.rollout.engines.vllm_worker.WeightReceiver"
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -41,6 +41,7 @@ def run(argv: list[str]) -> None:
     args = parse_group(EngineArguments, "serve_engine", argv)
     if args.pretrain is None:
         raise UserError("--pretrain", "missing", "a model folder")
+    check_port(args.port, 1)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("serve_engine", "vllm is not installed", "pip install -e '.[vllm]'")
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /collective_rpc, which receives weights

@@ -10,7 +10,7 @@ from typing import Literal, Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, parse_group
+from trainer.flags.parse_flags import arg, check_port, parse_group
 from trainer.flags.rule import Rule, first_broken
 
 
@@ -26,6 +26,7 @@ class ServeArguments:
     max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
     max_queue: int = arg(16384, "texts that wait at a time; a request beyond them gets 503", type="PositiveInt")
     max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
+    max_text_kb: int = arg(4096, "longest text of a prompt or a response, in KB", type="PositiveInt")
     read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
     max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
     param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype")
@@ -57,6 +58,7 @@ def check_arguments(args: ServeArguments) -> None:
         raise UserError("serve_rm", "uvicorn and starlette are not installed", "pip install -e '.[serve]'")
     if error := first_broken(RULES, vars(args), vars(ServeArguments())):
         raise error
+    check_port(args.port)
     if args.reward_pretrain is None:
         raise UserError("--reward_pretrain", "missing", "a reward model folder")
 
@@ -75,6 +77,7 @@ def run(argv: list[str]) -> None:
     limits = Limits(
         batch_size=args.batch_size,
         max_body=args.max_body_mb << 20,
+        max_text=args.max_text_kb << 10,
         max_queue=args.max_queue,
         max_connections=args.max_connections,
         read_timeout=args.read_timeout,

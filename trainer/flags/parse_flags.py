@@ -159,6 +159,12 @@ def check_numbers(flags: dict[str, Any]) -> None:
         raise UserError("--seed", str(flags["seed"]), "an integer below 2**63")
 
 
+def check_port(port: int, lowest: int = 0) -> None:
+    """Raise UserError for a --port that no machine has."""
+    if not lowest <= port <= 65535:
+        raise UserError("--port", str(port), f"a port from {lowest} to 65535")
+
+
 def _plain(value):
     """Turn a number of one of jsonargparse's restricted types into a plain number, as YAML and JSON need it."""
     for kind in (bool, int, float):

@@ -53,7 +53,7 @@ def view(run: RunRows, width: int, now: float):
 
             return Measurement(8, options.max_width)
 
-    facts = "   ".join(f"{name} {value}" for name, value in describe(run).items() if name != "versions")
+    facts = "   ".join(printable(f"{name} {value}") for name, value in describe(run).items() if name != "versions")
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
     names = ("first", "last", "lowest", "highest")[: 4 if width >= 80 else 2]
     for name in ("metric", *names):
@@ -70,9 +70,11 @@ def view(run: RunRows, width: int, now: float):
     for sample in last_samples(run.folder, SHOWN_SAMPLES):
         prompt, response = (printable(str(sample.get(name, ""))) for name in ("prompt", "response"))
         parts.append(Text(f"prompt: {prompt}", style="dim", overflow="ellipsis", no_wrap=True))
-        parts.append(Text(f"  score {sample.get('score')}: {response}", overflow="ellipsis", no_wrap=True))
-    parts.append(Text(f"checkpoints: {', '.join(checkpoints(run.folder)) or 'none'}"))
-    return Panel(Group(*parts), title=Text(run.name, style="bold"))
+        parts.append(
+            Text(f"  score {printable(str(sample.get('score')))}: {response}", overflow="ellipsis", no_wrap=True)
+        )
+    parts.append(Text(f"checkpoints: {printable(', '.join(checkpoints(run.folder))) or 'none'}"))
+    return Panel(Group(*parts), title=Text(printable(run.name), style="bold"))
 
 
 def printable(text: str) -> str:

@@ -36,7 +36,7 @@ class SamplePages:
         title, name = f"Rollout {rollout}", f"rollout_{rollout}.html"
         page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><h1>{title}</h1><p>{KEY}</p>"
         os.makedirs(os.path.join(self.output_dir, FOLDER), exist_ok=True)
-        with open(os.path.join(self.output_dir, FOLDER, name), "w") as file:
+        with open(os.path.join(self.output_dir, FOLDER, name), "w", encoding="utf-8", errors="replace") as file:
             file.write(page + "".join(parts) + "\n")
         return {"sample_page": f"{FOLDER}/{name}"}
 
@@ -54,8 +54,14 @@ class SamplePages:
             spans.append(f'<span style="{style}" title="{title}">{self._text([token])}</span>')
         facts = {"score": f"{sample.score:.4g}", "finished": sample.finished, "label": sample.label}
         facts |= {"turns": len(sample.turns) or None, "version": sample.version, **sample.metrics}
-        row = "".join(f"<td>{name}: <b>{html.escape(str(v))}</b></td>" for name, v in facts.items() if v is not None)
-        return f"<h2>Sample {sample.number}</h2><table><tr>{row}</tr></table><pre>{''.join(spans)}</pre>"
+        row = "".join(
+            f"<td>{html.escape(str(name))}: <b>{html.escape(str(v))}</b></td>"
+            for name, v in facts.items()
+            if v is not None
+        )
+        return (
+            f"<h2>Sample {html.escape(str(sample.number))}</h2><table><tr>{row}</tr></table><pre>{''.join(spans)}</pre>"
+        )
 
     def _text(self, ids: list[int]) -> str:
         return html.escape(self.tokenizer.decode(ids))

@@ -2,10 +2,12 @@
 
 import dataclasses
 import fcntl
+import html
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import tempfile
@@ -234,12 +236,18 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     """Write the README.md of a saved model: its base, its data and its flags. A command may lack some of CARD_FLAGS."""
     facts = {"command": command, **{name: config[name] for name in CARD_FLAGS.split() if name in config}}
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    rows = "".join(f"| {name} | {_plain(value)} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     library = "peft" if config["lora_rank"] else "transformers"
     front = yaml.safe_dump({"base_model": config["pretrain"], "library_name": library, "tags": [command]})
-    with open(os.path.join(folder, "README.md"), "w") as file:
+    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8", errors="replace") as file:
         file.write(
-            f"---\n{front}---\n\n# Trained from {config['pretrain']}\n\n| | |\n|---|---|\n{rows}\n"
-            f"Data: {ledger.summary()}.\n\nMade with {packages}.\n"
+            f"---\n{front}---\n\n# Trained from {_plain(config['pretrain'])}\n\n| | |\n|---|---|\n{rows}\n"
+            f"Data: {_plain(ledger.summary())}.\n\nMade with {packages}.\n"
         )
+
+
+def _plain(value) -> str:
+    """A text in one line of Markdown: no tags, no cells, no links, no control characters."""
+    text = "".join(char if char.isprintable() else " " for char in html.escape(str(value), quote=False))
+    return re.sub(r"([\\|`\[\]])", r"\\\1", text)

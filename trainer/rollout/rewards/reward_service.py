@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Optional
@@ -40,6 +40,7 @@ class Limits:
     max_connections: int
     read_timeout: float  # seconds for a whole request to arrive
     api_key: Optional[str] = None
+    max_text: int = 4 << 20  # bytes of one text
 
 
 class Refused(Exception):
@@ -120,23 +121,39 @@ class Batcher:
             await self._score_parts(parts, texts)
 
     async def _score_parts(self, parts: list[tuple[Job, range]], texts: tuple[list, list, list]) -> None:
-        started, loop = time.perf_counter(), asyncio.get_running_loop()
-        try:
-            scores = iter(await loop.run_in_executor(self._thread, self._score, *texts))
-        except Exception as error:  # such as no memory; the next batch may fit
-            problem = Refused(500, f"scoring failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            for job, _ in parts:
+        """Score a batch. If it fails, each part is scored alone, so that a text fails its own request only."""
+        scores, problem = await self._scores(texts)
+        if problem and len(parts) > 1:
+            start = 0
+            for job, numbers in parts:
+                own = tuple(column[start : start + len(numbers)] for column in texts)
+                start += len(numbers)
+                await self._score_parts([(job, numbers)], own)
+            return
+        for job, numbers in parts:
+            if problem:
                 if not job.done.done():
                     job.done.set_exception(problem)
-            return
+                continue
+            job.scores += [next(scores) for _ in numbers]
+            if len(job.scores) == len(job.responses) and not job.done.done():
+                job.done.set_result(job.scores)
+
+    async def _scores(self, texts: tuple[list, list, list]) -> tuple[Iterator[float], Optional[Refused]]:
+        """(scores, why there are none), from the thread that scores."""
+        started, loop = time.perf_counter(), asyncio.get_running_loop()
+        try:
+            scores = list(await loop.run_in_executor(self._thread, self._score, *texts))
+            if len(scores) != len(texts[0]):
+                raise ValueError(f"{len(scores)} scores for {len(texts[0])} texts")
+        except Exception as error:  # such as no memory; the next batch may fit
+            reason = " ".join(str(error).split())[:200]
+            return iter(()), Refused(500, f"scoring failed: {type(error).__name__}: {reason}")
         finally:
             self.batches += 1
             self.texts += len(texts[0])
             self.seconds += time.perf_counter() - started
-        for job, numbers in parts:
-            job.scores += [next(scores) for _ in numbers]
-            if len(job.scores) == len(job.responses) and not job.done.done():
-                job.done.set_result(job.scores)
+        return iter(scores), None
 
 
 class Service:
@@ -201,7 +218,7 @@ class Service:
         body = bytearray()
         try:
             await self._read(request, body)
-            texts = _texts(bytes(body))
+            texts = _texts(bytes(body), self._limits.max_text)
             asked, gone = asyncio.ensure_future(self._batcher.scores(*texts)), asyncio.ensure_future(_gone(request))
             await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
@@ -246,7 +263,7 @@ def _json(value: dict, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json", headers=CLOSE)
 
 
-def _texts(body: bytes) -> tuple[list[str], list[str], list[bool]]:
+def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]]:
     """Prompts, responses and finished of a request. Raises Refused if they do not fit together."""
     try:
         request = json.loads(body)
@@ -258,6 +275,14 @@ def _texts(body: bytes) -> tuple[list[str], list[str], list[bool]]:
     for name, values, kind in (("prompts", prompts, str), ("responses", responses, str), ("finished", finished, bool)):
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise Refused(400, f"{name} is not a list of {'texts' if kind is str else 'true and false'}")
+    for name, values in (("prompts", prompts), ("responses", responses)):
+        for number, text in enumerate(values):
+            try:
+                size = len(text.encode())
+            except UnicodeEncodeError:  # a lone surrogate, which is valid in JSON and in no tokenizer
+                raise Refused(400, f"{name}[{number}] is not Unicode text") from None
+            if size > max_text:
+                raise Refused(413, f"{name}[{number}] has {size} bytes; --max_text_kb is {max_text >> 10}")
     if not len(prompts) == len(responses) == len(finished):
         raise Refused(400, f"{len(prompts)} prompts, {len(responses)} responses, {len(finished)} finished")
     return prompts, responses, finished
@@ -266,16 +291,31 @@ def _texts(body: bytes) -> tuple[list[str], list[str], list[bool]]:
 def make_server(score: Score, limits: Limits) -> uvicorn.Server:
     """A uvicorn server of the service. `run(sockets=[...])` answers until SIGTERM or SIGINT, or `should_exit` is set."""
 
+    idle: dict = {}  # connections without a request so far, the oldest first
+
     class Protocol(H11Protocol):
-        """uvicorn's own, with a deadline for the head of a request. uvicorn has none."""
+        """uvicorn's own, with a deadline for the head of a request, and few idle connections. uvicorn has neither."""
 
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
+            idle[self] = None
             self.loop.call_later(limits.read_timeout, self._close_without_request)
+            for oldest in list(idle):
+                if oldest.cycle is not None:
+                    del idle[oldest]
+                elif len(idle) > limits.max_connections // 2:
+                    oldest._close_without_request()
+                    idle.pop(oldest, None)
+                else:
+                    break
+
+        def connection_lost(self, exc) -> None:
+            idle.pop(self, None)
+            super().connection_lost(exc)
 
         def _close_without_request(self) -> None:
             if self.cycle is None:
-                self.transport.close()
+                self.transport.abort()
 
     config = uvicorn.Config(
         Service(score, limits).app(),
