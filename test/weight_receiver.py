@@ -5,9 +5,10 @@ import os
 from trainer.rollout.engines.weight_stream import WeightStream
 
 
-def receive(port: int, rank: int, size: int, dies_after: int, answer) -> None:
+def receive(port: int, token: str, rank: int, size: int, dies_after: int, answer) -> None:
     """Put what comes into the queue `answer`. After `dies_after` tensors (0: never) the process dies."""
-    for number, (name, tensor) in enumerate(WeightStream("127.0.0.1", port, rank, size).received(), start=1):
+    stream = WeightStream("127.0.0.1", port, rank, size, token)
+    for number, (name, tensor) in enumerate(stream.received(), start=1):
         if number == dies_after:
             os._exit(1)
         answer.put((rank, name, tensor.dtype, list(tensor.shape), tensor.double().sum().item()))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def stream_to(dies_after: list[int], source) -> list:
     context = multiprocessing.get_context("spawn")
     stream, answer = WeightStream("127.0.0.1", 0, 0, 1 + len(dies_after)), context.Queue()
     processes = [
-        context.Process(target=receive, args=(stream.port, rank, 1 + len(dies_after), most, answer), daemon=True)
+        context.Process(
+            target=receive, args=(stream.port, stream.token, rank, 1 + len(dies_after), most, answer), daemon=True
+        )
         for rank, most in enumerate(dies_after, start=1)
     ]
     for process in processes:
@@ -65,3 +68,21 @@ def test_a_receiver_that_will_not_come_is_no_wait():
 
     with pytest.raises(ConnectionError, match="says no"):
         WeightStream("127.0.0.1", 0, 0, 2).send(tensors(), gone)
+
+
+def test_a_stranger_registers_as_no_receiver_and_finds_no_open_port():
+    stream, looks = WeightStream("127.0.0.1", 0, 0, 2), []
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    bound = [words[1] for words in lines if words[3] == "0A" and words[1].endswith(f":{stream.port:04X}")]
+    assert bound == [f"0100007F:{stream.port:04X}"]  # 127.0.0.1
+    for name in ("", "receiver 1"):
+        stranger = WeightStream("127.0.0.1", stream.port, 1, 2, token="guessed")
+        stranger._store.set("receiver 1", name)
+
+    def while_waiting() -> None:
+        looks.append(1)
+        if len(looks) > 20:
+            raise ConnectionError("nobody has come")
+
+    with pytest.raises(ConnectionError, match="nobody has come"):
+        stream.send(tensors(), while_waiting)

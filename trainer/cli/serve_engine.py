@@ -14,7 +14,10 @@ from typing import Literal, Optional
 
 from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, check_port, parse_group
+from trainer.flags.parse_flags import arg, check_port, is_loopback, parse_group
+from trainer.rollout.engines.server_guard import NAME as GUARD
+from trainer.rollout.engines.server_guard import guard_with
+from trainer.rollout.rewards.remote_rewards import read_key
 
 WORKER = "trainer.rollout.engines.vllm_worker.WeightReceiver"
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -25,8 +28,9 @@ class EngineArguments:
     """Rollout server"""
 
     pretrain: Optional[str] = arg(None, "model folder; its weights are replaced by those of the trainer")
-    host: str = arg("127.0.0.1", "address to listen on; vLLM's development endpoints have no key, so trust its network")
+    host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8001, "port to listen on", type="PositiveInt")
+    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
     max_len: int = arg(2048, "tokens of a prompt and its response together", type="PositiveInt")
     batch_size: int = arg(64, "responses at a time (on CUDA, vllm decides)", type="PositiveInt")
     tensor_parallel_size: int = arg(1, "GPUs of this server", type="PositiveInt")
@@ -42,6 +46,9 @@ def run(argv: list[str]) -> None:
     if args.pretrain is None:
         raise UserError("--pretrain", "missing", "a model folder")
     check_port(args.port, 1)
+    if args.api_key is None and not is_loopback(args.host):
+        raise UserError("--api_key", f"missing with --host {args.host}, which others can reach", "a file with a key")
+    guard_with(read_key("--api_key", args.api_key) if args.api_key else None)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("serve_engine", "vllm is not installed", "pip install -e '.[vllm]'")
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /collective_rpc, which receives weights
@@ -88,6 +95,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     flags += ["--max-model-len", str(args.max_len), "--tensor-parallel-size", str(args.tensor_parallel_size)]
     flags += ["--worker-extension-cls", WORKER, "--enable-scale-out", "--generation-config", "vllm", "--seed", "0"]
     flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    flags += ["--middleware", GUARD]  # vLLM's own key guards only some paths
     flags += ["--no-enable-prefix-caching"]  # a cache would belong to older weights
     if args.trust_remote_code:
         flags += ["--trust-remote-code"]

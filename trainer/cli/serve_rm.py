@@ -4,13 +4,12 @@ python -m trainer.cli.serve_rm --reward_pretrain runs/rm/model --port 8000
 """
 
 import importlib.util
-import ipaddress
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, check_port, parse_group
+from trainer.flags.parse_flags import arg, check_port, is_loopback, parse_group
 from trainer.flags.rule import Rule, first_broken
 
 
@@ -43,13 +42,6 @@ RULES = (
         "Add --api_key FILE, or take 127.0.0.1.",
     ),
 )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 def check_arguments(args: ServeArguments) -> None:

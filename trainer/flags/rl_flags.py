@@ -39,6 +39,7 @@ class RolloutArguments:
     engine_urls: Optional[str] = arg(
         None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
     )
+    engine_api_key: Optional[str] = arg(None, "file that holds the key that --engine_urls ask for")
     engine_tensor_parallel_size: Optional[int] = arg(
         None, "vllm: ranks of an engine (default: --tensor_parallel_size)", type="PositiveInt"
     )

@@ -47,6 +47,8 @@ ENGINE_RULES = (
     Rule("engine_urls", lambda f: f.engine_urls and f.rollout_engine != "vllm_server",
          "with --rollout_engine {rollout_engine}", "this engine runs in the training processes and has no address",
          "Take --rollout_engine vllm_server, or remove the flag."),
+    Rule("engine_api_key", lambda f: f.engine_api_key and not f.engine_urls, "without --engine_urls",
+         "no server is asked", REMOVE),
     Rule("rollout_engine", lambda f: f.rollout_engine == "vllm_server" and not f.engine_urls, "without --engine_urls",
          "servers run outside of training", "Add --engine_urls with the addresses of serve_engine."),
     Rule("top_p top_k min_p", lambda f: f.rollout_engine == "vllm_server", "with --rollout_engine vllm_server",

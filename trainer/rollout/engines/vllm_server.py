@@ -105,7 +105,7 @@ class VLLMServerEngine:
         url, num_workers = self._urls[0], len(self._facts(self._urls[0]))
         address = self._own_address(url)
         stream = WeightStream(address, 0, 0, 1 + num_workers)
-        call = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port])]}
+        call = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port, stream.token])]}
         with ThreadPoolExecutor(1) as pool:
             received: Future = pool.submit(self._request, url, "/collective_rpc", call)
             try:

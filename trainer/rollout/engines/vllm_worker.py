@@ -28,16 +28,17 @@ class WeightReceiver:
         return {**facts, "workers": size, "checksum": self.trainer_checksum}
 
     def receive_trainer_weights(self, source: str) -> dict:
-        """Load the tensors of a stream. `source` is JSON of its host and port. Returns {"checksum", "bytes"}.
+        """Load the tensors of a stream. `source` is JSON of its host, port and token. Returns {"checksum", "bytes"}.
 
         Raises RuntimeError if the engine does not then hold, bit for bit, the tensors that came.
         """
-        host, port = json.loads(source)
+        host, port, token = json.loads(source)
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             use_plain_embeddings(model)
             check_experts(model)
-        stream, self.trainer_checksum = WeightStream(host, port, 1 + self.rank, 1 + self.parallel_config.world_size), ""
+        size, self.trainer_checksum = 1 + self.parallel_config.world_size, ""
+        stream = WeightStream(host, port, 1 + self.rank, size, token)
         checksum, num_bytes = load_checked(model, stream.received(), self.model_config.dtype)
         self.trainer_checksum = checksum
         return {"checksum": checksum, "bytes": num_bytes}

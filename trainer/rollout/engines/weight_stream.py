@@ -7,6 +7,8 @@ update. The names of tensors go over its store, so receivers need to know nothin
 import contextlib
 import datetime
 import json
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -19,11 +21,21 @@ LIMIT = datetime.timedelta(minutes=5)  # for the workers to come, and for a tens
 class WeightStream:
     """One end of a stream: rank 0 sends, and the others receive."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int):
-        """Port 0 takes a free one on rank 0; see `port`. The group is made at the first tensor."""
-        self._rank, self._size = rank, size
-        self._store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=LIMIT, wait_for_workers=False)
-        self.port = self._store.port
+    def __init__(self, host: str, port: int, rank: int, size: int, token: str = ""):
+        """Port 0 takes a free one on rank 0; see `port`. The group is made at the first tensor.
+
+        Rank 0 listens at the address `host` only, and makes the `token` under which receivers register. It tells them
+        over a channel of its own, so a stranger who finds the port is no receiver.
+        """
+        self._rank, self._size, self.token = rank, size, token or secrets.token_hex(16)
+        options = {"timeout": LIMIT, "wait_for_workers": False}
+        if rank == 0:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family, backlog=size + 16)
+            options["master_listen_fd"], port = listening.fileno(), listening.getsockname()[1]
+            self._listening = listening.detach()  # the store closes it
+        self.port = port
+        self._store = dist.PrefixStore(self.token, dist.TCPStore(host, port, size, is_master=rank == 0, **options))
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], while_waiting: Callable[[], None]) -> None:
         """Broadcast the tensors in the order of the iterable (from rank 0 to all ranks of the stream).

@@ -57,7 +57,7 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
     if needs_source and not (scores.reward_func or scores.reward_pretrain or scores.remote_rm_url or environment.env):
         others = "--reward_pretrain, --remote_rm_url, --env"
         raise UserError("--reward_func", "missing", f"math, exact_match, a Python file; or {others}")
-    if environment.env:
+    if environment.env and not environment.env_sandbox:  # a sandbox loads its code itself
         load_environment(environment.env)
     if scores.remote_rm_url:
         split_urls(scores.remote_rm_url)

@@ -19,6 +19,7 @@ from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, load_environment
 from trainer.rollout.envs.episodes import Environments, continue_episodes
 from trainer.rollout.envs.sandbox import Box
+from trainer.rollout.rewards.remote_rewards import read_key
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_options import engine_tp_size
 from trainer.runs.run_setup import Setup
@@ -52,7 +53,8 @@ def server_engine(run, options: dict) -> VLLMServerEngine:
     """Servers of vLLM, each with the weights of the ranks that use it."""
     urls = [url.strip() for url in run.args.rollout.engine_urls.split(",")]
     options |= {"max_len": run.setup.longest, "own_server_only": bool(run.args.rollout.max_staleness)}
-    engine = VLLMServerEngine(urls, **options)
+    key = run.args.rollout.engine_api_key
+    engine = VLLMServerEngine(urls, **options, key=read_key("--engine_api_key", key) if key else None)
     wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
     return engine
 
