@@ -76,8 +76,8 @@ def test_a_process_that_knows_no_key_answers_nobody(client):
 def test_an_open_address_needs_a_key(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_engine.importlib.util, "find_spec", lambda name: name)
     for more, found in (
-        (["--host", "0.0.0.0"], "--api_key: missing with --host 0.0.0.0"),
-        (["--host", "::"], "--api_key: missing"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
+        (["--host", "::"], "--host :: without --api_key"),
         (["--api_key", "/nowhere"], "--api_key: /nowhere"),
         (["--port", "99999"], "--port: 99999"),
     ):
