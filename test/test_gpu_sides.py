@@ -63,7 +63,8 @@ def calls(monkeypatch):
 
 
 def test_a_rank_takes_its_gpu_before_it_joins_the_process_group(calls, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
     calls.note(dist, "init_process_group")
     calls.note(dist, "get_world_size", 1)
     for host_tensors, backend in ((False, "nccl"), (True, "cpu:gloo,cuda:nccl")):
@@ -291,7 +292,7 @@ def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):
 def test_flash_attention_needs_a_gpu_of_its_time(calls, monkeypatch):
     monkeypatch.setattr(flash_limits, "flash_fault", lambda version: None)  # the package is there
     calls.note(torch.cuda, "get_device_capability", (9, 0))
-    flash_limits.validate_flash_attention("flash_attention_2", "bf16", "cuda")
+    flash_limits.validate_flash_attention("flash_attention_2", "cuda")
     calls.note(torch.cuda, "get_device_capability", (7, 5))
     with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
-        flash_limits.validate_flash_attention("flash_attention_2", "bf16", "cuda")
+        flash_limits.validate_flash_attention("flash_attention_2", "cuda")

@@ -208,5 +208,5 @@ def test_a_rank_without_an_address_is_one_line(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="RANK: is set, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+    with pytest.raises(UserError, match="RANK: is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         start_process_group(torch.device("cpu"))

@@ -96,9 +96,7 @@ def start_process_group(device: torch.device, host_tensors: bool = False) -> Non
         backend = "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
     if "RANK" in os.environ:
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise UserError(
-                "RANK", f"is set, and {', '.join(missing)} is not", "torchrun, which sets all; or unset RANK"
-            )
+            raise UserError("RANK", f"is set without {', '.join(missing)}", "torchrun, which sets all; or unset RANK")
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
