@@ -18,7 +18,8 @@ import sys
 import numpy as np
 import torch
 from reference import add_lora, balance_loss, dump, trained
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
+from schedules import schedule
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from types import SimpleNamespace
@@ -145,8 +146,7 @@ class Trained:
         groups = [[p for _, p in trained(model) if (p.ndim >= 2) == matrix] for matrix in (True, False)]
         decays = [{"params": p, "weight_decay": d} for p, d in zip(groups, (args.weight_decay, 0.0)) if p]
         self.optimizer = torch.optim.AdamW(decays, lr=lr, betas=tuple(args.adam_betas))
-        warmup = math.ceil(args.lr_warmup_ratio * args.max_steps)
-        self.scheduler = get_scheduler(args.lr_scheduler, self.optimizer, warmup, args.max_steps)
+        self.scheduler = schedule(args, self.optimizer, args.max_steps)
 
     def backward(self, args, batch: list[dict], loss_fn) -> float:
         total = 0.0

@@ -15,13 +15,14 @@ import os
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 sys.path.insert(0, os.path.dirname(__file__))
 from types import SimpleNamespace
 
 from reference import add_lora, balance_loss, dump, trained
+from schedules import schedule
 
 from trainer.compare.certificates.plain_replay import LOADERS
 from trainer.datasets.batches.global_batches import epoch_order
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> None:
         betas=tuple(args.adam_betas),
     )
     steps, size = args.max_steps, args.train_batch_size
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, math.ceil(args.lr_warmup_ratio * steps), steps)
+    scheduler = schedule(args, optimizer, steps)
     order = epoch_order(len(pairs), args.seed, 0, shuffle=not args.no_shuffle)
     with open(os.path.join(args.output_dir, "metrics.jsonl"), "w") as log:
         for step in range(1, steps + 1):

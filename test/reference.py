@@ -17,10 +17,12 @@ import sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_scheduler
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from types import SimpleNamespace
+
+from schedules import schedule
 
 from trainer.cli.train_sft import parse
 from trainer.datasets.batches.global_batches import epoch_order
@@ -208,9 +210,7 @@ def main(argv: list[str]) -> None:
         in_8_bits = [matrix for name, matrix in large if matrix.shape[1] >= 64 and "embed" not in name]
     per_epoch = math.ceil(len(samples) / args.train_batch_size)
     total_steps = args.max_steps or args.max_epochs * per_epoch
-    specific = {"min_lr_rate": args.min_lr_ratio} if args.lr_scheduler == "cosine_with_min_lr" else {}
-    warmup = math.ceil(args.lr_warmup_ratio * total_steps)
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, warmup, total_steps, specific)
+    scheduler = schedule(args, optimizer, total_steps)
 
     os.makedirs(args.output_dir, exist_ok=True)
     with open(os.path.join(args.output_dir, "metrics.jsonl"), "w") as log:

@@ -29,7 +29,7 @@ EXPERTS = {"fsdp2": MODES["fsdp2"], "z3": MODES["z3"]}
 def line(folder, name: str, model: str, mode: list[str], *more: str) -> list[str]:
     data = ["--pretrain", str(folder / model), "--dataset", str(folder / "demo/sft.jsonl"), "--apply_chat_template"]
     sizes = ["--max_samples", "4", "--max_len", "64", "--train_batch_size", "2", "--micro_train_batch_size", "2"]
-    more = ["--max_steps", "1", "--param_dtype", "fp32", "--learning_rate", "0", *more]
+    more = ["--max_steps", "1", "--param_dtype", "fp32", "--learning_rate", "1e-300", *more]
     return [*data, *sizes, "--output_dir", str(folder / name), "--backend", *mode, *more]
 
 

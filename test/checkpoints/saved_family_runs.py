@@ -31,7 +31,7 @@ SHORT = (
 )
 # heads that predict several tokens: transformers has no module for them, and a save must not lose them
 MTP = {"qwen3_next": "mtp.layers.0.mlp.up_proj.weight", "qwen3_5_text": "mtp.fc.weight"}
-STILL = "--learning_rate 0 --lr_scheduler constant --param_dtype fp32 --ckpt_format portable --save_steps 1"
+STILL = "--learning_rate 1e-300 --lr_scheduler constant --param_dtype fp32 --ckpt_format portable --save_steps 1"
 
 
 def build(family: str, folder: Path, demo: Path) -> None:

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config, SchedulerType
 
 from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, shifted_labels
 from trainer.methods.sft import sft_loss
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
-from trainer.optimizers.build import build_scheduler
+from trainer.optimizers.build import UNSUPPORTED, build_scheduler
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -98,15 +98,30 @@ def test_padding_changes_no_logits():
         torch.testing.assert_close(logits[row, : len(ids)], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["cosine_with_min_lr", "linear", "constant", "warmup_stable_decay", "cosine"])
-def test_schedules_warm_up_and_end_where_they_should(name):
+def rates_of(name: str, total_steps: int, warmup_ratio: float) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_scheduler(name, optimizer, total_steps=100, warmup_ratio=0.1, min_lr_ratio=0.2)
-    rates = []
-    for _ in range(100):
-        rates.append(scheduler.get_last_lr()[0])
+    options = {"total_steps": total_steps, "warmup_ratio": warmup_ratio, "min_lr_ratio": 0.2}
+    scheduler, rates = build_scheduler(name, optimizer, **options), []
+    for _ in range(total_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", sorted({kind.value for kind in SchedulerType} - UNSUPPORTED - {"constant"}))
+def test_a_warm_up_begins_above_0(name):
+    """Step i of n has i/(n+1) of the peak, and the step after them the peak, also if all steps are of the warm-up."""
+    rates = rates_of(name, total_steps=50, warmup_ratio=0.1)
+    assert rates[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0], rel=1e-3) and min(rates) > 0
+    assert rates_of(name, total_steps=1, warmup_ratio=0.03) == [0.5]
+    assert rates_of(name, total_steps=3, warmup_ratio=1.0) == pytest.approx([0.25, 0.5, 0.75])
+    assert rates_of(name, total_steps=20, warmup_ratio=0.0)[0] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "linear", "constant", "warmup_stable_decay", "cosine"])
+def test_schedules_warm_up_and_end_where_they_should(name):
+    rates = rates_of(name, total_steps=100, warmup_ratio=0.1)
     assert max(rates) == pytest.approx(1.0)
     if name != "constant":
         assert rates[0] <= 0.2 and rates[10] == pytest.approx(1.0)

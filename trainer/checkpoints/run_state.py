@@ -86,7 +86,7 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def set_scheduler_step(scheduler, step: int) -> None:
-    """Put a LambdaLR at `step`, exactly. With our arguments, transformers.get_scheduler makes only LambdaLRs."""
+    """Put a LambdaLR at `step`, exactly. `build_scheduler` makes no other scheduler."""
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate

@@ -151,9 +151,13 @@ class BatchArguments:
 class OptimizerArguments:
     """Optimization"""
 
-    learning_rate: float = arg(5e-6, "peak learning rate", type="NonNegativeFloat")
+    learning_rate: float = arg(5e-6, "peak learning rate", type="PositiveFloat")
     lr_scheduler: str = arg("cosine_with_min_lr", "name of a scheduler of transformers.get_scheduler")
-    lr_warmup_ratio: float = arg(0.03, "warm-up steps, as a share of all steps", type="ClosedUnitInterval")
+    lr_warmup_ratio: float = arg(
+        0.03,
+        "n warm-up steps, as a share of all steps; they have 1/(n+1), 2/(n+1) ... of the peak",
+        type="ClosedUnitInterval",
+    )
     min_lr_ratio: float = arg(
         0.1, "lowest learning rate of *_with_min_lr schedulers, as a share of the peak", type="ClosedUnitInterval"
     )

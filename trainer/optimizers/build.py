@@ -1,8 +1,10 @@
 """Build the optimizer that --optim names, and the learning-rate schedule that --lr_scheduler names."""
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from trainer.errors import UserError
@@ -50,17 +52,25 @@ def has_min_lr(name: str) -> bool:
 
 
 def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
-    """Build the scheduler of `transformers.get_scheduler`, with ceil(warmup_ratio * total_steps) warm-up steps."""
-    warmup_steps = math.ceil(warmup_ratio * total_steps)
+    """Build the scheduler of `transformers.get_scheduler`, with n = ceil(warmup_ratio * total_steps) warm-up steps.
+
+    Step i of the warm-up, counted from 1, has i / (n + 1) of the peak. transformers begins at 0, which wastes a step.
+    """
+    warmup_steps = 0 if name == "constant" else math.ceil(warmup_ratio * total_steps)
     specific = {}
     if name == "warmup_stable_decay":  # decays over the last tenth of the run
         specific.update(num_decay_steps=math.ceil(total_steps / 10), min_lr_ratio=min_lr_ratio)
     elif has_min_lr(name):
         specific["min_lr_rate"] = min_lr_ratio
-    return get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=specific,
-    )
+    # polynomial divides by the number of steps after the warm-up
+    numbers = {"num_warmup_steps": warmup_steps, "num_training_steps": max(total_steps, warmup_steps + 1)}
+    try:
+        scheduler = get_scheduler(name, optimizer, **numbers, scheduler_specific_kwargs=specific)
+    except ValueError as error:  # polynomial: a peak below its end of 1e-7
+        raise UserError("--lr_scheduler", f"{name}: {error}") from None
+    return LambdaLR(optimizer, [_warmed_up(share, warmup_steps) for share in scheduler.lr_lambdas])
+
+
+def _warmed_up(share: Callable[[int], float], warmup_steps: int) -> Callable[[int], float]:
+    """The share of the peak at a step, counted from 0. The warm-up of `share` is replaced."""
+    return lambda step: (step + 1) / (warmup_steps + 1) if step < warmup_steps else share(step)

@@ -56,6 +56,12 @@ def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callabl
     return samples, eval_samples, ledger
 
 
+def note_small_data(strategy, flag: str, size: int, samples, unit: str) -> None:
+    """Say so if a batch of `size` takes more than there is. A stream has no length."""
+    if hasattr(samples, "__len__") and len(samples) < size:
+        strategy.print(f"{flag} {size} is larger than the data: each pass has one batch of {len(samples)} {unit}")
+
+
 def build_loader(
     batch: BatchArguments,
     setup: Setup,

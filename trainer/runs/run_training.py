@@ -15,7 +15,7 @@ from trainer.runs.feature import apply
 from trainer.runs.feature_list import FEATURES
 from trainer.runs.features.adapter import check_adapter
 from trainer.runs.run import Method, Run
-from trainer.runs.run_data import build_loader, load_sets
+from trainer.runs.run_data import build_loader, load_sets, note_small_data
 from trainer.runs.run_models import shard_model
 from trainer.runs.run_setup import set_up
 from trainer.training.checkpointing import Checkpoints, Trained
@@ -39,6 +39,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     run.samples, run.eval_samples, run.ledger = sets
     refuse(method.command, args, has_images=run.has_images, no_images=not run.has_images, **method.facts)
     apply(features, run, "with_data")
+    note_small_data(strategy, "--train_batch_size", args.batch.train_batch_size, run.samples, "samples")
     run.loader = run.build_loader(run.samples, shuffle=not args.batch.no_shuffle)
     if run.eval_samples:
         run.eval_loader = loader_of(run, run.eval_samples, shuffle=False)

@@ -14,7 +14,7 @@ from trainer.compare.runs.matrix import Configuration, load_matrix
 from trainer.errors import UserError
 
 PHASES = ("data", "forward", "loss", "backward", "gradients", "gradient norm", "optimizer state", "weights")
-ONE_STEP = ("--max_steps", "1", "--lr_warmup_ratio", "0")  # a warm-up would make the only learning rate 0
+ONE_STEP = ("--max_steps", "1", "--lr_warmup_ratio", "0")  # the only step has the whole rate
 
 
 def is_folder_pair(names: list[str]) -> bool:

@@ -26,7 +26,7 @@ from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
-from trainer.runs.run_data import load_flag_rows, load_sets, tokenizer_of_rows
+from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, tokenizer_of_rows
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
@@ -45,6 +45,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     read_prompts(run, is_demo)
     apply(RL_FEATURES, run, "with_data")
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
+    size = args.rollout.rollout_batch_size
+    note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
     run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
 
