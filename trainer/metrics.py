@@ -128,10 +128,11 @@ def host_peak_memory_bytes() -> int:
 
 def step_line(row: dict, total_steps: int) -> str:
     """The readable line of a training step."""
+    skipped = " | skipped: not finite" if row.get("skipped") else ""
     return (
         f"step {row['step']}/{total_steps} | epoch {row['epoch']} | loss {row['loss']:.9g} | "
         f"grad_norm {row['grad_norm']:.9g} | lr {row['lr']:.3e} | tokens {row['tokens']} | "
-        f"{row['step_time']:.2f} s | {row['tokens_per_second']:.0f} tok/s"
+        f"{row['step_time']:.2f} s | {row['tokens_per_second']:.0f} tok/s{skipped}"
     )
 
 

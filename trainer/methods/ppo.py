@@ -45,6 +45,7 @@ from trainer.training.loop import (
     LoopOptions,
     LossFunction,
     StepLog,
+    check_applied,
     dump,
     forward_backward,
     inspect_gradients,
@@ -93,6 +94,7 @@ def train_ppo(
                 run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         run.checkpoints.finish()
     log.bar.close()
+    check_applied(progress)
     if state.is_used_up(passes):
         kept = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
         strategy.print(f"{kept}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")

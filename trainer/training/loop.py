@@ -23,6 +23,7 @@ from trainer.errors import UserError
 from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
+IF_NOT_FINITE = "Try a smaller --learning_rate, or --param_dtype fp32, and look at those samples."
 MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
 
 
@@ -241,12 +242,24 @@ class StepLog:
             self.strategy.check_replicas(model)
 
     def evaluation(self, values: dict[str, float], started: float, digits: int = 9) -> None:
-        """Log the values of an evaluation that began at `started`."""
+        """Log the values of an evaluation that began at `started`. Raises UserError if one is not finite."""
         if self.metrics:
             step = self.progress.step
             self.metrics.row(step, **values, eval_time=time.perf_counter() - started)
             shown = (f"{name} {value:.{digits}g}" for name, value in values.items() if name.startswith("eval_"))
             tqdm.write(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}")
+        broken = [f"{name} {value}" for name, value in values.items() if not math.isfinite(value)]
+        if broken:
+            found = f"the evaluation gives {broken[0]}, so no model is saved"
+            raise UserError(f"step {self.progress.step}", found, instead=IF_NOT_FINITE)
+
+
+def check_applied(progress: Progress) -> None:
+    """Raise UserError at the end of a run that trained nothing, or whose last steps broke what the first ones trained."""
+    last, applied = progress.skipped_in_a_row, progress.step - progress.skipped_steps
+    if last >= applied and last:
+        found = f"loss or gradient norm not finite in the last {last} of {progress.step} steps, so no model is saved"
+        raise UserError(f"step {progress.step}", found, instead=IF_NOT_FINITE)
 
 
 def endless(loader) -> Iterator:
@@ -303,6 +316,7 @@ def train(
             checkpoints.after_step(progress, eval_metrics, stop.received)
         checkpoints.finish()
     log.bar.close()
+    check_applied(progress)
     if options.parity_dump:
         dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
 
