@@ -1,5 +1,6 @@
 """Every row of the table of rules refuses something, and says in one line what, against what, why, and what to do."""
 
+import contextlib
 import dataclasses
 import itertools
 import typing
@@ -67,7 +68,7 @@ def broken(rule: Rule, flag: str, defaults: dict):
         names = sorted(read)
         for values in itertools.islice(itertools.product(*map(candidates, names)), 20_000):
             chosen = dict(zip(names, values))
-            if chosen[flag] == defaults[flag]:
+            if not rule.uses(flag, chosen, defaults):
                 continue
             known = Asked(_read=set(), **{**defaults, **UNKNOWN, **chosen})
             try:
@@ -80,6 +81,40 @@ def broken(rule: Rule, flag: str, defaults: dict):
         if names == sorted(read):
             break
     return None
+
+
+OF_FLAGS = {"needs_labels": "reward_func"}  # facts that a flag decides
+OF_FLAGS |= dict.fromkeys(("loss_has_reference", "loss_has_smoothing", "loss_has_divergence"), "loss")
+
+
+def test_a_row_about_some_values_of_its_flag_names_them():
+    """`when` does not look at the row's own flag, unless `which` says in words what it looks for."""
+    defaults = defaults_of(COMMANDS.values())
+    for command, rule in ROWS.values():
+        flags, read = set(rule.flags.split()), set()
+        own = defaults | (defaults_of([COMMANDS[command]]) if command in COMMANDS else {})
+        for _ in range(6):
+            before = set(read)
+            for values in itertools.islice(itertools.product(*map(candidates, sorted(before | flags))), 3_000):
+                known = Asked(_read=set(), **{**own, **UNKNOWN, **dict(zip(sorted(before | flags), values))})
+                with contextlib.suppress(TypeError, AttributeError, ZeroDivisionError):
+                    rule.when(known)
+                read |= vars(known)["_read"] & (own.keys() | UNKNOWN.keys())
+            if read == before:
+                break
+        looks = flags & {OF_FLAGS.get(name, name) for name in read}
+        assert bool(looks) == bool(rule.which), f"{rule.flags} {rule.against}: `when` looks at {looks or 'no flag'}"
+        assert not (rule.values and (rule.which or len(flags) > 1))
+        for value in rule.values:
+            known_values = candidates(rule.flags)
+            assert value in known_values and value != own[rule.flags], f"{rule.flags} {value}"
+
+
+def test_losses_with_label_smoothing_are_named():
+    from trainer.models.losses.preference_loss import PAIR_LOSSES
+
+    row = next(rule for _, rule in ROWS.values() if rule.flags == "loss" and rule.which)
+    assert row.which == " or ".join(name for name, loss in PAIR_LOSSES.items() if loss.has_label_smoothing)
 
 
 ROWS = {id(rule): (command, rule) for command, rules in [*RULES.items(), *BACKEND_RULES.items()] for rule in rules}

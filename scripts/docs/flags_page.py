@@ -43,7 +43,7 @@ Three rules hold for all flags:
 REFUSED = """## Flags that do not go together
 
 A flag of this list is refused in the situation that follows it. The line then says why, and what to do instead.
-Some rows are about some values of their flag only. Where a command lacks a flag, its rows do not matter.
+A row that is about some values of its flag names them. Where a command lacks a flag, its rows do not matter.
 N is a number, and other capitals stand for a value.
 """
 WORD = re.compile(r"(?P<before>[(\"']*)(?P<core>\S*?)(?P<after>[)\"'.,;:]*)(?=\s|$)")
@@ -117,13 +117,21 @@ def placeholders() -> dict[str, str]:
     return {name: "N" if name in numbers else name.split("_")[-1].upper() for name in names}
 
 
+def subject(rule: Rule) -> str:
+    """The flags of a row, with the values that it is about: `--layout auto`, `--temperature` below 0.01."""
+    first, *others = rule.flags.split()
+    if not rule.values:
+        return ", ".join(f"`--{name}`" for name in (first, *others)) + f" {rule.which}".rstrip()
+    *values, last = [f"`{value}`" for value in (f"--{first} {rule.values[0]}", *rule.values[1:])]
+    return " or ".join(filter(None, [", ".join(values), last]))
+
+
 def refusals(rules: Iterable[Rule]) -> str:
     """The rows of a table of rules as items of a list."""
     shown, values = {}, placeholders()  # two rows that read alike are shown once
     for rule in rules:
-        flags = ", ".join(f"`--{name}`" for name in rule.flags.split())
         against, why = (as_markdown(text.format(**values)) for text in (rule.against, rule.why))
-        shown[f"- {flags} {against}: {why}. {as_markdown(rule.instead)}"] = None
+        shown[f"- {subject(rule)} {against}: {why}. {as_markdown(rule.instead)}"] = None
     return "\n".join(shown) + "\n"
 
 

@@ -32,8 +32,8 @@ FSDP2_RULES = (
          "FSDP2 would also add up micro-batches in bf16", "Remove one of them."),
     Rule("optim", lambda f: f.adam_offload, "with --adam_offload", "this optimizer gathers tensors on the device",
          "Take --optim adamw."),
-    Rule("zero_stage", lambda f: f.zero_stage not in (2, 3), "with --backend fsdp2",
-         "FSDP2 always shards gradients and optimizer states", "Take 3 (the default), or 2 (weights stay gathered)."),
+    Rule("zero_stage", lambda f: True, "with --backend fsdp2", "FSDP2 always shards gradients and optimizer states",
+         "Take 3 (the default), or 2 (weights stay gathered).", values=(0, 1)),
 )
 # fmt: on
 
@@ -47,10 +47,10 @@ DEEPSPEED_RULES = (
     *TP_RULES,
     Rule("expert_parallel_size", lambda f: True, "with --backend deepspeed", "ZeRO does not know the ep axis",
          "Take --backend fsdp2."),
-    Rule("zero_stage", lambda f: f.zero_stage == 0 and f.param_dtype == "fp16", "with --param_dtype fp16",
-         "this stage has no loss scaling", "Take --zero_stage 1, 2 or 3, or --param_dtype bf16 or fp32."),
-    Rule("param_dtype", lambda f: f.param_dtype == "fp16" and f.on_cpu, "with --backend deepspeed on the CPU",
-         "DeepSpeed has fp16 on GPUs only", "Take bf16 or fp32, or --backend fsdp2."),
+    Rule("zero_stage", lambda f: f.param_dtype == "fp16", "with --param_dtype fp16", "this stage has no loss scaling",
+         "Take --zero_stage 1, 2 or 3, or --param_dtype bf16 or fp32.", values=(0,)),
+    Rule("param_dtype", lambda f: f.on_cpu, "with --backend deepspeed on the CPU", "DeepSpeed has fp16 on GPUs only",
+         "Take bf16 or fp32, or --backend fsdp2.", values=("fp16",)),
     Rule("adam_offload", lambda f: _stage(f) == 0, "with --zero_stage 0",
          "this stage keeps the optimizer with the weights", "Take --zero_stage 1, 2 or 3."),
     Rule("dp_replicate_size", lambda f: _stage(f) < 3, "with --backend deepspeed and without --zero_stage 3",

@@ -7,6 +7,9 @@ NO_IMAGES = "Remove the flag, or take rows without images."
 CLIPPING = ("ppo", "gspo", "gspo_token")  # policy losses that --dual_clip fits
 
 
+OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # they compare the responses to a prompt
+
+
 def _has_critic(f) -> bool:
     return f.advantage_estimator == "gae"
 
@@ -18,10 +21,10 @@ TEACHER_RULES = (
          "the KL to the teacher is the advantage", "Remove --advantage_estimator."),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
          "the KL to the teacher is the advantage, and this is its weight", "Remove --init_kl_coef."),
-    Rule("advantage_estimator", lambda f: f.advantage_estimator == "distill" and not f.teacher, "without --teacher",
-         "its advantage is the KL to a teacher", "Add --teacher MODEL."),
+    Rule("advantage_estimator", lambda f: not f.teacher, "without --teacher", "its advantage is the KL to a teacher",
+         "Add --teacher MODEL.", values=("distill",)),
     Rule("ref_model", lambda f: f.teacher and f.ref_model != f.teacher, "with --teacher",
-         "the teacher is the reference", "Remove --ref_model."),
+         "the teacher is the reference", "Remove --ref_model.", which="of another model"),
     Rule("kl_estimator", lambda f: f.teacher, "with --teacher",
          "the advantage of a token is the difference of log-probs, which is k1", REMOVE),
     Rule("use_kl_loss kl_in_score", lambda f: f.teacher, "with --teacher",
@@ -32,10 +35,8 @@ TEACHER_RULES = (
 
 # fmt: off
 ADVANTAGE_RULES = (
-    Rule("advantage_estimator",
-         lambda f: f.n_samples_per_prompt < 2 and f.advantage_estimator not in ("gae", "reinforce", "distill"),
-         "with --n_samples_per_prompt 1", "it compares the responses to one prompt",
-         "Set --n_samples_per_prompt to 2 or more."),
+    Rule("advantage_estimator", lambda f: f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1",
+         "it compares the responses to one prompt", "Set --n_samples_per_prompt to 2 or more.", values=OF_GROUPS),
     Rule("lambd critic_pretrain offload_critic value_clip freezing_actor_steps", lambda f: not _has_critic(f),
          "with --advantage_estimator {advantage_estimator}", "only gae trains a critic",
          "Take --advantage_estimator gae, or remove the flag."),
@@ -74,7 +75,7 @@ POLICY_RULES = (
     Rule("tis_level tis_mask", lambda f: f.tis_cap is None, "without --tis_cap", "tokens have no importance weights",
          "Add --tis_cap, or remove the flag."),
     Rule("tis_cap", lambda f: f.tis_mask and f.tis_cap <= 1, "with --tis_mask", "it would keep no weight",
-         "Set it above 1."),
+         "Set it above 1.", which="of at most 1"),
     Rule("rollout_kl_estimator", lambda f: f.rollout_kl_max is None, "without --rollout_kl_max",
          "the KL of rollouts has no bound", "Add --rollout_kl_max, or remove the flag."),
 )
@@ -127,31 +128,34 @@ SHARING_RULES = (
 # fmt: off
 IMAGE_RULES = (
     *(
-        Rule(flags, lambda f, when=when: f.has_images and when(f), "with rows that have images", why, instead)
-        for flags, when, why, instead in (
+        Rule(flags, lambda f, when=when: f.has_images and when(f), "with rows that have images", why, instead, values)
+        for flags, values, when, why, instead in (
             (
                 "rollout_engine",
-                lambda f: f.rollout_engine == "vllm_server",
+                ("vllm_server",),
+                lambda f: True,
                 "a server gets only tokens",
                 "Take --rollout_engine hf or vllm.",
             ),
             (
                 "rollout_engine",
-                lambda f: f.rollout_engine == "vllm" and (f.engine_tensor_parallel_size or f.tensor_parallel_size) > 1,
+                ("vllm",),
+                lambda f: (f.engine_tensor_parallel_size or f.tensor_parallel_size) > 1,
                 "an engine on several ranks is not compared with images yet",
                 "Set --engine_tensor_parallel_size to 1.",
             ),
             (
                 "reward_pretrain",
-                lambda f: f.reward_pretrain,
+                (),
+                lambda f: True,
                 "reward models of train_ppo read only text",
                 "Use --reward_func or --remote_rm_url.",
             ),
-            ("ref_model", lambda f: f.ref_model, "the reference is --pretrain", REMOVE),
-            ("env", lambda f: f.env, "environments take only text", NO_IMAGES),
-            ("max_staleness", lambda f: True, "the thread that generates ahead passes no images on", NO_IMAGES),
-            ("routing_replay", lambda f: True, "the engine does not record experts for images", NO_IMAGES),
-            ("share_prompts", lambda f: True, "rows that share a prompt have no places for images", NO_IMAGES),
+            ("ref_model", (), lambda f: True, "the reference is --pretrain", REMOVE),
+            ("env", (), lambda f: True, "environments take only text", NO_IMAGES),
+            ("max_staleness", (), lambda f: True, "the thread that generates ahead passes no images on", NO_IMAGES),
+            ("routing_replay", (), lambda f: True, "the engine does not record experts for images", NO_IMAGES),
+            ("share_prompts", (), lambda f: True, "rows that share a prompt have no places for images", NO_IMAGES),
         )
     ),
     Rule("dataset", lambda f: f.has_images and _has_critic(f), "with --advantage_estimator gae",

@@ -12,23 +12,17 @@ def _num_urls(f) -> int:
     return len(f.engine_urls.split(",")) if f.engine_urls else 0
 
 
-def _num_scorers(f) -> int:
-    """How many reward functions or models have a weight. A server and an environment give one score."""
-    if f.remote_rm_url or f.env:
-        return 0
-    return len((f.reward_pretrain or f.reward_func or "").split(","))
-
-
 # fmt: off
 MODEL_RULES = (
-    Rule("layout", lambda f: f.layout == "auto", "with rollouts", "the plan knows one model, and no generation",
-         "Set the flags of the layout."),
+    Rule("layout", lambda f: True, "with rollouts", "the plan knows one model, and no generation",
+         "Set the flags of the layout.", values=("auto",)),
     Rule("load_in_4bit", lambda f: True, "with rollouts", "the engine needs weights that are not quantized", REMOVE),
     Rule("lora_experts", lambda f: True, "with rollouts", "the engine would need merged experts", REMOVE),
-    Rule("lora_dropout", lambda f: f.lora_dropout, "with rollouts",
+    Rule("lora_dropout", lambda f: True, "with rollouts",
          "rollouts have no dropout, so training would see other probabilities", "Set it to 0."),
-    Rule("param_dtype", lambda f: f.param_dtype == "fp16", "with rollouts",
-         "its loss scale may skip an update, and the phases of a rollout count on every update", "Take bf16 or fp32."),
+    Rule("param_dtype", lambda f: True, "with rollouts",
+         "its loss scale may skip an update, and the phases of a rollout count on every update", "Take bf16 or fp32.",
+         values=("fp16",)),
     Rule("sequence_parallel", lambda f: f.reward_pretrain, "with --reward_pretrain",
          "the head of a reward model scores whole sequences", REMOVE),
 )
@@ -44,13 +38,12 @@ ENGINE_RULES = (
          "Take --rollout_engine vllm, or remove the flag."),
     Rule("vllm_gpu_memory_utilization", lambda f: f.on_cpu, "on the CPU",
          "the cache there has room for --micro_rollout_batch_size responses", REMOVE),
-    Rule("engine_urls", lambda f: f.engine_urls and f.rollout_engine != "vllm_server",
+    Rule("engine_urls", lambda f: f.rollout_engine != "vllm_server",
          "with --rollout_engine {rollout_engine}", "this engine runs in the training processes and has no address",
          "Take --rollout_engine vllm_server, or remove the flag."),
-    Rule("engine_api_key", lambda f: f.engine_api_key and not f.engine_urls, "without --engine_urls",
-         "no server is asked", REMOVE),
-    Rule("rollout_engine", lambda f: f.rollout_engine == "vllm_server" and not f.engine_urls, "without --engine_urls",
-         "servers run outside of training", "Add --engine_urls with the addresses of serve_engine."),
+    Rule("engine_api_key", lambda f: not f.engine_urls, "without --engine_urls", "no server is asked", REMOVE),
+    Rule("rollout_engine", lambda f: not f.engine_urls, "without --engine_urls", "servers run outside of training",
+         "Add --engine_urls with the addresses of serve_engine.", values=("vllm_server",)),
     Rule("top_p top_k min_p", lambda f: f.rollout_engine == "vllm_server", "with --rollout_engine vllm_server",
          "a server does not send the sets of tokens that it samples from, and training needs them",
          "Take --rollout_engine hf or vllm, or remove the flag."),
@@ -59,15 +52,17 @@ ENGINE_RULES = (
          "vLLM sends the sets of tokens that it samples from, and they need a limit", "Add --top_k, such as 1000."),
     Rule("temperature", lambda f: f.rollout_engine != "hf" and f.temperature < 0.01,
          "with --rollout_engine {rollout_engine}",
-         "vLLM silently raises such a temperature, so log-probs would have another one", "Set it to 0.01 or more."),
+         "vLLM silently raises such a temperature, so log-probs would have another one", "Set it to 0.01 or more.",
+         which="below 0.01"),
     Rule("engine_urls", lambda f: f.num_ranks and _num_urls(f) > f.num_ranks, "for {num_ranks} ranks",
-         "a rank uses one server", "Give at most one server for each rank."),
+         "a rank uses one server", "Give at most one server for each rank.", which="of too many servers"),
     Rule("engine_urls", lambda f: f.num_ranks and f.max_staleness and _num_urls(f) != f.num_ranks,
          "for {num_ranks} ranks with --max_staleness {max_staleness}",
-         "ranks that share a server would change each other's weights", "Give one server for each rank."),
+         "ranks that share a server would change each other's weights", "Give one server for each rank.",
+         which="of another number"),
     Rule("engine_tensor_parallel_size", lambda f: f.num_ranks % f.engine_tensor_parallel_size,
          "for {num_ranks} ranks", "every engine has the same number of ranks",
-         "Take a divisor of the number of ranks."),
+         "Take a divisor of the number of ranks.", which="that does not divide them"),
     Rule("offload_actor_optimizer offload_critic", lambda f: f.adam_offload, "with --adam_offload",
          "optimizer states are always in host memory", ONE),
     Rule("offload_actor_optimizer offload_critic", lambda f: f.rollouts_from and not f.eval_dataset,
@@ -136,24 +131,24 @@ REPLAY_RULES = (
 # fmt: off
 REWARD_RULES = (
     *(
-        Rule(second, lambda f, first=first, second=second: getattr(f, first) and getattr(f, second),
-             f"with --{first}", "a run has one source of scores", ONE)
+        Rule(second, lambda f, first=first: getattr(f, first), f"with --{first}", "a run has one source of scores", ONE)
         for first, second in itertools.combinations(SOURCES, 2)
     ),
     Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
-         "it compares responses with the labels of prompts", "Add --label_key with the column of the answers."),
+         "it compares responses with the labels of prompts", "Add --label_key with the column of the answers.",
+         which="that compares with labels"),
+    Rule("reward_weights", lambda f: f.remote_rm_url, "with --remote_rm_url {remote_rm_url}",
+         "a server gives one score", REMOVE),
+    Rule("reward_weights", lambda f: f.env, "with --env {env}", "an environment gives one score", REMOVE),
     *(
-        Rule("reward_weights", lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != _num_scorers(f),
-             f"with --{flag} {{{flag}}}", why, instead)
-        for flag, why, instead in (
-            ("remote_rm_url", "a server gives one score", REMOVE),
-            ("env", "an environment gives one score", REMOVE),
-            ("reward_pretrain", "the numbers of weights and of models differ", "Give one weight for each model."),
-            ("reward_func", "the numbers of weights and of functions differ", "Give one weight for each function."),
-        )
+        Rule("reward_weights",
+             lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != len(getattr(f, flag).split(",")),
+             f"with --{flag} {{{flag}}}", f"the numbers of weights and of {noun}s differ",
+             f"Give one weight for each {noun}.", which="of another number")
+        for flag, noun in (("reward_pretrain", "model"), ("reward_func", "function"))
     ),
     Rule("reward_weights", lambda f: not any(getattr(f, flag) for flag in SOURCES) and len(f.reward_weights) != 1,
-         "without --reward_func or --reward_pretrain", "there are no scores to weight", REMOVE),
+         "without --reward_func or --reward_pretrain", "there are no scores to weight", REMOVE, which="of several numbers"),
     Rule("offload_reward", lambda f: not f.reward_pretrain, "without --reward_pretrain", "there is no reward model",
          REMOVE),
     Rule("reward_timeout", lambda f: not f.reward_func, "without --reward_func",
@@ -167,7 +162,7 @@ REWARD_RULES = (
          "it limits the processes of the sandbox", "Add --env_sandbox, or remove the flag."),
     Rule("overlong_buffer_len", lambda f: f.overlong_buffer_len >= f.generate_max_len,
          "with --generate_max_len {generate_max_len}", "even a response of one token would lose score",
-         "Take less than --generate_max_len."),
+         "Take less than --generate_max_len.", which="that is not smaller"),
     Rule("overlong_penalty_factor", lambda f: not f.overlong_buffer_len, "without --overlong_buffer_len",
          "no response is too long", "Add --overlong_buffer_len, or remove the flag."),
 )

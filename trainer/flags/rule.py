@@ -31,8 +31,9 @@ class Rule:
     """One row of the table of rules.
 
     `flags` are names without dashes, separated by spaces. Each one is refused if it is used (its value is not its
-    default) and `when` is true. `when` takes all flags and facts as attributes; flags that the command lacks have
-    their defaults. `against` reads on from the flag: "with --packing_samples", "without --lora_rank". It may name
+    default) and `when` is true. If only some values are refused, `values` lists them, or `when` compares and `which`
+    says it in words, such as "below 0.01". `when` takes all flags and facts as attributes; flags that the command lacks
+    have their defaults. `against` reads on from the flag: "with --packing_samples", "without --lora_rank". It may name
     values in braces, such as "with --loss {loss}". `why` is the reason. `instead` is a whole sentence.
     """
 
@@ -41,6 +42,12 @@ class Rule:
     against: str
     why: str
     instead: str
+    values: tuple = ()
+    which: str = ""
+
+    def uses(self, flag: str, values: dict[str, Any], defaults: dict[str, Any]) -> bool:
+        """Whether a flag has a value that this row is about. An empty text is none."""
+        return values[flag] not in (defaults[flag], "") and (not self.values or values[flag] in self.values)
 
     def refusal(self, flag: str, known: SimpleNamespace) -> UserError:
         """The error for one of the flags."""
@@ -81,7 +88,7 @@ def first_broken(
     """The error for the first rule that these flat values break. `known` is what the rules may ask: by default, `values`."""
     known = known or SimpleNamespace(**values)
     for rule in rules:
-        used = [name for name in rule.flags.split() if name in values and values[name] != defaults[name]]
+        used = [name for name in rule.flags.split() if name in values and rule.uses(name, values, defaults)]
         if used and rule.when(known):
             return rule.refusal(used[0], known)
     return None
