@@ -3,15 +3,17 @@
 import contextlib
 import dataclasses
 import itertools
+import re
 import typing
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.flags.parse_flags import flags_of
-from trainer.flags.rule import UNKNOWN, Rule, defaults_of
+from trainer.flags.rule import UNKNOWN, Rule, defaults_of, first_broken
 from trainer.flags.rules import BACKEND_RULES, COMMANDS, RULES
 from trainer.strategies.options import StrategyOptions
+from trainer.strategies.refusals import excluded_flags
 
 KINDS = {field.name: (field, hint) for command in COMMANDS.values() for field, hint in flags_of(command)}
 OTHERS = {  # values that a predicate may look for, besides those that a type gives
@@ -105,6 +107,8 @@ def test_a_row_about_some_values_of_its_flag_names_them():
         looks = flags & {OF_FLAGS.get(name, name) for name in read}
         assert bool(looks) == bool(rule.which), f"{rule.flags} {rule.against}: `when` looks at {looks or 'no flag'}"
         assert not (rule.values and (rule.which or len(flags) > 1))
+        words = rule.subject().replace(",", "").split()
+        assert all(str(value) in words for value in rule.values) and rule.which in rule.subject()
         for value in rule.values:
             known_values = candidates(rule.flags)
             assert value in known_values and value != own[rule.flags], f"{rule.flags} {value}"
@@ -145,3 +149,19 @@ def test_the_options_of_a_strategy_break_the_same_rules():
 
     with pytest.raises(UserError, match=r"--load_in_4bit with --backend fsdp2: .* Take --backend deepspeed"):
         get_strategy("fsdp2", StrategyOptions(load_in_4bit=True))
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("layout", [{}, {"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=str)
+def test_what_a_layout_excludes_is_what_it_refuses(backend, layout):
+    """`--print_model` and `check` list these flags: each one alone, added to the layout, is refused."""
+    base, refused = StrategyOptions(**layout), set()
+    values, defaults = dataclasses.asdict(base), dataclasses.asdict(StrategyOptions())
+    for name in values.keys() - layout.keys():
+        for value in candidates(name):
+            added = values | {name: value}
+            known = SimpleNamespace(**{**UNKNOWN, **added, "on_cpu": True})
+            if first_broken(BACKEND_RULES[backend], added, defaults, known):
+                refused.add(f"--{name}")
+    subjects = " ".join(line.split(" with")[0] for line in excluded_flags(backend, base, on_cpu=True))
+    assert refused and set(re.findall(r"--\w+", subjects)) == refused

@@ -117,21 +117,13 @@ def placeholders() -> dict[str, str]:
     return {name: "N" if name in numbers else name.split("_")[-1].upper() for name in names}
 
 
-def subject(rule: Rule) -> str:
-    """The flags of a row, with the values that it is about: `--layout auto`, `--temperature` below 0.01."""
-    first, *others = rule.flags.split()
-    if not rule.values:
-        return ", ".join(f"`--{name}`" for name in (first, *others)) + f" {rule.which}".rstrip()
-    *values, last = [f"`{value}`" for value in (f"--{first} {rule.values[0]}", *rule.values[1:])]
-    return " or ".join(filter(None, [", ".join(values), last]))
-
-
 def refusals(rules: Iterable[Rule]) -> str:
     """The rows of a table of rules as items of a list."""
     shown, values = {}, placeholders()  # two rows that read alike are shown once
     for rule in rules:
-        against, why = (as_markdown(text.format(**values)) for text in (rule.against, rule.why))
-        shown[f"- {subject(rule)} {against}: {why}. {as_markdown(rule.instead)}"] = None
+        texts = (rule.subject(), rule.against.format(**values), rule.why.format(**values), rule.instead)
+        subject, against, why, instead = map(as_markdown, texts)
+        shown[f"- {subject} {against}: {why}. {instead}"] = None
     return "\n".join(shown) + "\n"
 
 

@@ -36,12 +36,9 @@ def test_every_rule_is_on_the_page():
     for rules in (*script.RULES.values(), *script.BACKEND_RULES.values()):
         for rule in rules:
             assert script.refusals([rule]).strip() in section, rule.flags
-            assert all(f"{value}`" in script.subject(rule) for value in rule.values) and rule.which in script.subject(
-                rule
-            )
     assert "{" not in section
-    assert "- `--layout auto` with rollouts" in section and "- `--temperature` below 0.01 with" in section
-    assert "- `--attn_implementation eager` or `flash_attention_3` with" in section
+    assert "- `--layout` auto with rollouts" in section and "- `--temperature` below 0.01 with" in section
+    assert "- `--attn_implementation` eager or `flash_attention_3` with" in section
 
 
 def test_help_texts_as_markdown():

@@ -49,6 +49,12 @@ class Rule:
         """Whether a flag has a value that this row is about. An empty text is none."""
         return values[flag] not in (defaults[flag], "") and (not self.values or values[flag] in self.values)
 
+    def subject(self) -> str:
+        """The flags, with the values that the row is about: --layout auto, --temperature below 0.01."""
+        flags = ", ".join(f"--{flag}" for flag in self.flags.split())
+        *values, last = [str(value) for value in self.values] or [self.which]
+        return f"{flags} {' or '.join(filter(None, [', '.join(values), last]))}".rstrip()
+
     def refusal(self, flag: str, known: SimpleNamespace) -> UserError:
         """The error for one of the flags."""
         value = vars(known)[flag]
@@ -80,6 +86,18 @@ def defaults_of(commands: Iterable[type]) -> dict[str, Any]:
 def first_refusal(rules: Iterable[Rule], args, commands: Iterable[type], **facts) -> UserError | None:
     """The error for the first rule that `args` break. Default values are never refused."""
     return first_broken(rules, flat(args), flat(type(args)()), knowledge(args, commands, **facts))
+
+
+def excluded(
+    rules: Iterable[Rule], values: dict[str, Any], defaults: dict[str, Any], known: SimpleNamespace
+) -> list[str]:
+    """What could not be added to these flat values, a line for each rule. Rules that compare a number are left out."""
+    lines = []
+    for rule in rules:
+        is_free = all(values.get(flag) == defaults.get(flag) for flag in rule.flags.split())
+        if is_free and not rule.which and rule.when(known):
+            lines.append(f"{rule.subject()} {rule.against}: {rule.why}".format(**vars(known)))
+    return lines
 
 
 def first_broken(

@@ -1,11 +1,12 @@
 """One page about a model: its kind, parameters and layers, and which flags it refuses. `--print_model` prints it.
 
-The refusals come from the functions that refuse in a run. There is no second list.
+What the model refuses comes from the functions that refuse in a run. What the layout excludes comes from the table of
+rules. There is no second list.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoConfig
@@ -30,9 +31,12 @@ RANKS = 2  # the number of ranks for which flags of a layout are tried
 
 def model_page(
     model, param_dtype: torch.dtype, *, tp: int, sp: int, use_hf_tp_plan: bool, sequence_parallel: bool,
-    trust_remote_code: bool,
+    trust_remote_code: bool, excluded: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """The page of a model that is loaded, and not yet sharded by `prepare`. No communication."""
+    """The page of a model that is loaded, and not yet sharded by `prepare`. No communication.
+
+    `excluded` are the lines of `refusals.excluded_flags`.
+    """
     folder, skeleton = model.name_or_path, skeleton_of(model)
     facts = model_facts(model, folder)
     facts += [("compute dtype", str(param_dtype).removeprefix("torch.")), ("master weights", "float32")]
@@ -41,7 +45,8 @@ def model_page(
         facts.append((f"plan of tp {tp}", plan_summary(plan)))
     facts += shared_mixers(skeleton, tp, sp)
     refused = refusals(skeleton, folder, trust_remote_code)
-    return format_facts([*facts, *(("refused", line) for line in refused)] + [("refused", "nothing")] * (not refused))
+    facts += [("refused", line) for line in refused or ["nothing"]]
+    return format_facts([*facts, *(("excluded", line) for line in excluded)])
 
 
 def skeleton_of(model) -> torch.nn.Module:

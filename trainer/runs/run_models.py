@@ -25,6 +25,7 @@ from trainer.models.model_loading import disable_dropout, has_sdpa
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
 from trainer.runs.run_setup import Setup
+from trainer.strategies.refusals import excluded_flags
 
 LOAD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -98,6 +99,7 @@ def shard_model(
     if flags.print_model and strategy.is_rank_0():
         shown = {"tp": strategy.sizes.tp, "sp": strategy.sizes.sp, "use_hf_tp_plan": layout.use_hf_tp_plan}
         shown |= {"sequence_parallel": layout.sequence_parallel, "trust_remote_code": flags.trust_remote_code}
+        shown["excluded"] = excluded_flags(layout.backend, strategy.options, strategy.device.type == "cpu")
         print(model_page(model, strategy.param_dtype, **shown), flush=True)
     if flags.compile:
         compile_layers(model)

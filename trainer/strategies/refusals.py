@@ -6,7 +6,8 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES, TP_RULES
-from trainer.flags.rule import UNKNOWN, Rule, first_broken
+from trainer.flags.rule import UNKNOWN, Rule, excluded, first_broken
+from trainer.flags.rules import BACKEND_RULES
 from trainer.strategies.options import StrategyOptions
 
 
@@ -26,6 +27,13 @@ def refuse_idle_tp_flags(options: StrategyOptions) -> None:
 def refuse_on_fsdp2(options: StrategyOptions) -> None:
     """Raise UserError for what the FSDP2 strategy cannot do."""
     _refuse(FSDP2_RULES, options)
+
+
+def excluded_flags(backend: str, options: StrategyOptions, on_cpu: bool = False) -> list[str]:
+    """What the rows of a backend would refuse beside these options, a line for each row."""
+    values, defaults = dataclasses.asdict(options), dataclasses.asdict(StrategyOptions())
+    known = SimpleNamespace(**{**UNKNOWN, **values, "on_cpu": on_cpu})
+    return excluded(BACKEND_RULES[backend], values, defaults, known)
 
 
 def refuse_on_deepspeed(options: StrategyOptions, on_cpu: bool = False) -> None:

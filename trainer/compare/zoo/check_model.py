@@ -22,6 +22,7 @@ from trainer.compare.zoo import zoo
 from trainer.compare.zoo.tiny import shrink
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
+from trainer.flags.rules import BACKEND_RULES
 
 LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can name it
 TEMPLATES, WEIGHTS = "templates", "weights"
@@ -200,11 +201,15 @@ def heading(folder: str, config) -> str:
 
     from trainer.models.model_loading import has_sdpa
     from trainer.planning.model_page import format_facts, model_facts, refusals
+    from trainer.strategies.options import StrategyOptions
+    from trainer.strategies.refusals import excluded_flags
 
     attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, False) else "eager"
     model = _on_meta(config, attention)
     facts = model_facts(model, folder)
-    return format_facts([*facts, *(("refused", line) for line in refusals(model, folder))])
+    facts += [("refused", line) for line in refusals(model, folder)]
+    excluded = [line for backend in BACKEND_RULES for line in excluded_flags(backend, StrategyOptions())]
+    return format_facts([*facts, *(("excluded", line) for line in dict.fromkeys(excluded))])
 
 
 def _on_meta(config, attention: str = "eager"):
