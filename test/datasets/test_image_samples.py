@@ -202,7 +202,7 @@ BAD = {
     "a broken file in a tar": (in_tar("a/8.png"), "<image>", "row 2: .*0.tar::a/8.png: no image that can be read"),
     "no tar": (no_tar, "<image>", "row 2: .*no.tar::a.png: no tar that can be read"),
     "a mark without an image": ([], "<image>", "row 2: column images: 1 marks for 0 images"),
-    "an image without a mark": (["pictures/0.png"], "Hi", "row 2: column images: 0 marks for 1 images"),
+    "too few marks": (["pictures/0.png"] * 2, "<image>", "row 2: column images: 1 marks for 2 images"),
     "a URL": (["https://example.com/a.png"], "<image>", "row 2: column images: https://.* is on the network"),
     "a broken data URI": (["data:image/png;base64,@"], "<image>", "row 2: column images: a data URI that cannot be"),
     "a number": ([7], "<image>", "row 2: column images: an image that is a int"),
@@ -246,6 +246,18 @@ def load_pairs(here: Path, rows, *flags: str):
     return load_dpo(args, AutoTokenizer.from_pretrained(folder), str(path), "train", "--dataset")
 
 
+def test_images_without_marks_stand_before_the_first_message_of_the_user(here):
+    """Rows as TRL takes them. Also in pairs, where both sides have them."""
+    two = ["pictures/0.png", "pictures/1.png"]
+    marked, bare = (load(here, [talk(f"{marks}Hi?", images=two)])[0][0] for marks in ("<image><image>", ""))
+    assert marked["input_ids"] == bare["input_ids"] and len(bare["images"]) == 2
+    pair = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No!", "images": two}
+    [bare], ledger = load_pairs(here, [pair])
+    [marked], _ = load_pairs(here, [{**pair, "prompt": "<image><image>Hi?"}])
+    assert marked["chosen_ids"] == bare["chosen_ids"] and marked["rejected_ids"] == bare["rejected_ids"]
+    assert "images of rows without <image>" in "".join(ledger.lines)
+
+
 def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):
     """As a prompt and two answers, as two conversations, and as single answers for KTO. Images are processed once."""
     pair = {"prompt": "<image>?", "chosen": "Yes.", "rejected": "No!", "images": ["pictures/0.png"]}
@@ -271,7 +283,7 @@ def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):
 def test_a_bad_pair_is_one_line_with_its_number(here):
     good = {"prompt": "<image>?", "chosen": "Yes.", "rejected": "No!", "images": ["pictures/0.png"]}
     bad = {
-        "row 2: column images: 0 marks for 1 images": {"prompt": "Hi"},
+        "row 2: column images: 1 marks for 2 images": {"images": ["pictures/0.png"] * 2},
         "row 2: column rejected: an image in an answer": {"rejected": "<image>"},
         "row 2: .*none.png: No such file": {"images": ["none.png"]},
     }

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> None:
     rows = load_flag_rows(data, args.target.seed, data.dataset, data.dataset_split, "--dataset")
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
     ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)
-    print(f"{ledger.summary()}\nwritten to {target}")
+    print(f"{ledger.report('data')}\nwritten to {target}")
 
 
 def main() -> None:

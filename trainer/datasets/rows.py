@@ -3,7 +3,7 @@
 They raise UserError if a value has another type than its key needs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,24 +16,49 @@ class AsWritten(dict):
     """An object as it is in its file. Objects from Arrow have the keys of all rows, with None for missing values."""
 
 
+def lookup(row: Any, key: str) -> Any:
+    """The value of a column, or of a key inside it: `reward_model.ground_truth`. None if there is none."""
+    if key in row:
+        return row[key]
+    head, _, rest = key.partition(".")
+    inner = row.get(head) if rest else None
+    return lookup(inner, rest) if isinstance(inner, dict) else None
+
+
+def column_of_key(columns: Iterable[str], key: str) -> str | None:
+    """The column of a key, which may be inside an object: `reward_model`. None if no such column exists."""
+    return next((name for name in (key, key.split(".")[0]) if name in columns), None)
+
+
 def check_keys(columns: list[str], flag: str, keys: dict[str, str | None]) -> None:
-    """Check that the dataset `flag` has all keys. Raises UserError that names the flag of a missing key."""
+    """Check that the dataset `flag` may have all keys. Raises UserError that names the flag of a missing key."""
     for key_flag, key in keys.items():
-        if key is not None and key not in columns:
+        if key is not None and not column_of_key(columns, key):
             raise UserError(key_flag, f"no key {key!r} in the rows of {flag}", ", ".join(columns))
 
 
 def kind_of(value: Any) -> str:
     """The kind of a value, for an error: "no value", "a number", "a list"."""
-    return "no value" if value is None else f"a {KINDS.get(type(value), type(value).__name__)}"
+    if value is None:
+        return "no value"
+    kind = next((name for kind, name in KINDS.items() if isinstance(value, kind)), type(value).__name__)
+    return f"{'an' if kind == 'object' else 'a'} {kind}"
 
 
-def text_of(row: Any, key_flag: str, key: str) -> str:
-    """The text under `key`, which the flag `key_flag` named. Raises UserError for any other value."""
-    value = row[key]
-    if not isinstance(value, str):
-        raise UserError(f"{key_flag} {key}", kind_of(value), "a text")
-    return value
+def text_value(value: Any, where: str, numbers: bool = False) -> str:
+    """A text. With `numbers`, also that of a number as its file has it. Raises UserError for another value."""
+    if isinstance(value, str):
+        return value
+    if numbers and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if numbers and isinstance(value, float) and not value.is_integer() and "e" not in repr(value):
+        return repr(value)
+    if isinstance(value, dict):
+        found = f"an object with the keys {', '.join(value)}"
+        raise UserError(where, found, "a text; a.b names the key b of an object a")
+    if numbers and isinstance(value, float):
+        raise UserError(where, f"{value!r}, a number that the file may write in another way", "the number as a text")
+    raise UserError(where, kind_of(value), "a text")
 
 
 @contextmanager

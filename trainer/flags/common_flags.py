@@ -66,6 +66,9 @@ class DataArguments:
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
     dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
+    ignore_columns: Optional[str] = arg(
+        None, "columns and keys of messages to leave out, though they would change the text (comma-separated)"
+    )
     input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
     tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: name, file or Jinja")

@@ -18,7 +18,9 @@ from trainer.runs.run_setup import Setup
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
     probs = data.dataset_probs if flag == "--dataset" else None
-    return load_rows(names, flag=flag, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
+    rows = load_rows(names, flag=flag, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
+    ignored = [name.strip() for name in (data.ignore_columns or "").split(",")]
+    return rows.remove_columns([name for name in rows.column_names if name in ignored])
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str):
@@ -31,6 +33,7 @@ def load_sft(args, tokenizer, names: str, split: str, flag: str):
         input_key=args.sft.input_key,
         output_key=args.sft.output_key,
         input_template=args.data.input_template,
+        ignore_columns=args.data.ignore_columns,
         apply_chat_template=args.data.apply_chat_template,
         multiturn=args.sft.multiturn,
         pretrain_mode=args.sft.pretrain_mode,
@@ -46,13 +49,13 @@ def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callabl
     """
     strategy = setup.strategy
     samples, ledger = rank_0_first(lambda: load(data.dataset, data.dataset_split, "--dataset"), in_caches=True)
-    strategy.print(f"training data: {ledger.summary()}")
+    strategy.print(ledger.report("training data"))
     strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], setup.tokenizer)}")
     if not data.eval_dataset:
         return samples, None, ledger
     evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
     eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
-    strategy.print(f"evaluation data: {eval_ledger.summary()}")
+    strategy.print(eval_ledger.report("evaluation data"))
     return samples, eval_samples, ledger
 
 

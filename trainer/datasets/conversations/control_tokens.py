@@ -9,6 +9,7 @@ import weakref
 from bisect import bisect_left
 from typing import Any
 
+from trainer.datasets.conversations.messages import CALL, role_of
 from trainer.errors import UserError
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
@@ -80,8 +81,7 @@ def holds_controls(tokenizer: Any, *values: Any) -> bool:
         if isinstance(value, str):
             return BREAK in broken_document(tokenizer, value)
         if isinstance(value, dict):
-            by = value.get("role", value.get("from"))
-            return by not in ("assistant", "gpt") and any(map(holds, value.values()))
+            return role_of(value) not in ("assistant", CALL) and any(map(holds, value.values()))
         return isinstance(value, list) and any(map(holds, value))
 
     return any(map(holds, values))

@@ -1,44 +1,88 @@
 """Read the messages of a conversation, and the tools that it may call, from a row.
 
-They raise UserError if a value has another type than its key needs.
+Every role, key and part of a message is used, refused, or named in the notes of its row. The functions raise UserError
+if a value has another type than its key needs.
 """
 
 import json
+import re
 from typing import Any
 
 from trainer.datasets.rows import AsWritten, kind_of
+from trainer.datasets.shapes.notes import Notes
 from trainer.errors import UserError
 
-ROLES = {"human": "user", "gpt": "assistant"}  # the role names of `conversations` data
+CALL = "function_call"
+# the names that public data gives to a role; case does not count
+NAMES_OF_ROLES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt bot model chatgpt bing bard ai",
+    "tool": "tool function observation tool_response tool_result function_response ipython",
+    CALL: "function_call tool_call tool_calls",
+}
+ROLES = {name: role for role, names in NAMES_OF_ROLES.items() for name in names.split()}
+# two texts of one item: a conversation may be a list of such pairs
+PAIR_KEYS = {"system": ("system",)}
+PAIR_KEYS["user"] = ("human", "user", "prompt", "instruction", "question", "input")
+PAIR_KEYS["assistant"] = ("assistant", "gpt", "bot", "response", "answer", "output")
+TRAIN = "train"  # the key of a message that says whether its turn has a loss
+TRAIN_FLAGS = ("weight", "loss", TRAIN)
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+# keys that would change the text or the loss: never merely named
+REFUSED_KEYS = {"train_detail", "loss_scale", "prefix", "refusal", "image", "images", "video", "videos", "audio"}
+REFUSED_KEYS |= {"audios", "files", "documents", *THOUGHTS}
+IGNORE = "--ignore_columns"
 
 
-def messages_of(value: Any, where: str) -> list[dict]:
-    """Return messages with role and content, also from {from, value}. Keys without a value are dropped."""
+def role_of(message: dict) -> str | None:
+    """The role of a message under any of its public names, or None."""
+    name = message.get("role", message.get("from"))
+    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+
+
+def messages_of(value: Any, where: str, notes: Notes | None = None, template: str | None = None) -> list[dict]:
+    """Return messages with role and content, also from {from, value}. Keys without a value are dropped.
+
+    A role becomes that of the templates: system, user, assistant or tool. A call of a tool becomes `tool_calls` of the
+    assistant. A flag that includes or excludes a turn becomes the key `train`.
+    With a `template`, keys that it does not read are left out and noted, or refused if they would change the text.
+    """
+    value = _parsed_list(value)
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        value = [value]
     if not isinstance(value, list):
         raise UserError(where, kind_of(value), "a list of messages")
-    messages = []
-    for number, message in enumerate(value, 1):
-        message = _without_none(message)
-        if isinstance(message, dict) and "from" in message and "role" not in message:
-            message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{where} message {number}", "no role", "an object with role and content, or from and value"
-            )
-        if message.get("content") is None and message.get("tool_calls"):
-            message["content"] = ""  # only a tool call: templates differ on a missing content, but all accept ""
-        if not isinstance(message.get("content"), str):
-            allowed = "a text; or parts of texts and images, in rows with a column images"
-            raise UserError(f"{where} message {number}", "its content is not a text", allowed)
-        messages.append(message)
+    messages: list[dict] = []
+    for number, message in enumerate(as_single_messages(value), 1):
+        message = _message(message, f"{where} message {number}", notes or Notes(), template)
+        if messages and _joins(messages[-1], message):
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            messages.append(message)
     return messages
 
 
-def as_messages(row: Any, key_flag: str, key: str, role: str) -> list[dict]:
-    """The messages under `key`, which the flag `key_flag` named. A text becomes one message of `role`."""
-    if isinstance(row[key], str):
-        return [{"role": role, "content": row[key]}]
-    return messages_of(row[key], f"{key_flag} {key}")
+def as_single_messages(value: list) -> list:
+    """The items of a conversation as single messages: [{human, assistant}] and [[question, answer]] become two each."""
+    messages = []
+    for item in value:
+        if isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item):
+            messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), item)]
+        elif isinstance(item, dict) and not {"role", "from"} & {key for key in item if item[key] is not None}:
+            messages += _pair(item) or [item]
+        else:
+            messages.append(item)
+    return messages
+
+
+def _pair(item: dict) -> list[dict] | None:
+    """The messages of {human, assistant}, or None if an item has another key or only one of them."""
+    present = {key: text for key, text in item.items() if text is not None}
+    found = [(role, key) for role, keys in PAIR_KEYS.items() for key in keys if key in present]
+    if len(found) != len(present) or [role for role, _ in found if role != "system"] != ["user", "assistant"]:
+        return None
+    return [{"role": role, "content": present[key]} for role, key in found if present[key] != "" or role != "system"]
 
 
 def tools_of(row: Any) -> list[dict] | None:
@@ -54,6 +98,146 @@ def tools_of(row: Any) -> list[dict] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
     return [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
+
+
+def _message(message: Any, where: str, notes: Notes, template: str | None) -> dict:
+    message = _without_none(message)
+    if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
+        raise UserError(where, "no role", "an object with role and content, or from and value")
+    role = role_of(message)
+    if role is None and template is None:
+        role = message.get("role", message.get("from"))  # of a program, not of a row
+    elif role is None:
+        found = f"no role was recognised: {message.get('role', message.get('from'))}"
+        raise UserError(where, found, ", ".join(ROLES))
+    content = message.get("content", message.get("value"))
+    if role == CALL:
+        kept = {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
+    else:
+        kept = {"role": role, "content": _text(content, where, notes, bool(_calls_of(message, where)))}
+        if calls := _calls_of(message, where):
+            kept["tool_calls"] = calls
+    kept |= _train_flag(message, role, where)
+    others = {key: value for key, value in message.items() if key not in _READ}
+    return kept | _other_keys(others, where, notes, template)
+
+
+_READ = {"role", "from", "content", "value", "tool_calls", CALL, *TRAIN_FLAGS}
+
+
+def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
+    if content is None and has_calls:
+        return ""  # only a tool call: templates differ on a missing content, but all accept ""
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        other = next((part.get("type") for part in content if not isinstance(part.get("text"), str)), None)
+        if other is not None:
+            raise UserError(where, f"a part of type {other!r}", "text; or image, in rows with a column images")
+        if all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content):
+            notes.keys |= {key for part in content for key in part if part[key] is not None} - {"type", "text"}
+            return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        allowed = "a text; or parts of texts and images, in rows with a column images"
+        raise UserError(where, "its content is not a text", allowed)
+    return content
+
+
+def _calls_of(message: dict, where: str) -> list | None:
+    """The calls of an assistant's message, also in the older form of one `function_call`."""
+    calls = message.get("tool_calls") or None
+    old = message.get(CALL)
+    if isinstance(calls, str):
+        calls = _calls(calls, where)
+    if calls is not None and not isinstance(calls, list):
+        raise UserError(where, f"tool_calls is {kind_of(calls)}", "a list of calls")
+    return calls or (_calls(old, where) if old else None)
+
+
+def _calls(content: Any, where: str) -> list[dict]:
+    """Calls of tools as templates read them, from an object with a name and arguments, a list of them, or its JSON."""
+    if isinstance(content, str):
+        try:
+            content = json.loads(content, object_hook=AsWritten)
+        except ValueError:
+            content = None
+    calls = content if isinstance(content, list) else [content]
+    found = []
+    for call in calls:
+        call = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = call.get("arguments", call.get("parameters", AsWritten()))
+        if isinstance(arguments, str):
+            arguments = _parsed_object(arguments)
+        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+            raise UserError(where, "a call of a tool that cannot be read", '{"name": ..., "arguments": {...}}')
+        found.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    return found
+
+
+def _train_flag(message: dict, role: str, where: str) -> dict[str, bool]:
+    """{"train": ...} if a key says whether the turn is trained."""
+    found = {key: message[key] for key in TRAIN_FLAGS if key in message}
+    for key, value in found.items():
+        if value not in (0, 1):  # True and False are among them
+            raise UserError(where, f"{key} is {value!r}", "true or false, 1 or 0")
+        if value and role not in ("assistant", CALL) and key != "weight":
+            raise UserError(where, f"{key} is {value!r} for the role {role}", "only turns of the assistant are trained")
+    if len(set(map(bool, found.values()))) > 1:
+        raise UserError(where, f"{', '.join(found)} contradict each other", "one of them")
+    return {TRAIN: bool(*set(found.values()))} if found and role in ("assistant", CALL) else {}
+
+
+def _other_keys(others: dict, where: str, notes: Notes, template: str | None) -> dict:
+    """The keys that the template reads. Thoughts get the name under which it reads them."""
+    if template is None:
+        return others
+    kept = {}
+    for key, value in others.items():
+        names = (key, *THOUGHTS) if key in THOUGHTS else (key,)
+        name = next((name for name in names if reads(template, name)), None)
+        if name and (name == key or name not in others):
+            kept[name] = value
+        elif key in REFUSED_KEYS and value not in ("", [], False):
+            found = f"the chat template does not read its key {key!r}, which would change the text"
+            raise UserError(where, found, f"a template that does, or {IGNORE} {key}")
+        elif key != "tool_call_id":
+            notes.keys.add(key)
+    return kept
+
+
+def reads(template: str, key: str) -> bool:
+    """Whether a chat template reads a key of a message. Loops name the message m, msg or message."""
+    return bool(re.search(rf"\bm\w*(\[[^\]]+\])?(\.|\.get\(['\"]|\[['\"]){re.escape(key)}\b", template))
+
+
+def _joins(before: dict, message: dict) -> bool:
+    """Whether a call belongs to the assistant's message before it. Public data has them as two messages."""
+    both = (before, message)
+    return (
+        all(one["role"] == "assistant" for one in both)
+        and bool(message.get("tool_calls"))
+        and not message["content"]
+        and before.get(TRAIN) == message.get(TRAIN)
+    )
+
+
+def _joined(before: dict, call: dict) -> dict:
+    return before | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
+
+
+def _parsed_list(value: Any) -> Any:
+    """The list of a JSON text, as in files without nested columns; else the value."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value, object_hook=AsWritten)
+        except ValueError:
+            return value
+    return value
+
+
+def _parsed_object(text: str) -> Any:
+    try:
+        return json.loads(text or "{}", object_hook=AsWritten)
+    except ValueError:
+        return None
 
 
 def _without_none(value: Any) -> Any:

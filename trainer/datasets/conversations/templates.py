@@ -20,6 +20,7 @@ from trainer.datasets.conversations.control_tokens import (
     reads_controls,
     whole,
 )
+from trainer.datasets.conversations.messages import TRAIN
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
@@ -112,7 +113,7 @@ def render_chat(
 
     tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
 
-    The last assistant turn is trained, or each one with multiturn. A turn begins after the generation prompt and ends
+    The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins after the generation prompt and ends
     with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
     Messages after the last trained turn are left out: they have no loss and change none.
 
@@ -124,9 +125,8 @@ def render_chat(
     Raises: UserError if the template or the tokenizer leaves doubt about the mask.
     """
     template = chat_template(tokenizer, tools)
+    trained, messages = trained_turns(messages, multiturn)
     messages, tools = _rendered_messages(tokenizer, template, messages, tools)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [i for i in (turns if multiturn else turns[-1:]) if _has_answer(messages[i])]
     if not trained:
         input_ids = render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
@@ -153,6 +153,7 @@ def render_chat(
 
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
+    messages = trained_turns(messages, False)[1]
     messages, tools = _rendered_messages(tokenizer, chat_template(tokenizer, tools), messages, tools)
     return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
 
@@ -180,6 +181,21 @@ def _frame(tokenizer: Any) -> str:
         special = training_templates.special_tokens(tokenizer)
         _frames[template] = " ".join([*texts, *special.values()])
     return _frames[template]
+
+
+def trained_turns(messages: list[dict], multiturn: bool) -> tuple[list[int], list[dict]]:
+    """The numbers of the turns with a loss, and the messages as the template sees them, without the key `train`."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = [i for i in turns if messages[i].get(TRAIN, multiturn or i == turns[-1])]
+    trained = [i for i in wanted if _has_answer(messages[i])]
+    return trained, [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
+
+
+def loss_of(messages: list[dict], multiturn: bool) -> str:
+    """The line that says which turns of such a conversation have a loss."""
+    default = "every turn of the assistant" if multiturn else "the last turn of the assistant (--multiturn: every turn)"
+    has_flags = any(TRAIN in message for message in messages)
+    return f"loss on {default}" + (", unless its key weight, loss or train says otherwise" if has_flags else "")
 
 
 def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:

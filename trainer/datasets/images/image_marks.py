@@ -2,29 +2,45 @@
 
 from typing import Any
 
+from trainer.datasets.conversations.messages import role_of
 from trainer.datasets.files.image_files import COLUMN, SOURCES_OF_PARTS
+from trainer.datasets.shapes.row_reader import ReadRow
 from trainer.errors import UserError
 
 MARK = "￼"  # stands for an image in the text of a message until the template is rendered
 MARK_IN_ROWS = "<image>"
 
 
-def with_marks(row: Any, sides: list[list[str]], answers: list[str], num_images: int) -> dict[str, Any]:
+def with_marks(row: ReadRow, answers: tuple[str, ...], num_images: int) -> ReadRow:
     """The row whose messages are texts, with MARK for each image. {"type": "image"} and <image> both become MARK.
 
-    Each of `sides` are the columns of one conversation. It must have one mark for each of the row's images. A text in
-    one of the columns `answers` is the assistant's, and has none. Raises UserError that names the column.
+    The prompt and each of the parts `answers` are one conversation. It must have one mark for each of the row's images.
+    Rows without any mark (TRL) have their images before the text of the first user message. An answer that is a text
+    has no mark. Raises UserError that names the column.
     """
-    marked = {name: _marked(row[name], name) for name in dict.fromkeys(name for side in sides for name in side)}
+    if row.get("text") is not None and num_images:
+        raise UserError(f"column {COLUMN}", "an image beside a text without turns", "conversations")
+    names = [name for name in ("prompt", *answers) if row.get(name) is not None]
+    marked = {name: _marked(row[name], _column(row, name)) for name in names}
     for name in answers:
-        if isinstance(marked[name], str) and MARK in marked[name]:
-            raise _in_answer(name)
-    for side in sides:
-        num_marks = sum(_count(marked[name]) for name in side)
+        if isinstance(marked.get(name), str) and MARK in marked[name]:
+            raise _in_answer(_column(row, name))
+    counts = {name: _count(value) for name, value in marked.items()}
+    if num_images and not any(counts.values()):
+        marked |= {name: _opened(value, num_images) for name, value in marked.items() if _has_user(name, value)}
+        counts = {name: _count(value) for name, value in marked.items()}
+        row.notes.facts.add("images of rows without <image> are put before the first message of the user")
+    for side in [["prompt", name] for name in answers] or [["prompt"]]:
+        num_marks = sum(counts.get(name, 0) for name in side)
         if num_marks != num_images:
             found = f"{num_marks} marks for {num_images} images"
             raise UserError(f"column {COLUMN}", found, 'one <image>, or one part {"type": "image"}, for each image')
-    return {**row, **marked}
+    return row.with_parts(marked)
+
+
+def _column(row: ReadRow, name: str) -> str:
+    """The column of a part, from the place that errors name: `--input_key messages`."""
+    return row.where[name].split(" ")[-1]
 
 
 def _in_answer(name: str) -> UserError:
@@ -39,6 +55,26 @@ def _count(value: Any) -> int:
     return sum(text.count(MARK) for text in texts if isinstance(text, str))
 
 
+def _has_user(name: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return name == "prompt"
+    return isinstance(value, list) and any(isinstance(m, dict) and role_of(m) == "user" for m in value)
+
+
+def _opened(value: Any, num_images: int) -> Any:
+    """The text, or the first message of the user, with the marks of all images before it."""
+    if isinstance(value, str):
+        return MARK * num_images + value
+    first = next(number for number, message in enumerate(value) if role_of(message) == "user")
+    message = value[first]
+    key = _key(message)
+    return [*value[:first], {**message, key: MARK * num_images + str(message.get(key) or "")}, *value[first + 1 :]]
+
+
+def _key(message: dict) -> str:
+    return "value" if "from" in message and "role" not in message else "content"
+
+
 def _marked(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return value.replace(MARK_IN_ROWS, MARK)
@@ -50,13 +86,13 @@ def _marked(value: Any, name: str) -> Any:
 def _marked_message(message: Any, name: str) -> Any:
     if not isinstance(message, dict):
         return message  # `messages_of` refuses it later
-    key = "value" if "from" in message and "role" not in message else "content"
+    key = _key(message)
     content = message.get(key)
     if isinstance(content, list):
         content = "".join(_part(part, name) for part in content)
     elif isinstance(content, str):
         content = content.replace(MARK_IN_ROWS, MARK)
-    if message.get("role", message.get("from")) in ("assistant", "gpt") and MARK in (content or ""):
+    if role_of(message) == "assistant" and MARK in (content or ""):
         raise _in_answer(name)
     return {**message, key: content}
 

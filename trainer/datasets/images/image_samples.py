@@ -28,6 +28,7 @@ from trainer.datasets.samples.answers import CUT_AWAY
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prompts import COLUMN as REWARD_COLUMN
 from trainer.datasets.samples.prompts import with_columns
+from trainer.datasets.shapes.row_reader import SFT
 from trainer.errors import UserError
 
 IMAGE_VERSION = 1  # raise this if the same rows and images would give other samples
@@ -151,7 +152,7 @@ def _with_image_counts(ledger: Ledger, samples: Dataset, num_unfit: int) -> Ledg
         "num_samples_with_images": int((columns["num_images"] > 0).sum()),
         "num_unfit": num_unfit,
     }
-    return Ledger(ledger.counts | counts, ledger.sentence + SENTENCE)
+    return Ledger(ledger.counts | counts, ledger.sentence + SENTENCE, ledger.lines)
 
 
 class _ImageMapping:
@@ -161,7 +162,7 @@ class _ImageMapping:
         self.processor, self.max_len, self.num_unfit = processor, max_len, 0
 
     def __call__(self, rows: Dataset, tokenize_row: Callable, *, key: list, features, options, flag: str, **others):
-        if not options.chat:
+        if options.reader.chat is False and (options.reader.task == SFT or not _is_chat(options, rows)):
             raise UserError(flag, "rows have images, and their texts no template", "--apply_chat_template")
         counts = {"num_images": Value("int64"), "num_image_tokens": Value("int64"), "unfit": Value("bool")}
         found = map_cached(
@@ -199,11 +200,10 @@ def _known(row: Any) -> list:
 def _tokenize_row(
     row: Any, index: int, *, tokenize: Callable, tokenizer: Any, processor: Any, options: Any, flag: str, **others
 ) -> dict[str, Any]:
-    prompt, answers = options.prompt_columns, options.answer_columns
-    sides = [[*prompt, answer] for answer in answers] or [prompt]
     with within(f"{flag} row {index + 1}"):
+        row = options.reader.read(row)
         sources = sources_of(row)
-        row = with_marks(row, sides, answers, len(sources))
+        row = with_marks(row, options.answers, len(sources))
         contents = [content_of(source) for source in sources]
         images = [decode(source, content) for source, content in zip(sources, contents, strict=True)]
         with as_user_errors(f"column {COLUMN}"):
@@ -220,6 +220,11 @@ def _tokenize_row(
         "unfit": unfit,
         **(_left_out(found) if unfit else {}),
     }
+
+
+def _is_chat(options: Any, rows: Dataset) -> bool:
+    """Whether the first row is a conversation. A later one that is not is refused by itself."""
+    return options.reader.read(rows[0]).chat
 
 
 def _left_out(found: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,13 @@ import torch
 from datasets import Dataset
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
-from trainer.datasets.conversations.messages import as_messages, tools_of
+from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.templates import chat_template, render_chat
 from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
-from trainer.datasets.rows import text_of
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.shapes.columns import CONVERSATIONS, PROMPTS
+from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.row_reader import ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -24,78 +26,84 @@ KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
 class AnswerOptions:
     """Everything that decides, together with the tokenizer, the tokens of the answers of a row."""
 
-    chat: bool
-    prompt_key: str | None
-    answer_keys: tuple[str, ...]
+    reader: RowReader
+    answers: tuple[str, ...]  # the parts of a row that are answers; each one ends a separate conversation
     input_template: str | None
     max_len: int
-
-    @property
-    def prompt_columns(self) -> list[str]:
-        """The columns before the answer, for images."""
-        return [self.prompt_key] if self.prompt_key else []
-
-    @property
-    def answer_columns(self) -> list[str]:
-        """The columns of answers, for images. Each one ends a separate conversation."""
-        return list(self.answer_keys)
 
 
 def answer_options(
     rows: Dataset,
     tokenizer: Any,
-    prompt_key: str | None,
-    answer_keys: tuple[str, ...],
+    task: str,
+    keys: dict[str, str | None],
+    parts: tuple[str, ...],
     input_template: str | None,
     apply_chat_template: bool,
     max_len: int,
+    **reading: Any,
 ) -> AnswerOptions:
-    """Make the options for rows whose keys exist. If prompt_key is None, a column `prompt` is used if there is one.
+    """Make the options. `keys`: the flags of the prompt and of the answers, with their columns.
 
     Raises: UserError for a tokenizer without eos or chat template, and for an input_template that cannot be used.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no answer could end")
-    if prompt_key is None and "prompt" in rows.column_names:
-        prompt_key = "prompt"
-    is_list = any(isinstance(rows[0][key], list) for key in (prompt_key, *answer_keys) if key)
-    options = AnswerOptions(apply_chat_template or is_list, prompt_key, answer_keys, input_template, max_len)
-    if options.chat:
+    columns, (prompt_key, *answer_keys) = rows.column_names, keys.values()
+    prompt_flag, *answer_flags = keys
+    reader = reader_of(
+        task,
+        columns,
+        chat=apply_chat_template,
+        prompt_key=prompt_key,
+        answer_keys=tuple(answer_keys),
+        prompt_flag=prompt_flag,
+        answer_flags=tuple(answer_flags),
+        has_template=bool(tokenizer.chat_template),
+        **reading,
+    )
+    has_prompt = prompt_key is not None or any(name in columns for name in (*PROMPTS, *CONVERSATIONS))
+    if reader.chat:
         chat_template(tokenizer)  # raises if there is none
-    facts = {"has_conversations": options.chat, "has_prompts": prompt_key is not None}
+    facts = {"has_conversations": bool(reader.chat), "has_prompts": has_prompt}
     refuse_for_rows(apply_chat_template=apply_chat_template, input_template=input_template, **facts)
     check_input_template(input_template)
-    return options
+    return AnswerOptions(reader, parts, input_template, max_len)
 
 
-def tokenize_answer(
-    row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions
-) -> tuple[list[int], list[int]]:
-    """Tokenize the prompt and the answer under `key` to (input_ids, loss_mask), without a cut to max_len.
+def tokenize_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions) -> tuple[list[int], list[int]]:
+    """Tokenize the prompt and the answer `part` to (input_ids, loss_mask), without a cut to max_len.
 
     An empty answer has no loss token. The first token is never a target, because nothing predicts it.
     """
-    input_ids, mask = (_chat_answer if options.chat else _text_answer)(row, key_flag, key, tokenizer, options)
+    input_ids, mask = (_chat_answer if row.chat else _text_answer)(row, part, tokenizer, options)
     return input_ids, [0, *mask[1:]]
 
 
-def _text_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
-    answer = text_of(row, key_flag, key)
-    if options.prompt_key is None:  # whole texts: the part that both share cancels in every preference
-        return whole_text(tokenizer, answer)
-    prompt = text_of(row, "--prompt_key", options.prompt_key)
-    return prompt_and_answer(tokenizer, prompt, answer, options.input_template)
+def _text_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions):
+    if row["prompt"] is None:  # whole texts: the part that both share cancels in every preference
+        return whole_text(tokenizer, row[part])
+    return prompt_and_answer(tokenizer, row["prompt"], row[part], options.input_template)
 
 
-def _chat_answer(row: Any, key_flag: str, key: str, tokenizer: Any, options: AnswerOptions):
-    prompt = [] if options.prompt_key is None else as_messages(row, "--prompt_key", options.prompt_key, "user")
-    messages, tools = prompt + as_messages(row, key_flag, key, "assistant"), tools_of(row)
+def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions):
+    refuse_for_rows(input_template=options.input_template, has_conversations=True)
+    tools = tools_of(row)
+    messages = conversation_of(row, part, chat_template(tokenizer, tools))
     if not messages or messages[-1]["role"] != "assistant":
-        raise UserError(f"{key_flag} {key}", "does not end with an assistant message", "an answer")
+        raise UserError(row.where[part], "does not end with an assistant message", "an answer")
     if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
         # an empty answer has no loss token: an earlier turn must not be trained instead
         return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
     return render_chat(tokenizer, messages, multiturn=False, tools=tools)
+
+
+def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]:
+    """The prompt and the answer `part` as messages. The last one has the loss, whatever their keys say."""
+    messages = row.messages("prompt", "user", template) + row.messages(part, "assistant", template)
+    if any(TRAIN in message for message in messages):
+        row.notes.facts.add("weight, loss and train of messages are not used: the last answer is what is compared")
+    return [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
 
 
 def keep_answers(
@@ -116,10 +124,11 @@ def keep_answers(
             **{name: int(facts[column][kept].sum()) for name, column in totals.items()},
         },
         sentence + control_note(samples),
+        lines_of(samples),
     )
     if not kept.any():
         raise UserError(flag, f"no {noun} is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
-    return keep(samples.remove_columns(["fate", "truncated", "control_tokens"]), kept), ledger
+    return keep(samples.remove_columns(["fate", "truncated", "control_tokens", NOTE]), kept), ledger
 
 
 def scored_position(input_ids: list[int], pad_token_id: int) -> int:

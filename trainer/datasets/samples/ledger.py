@@ -1,6 +1,6 @@
 """The ledger of a dataset: counts of what happened to its rows, printed at the start and stored with the run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from datasets import Dataset
@@ -15,12 +15,17 @@ class Ledger:
 
     counts: dict[str, int]  # as stored in metrics.jsonl and certificate.json
     sentence: str  # for str.format
+    lines: list[str] = field(default_factory=list)  # how rows were read, and what of them is not used
 
     def __getitem__(self, name: str) -> int:
         return self.counts[name]
 
     def summary(self) -> str:
         return self.sentence.format(**self.counts)
+
+    def report(self, name: str) -> str:
+        """The summary of the set `name`, then how its rows were read."""
+        return "\n".join([f"{name}: {self.summary()}", *self.lines])
 
 
 def control_note(samples: Dataset) -> str:

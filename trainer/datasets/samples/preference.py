@@ -8,10 +8,9 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.conversations.control_tokens import holds_controls
-from trainer.datasets.conversations.messages import as_messages
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, within
+from trainer.datasets.rows import check_keys, lookup, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -20,11 +19,16 @@ from trainer.datasets.samples.answers import (
     AnswerOptions,
     answer_options,
     collate_sequences,
+    conversation_of,
     keep_answers,
     tokenize_answer,
 )
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
+from trainer.datasets.shapes.columns import CHOSEN, CONVERSATIONS, PROMPTS, REJECTED
+from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.prompt_part import is_answer
+from trainer.datasets.shapes.row_reader import PAIRS, ReadRow
 from trainer.errors import UserError
 
 SIDES = ("chosen", "rejected")
@@ -49,6 +53,7 @@ def tokenize_preference(
     max_len: int,
     num_proc: int | None = None,
     mean_flag: str | None = None,
+    ignore_columns: str | None = None,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
@@ -67,12 +72,17 @@ def tokenize_preference(
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
-    flags = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
-    check_keys(rows.column_names, flag, {**flags, "--margin_key": margin_key})
+    columns = rows.column_names
+    keys = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
+    others = {"--chosen_key": (*CHOSEN, *CONVERSATIONS), "--rejected_key": REJECTED}  # known names
+    there = {f for f, names in others.items() if keys[f] == f[2:-4] and any(name in columns for name in names)}
+    check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
+    reading = {"ignored": ignore_columns, "taken": (margin_key,) if margin_key else ()}
     options = answer_options(
-        rows, tokenizer, prompt_key, (chosen_key, rejected_key), input_template, apply_chat_template, max_len
+        rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, **reading
     )
-    if mean_flag and options.prompt_key is None and not options.chat:
+    has_prompt = prompt_key is not None or any(name in columns for name in (*PROMPTS, *CONVERSATIONS))
+    if mean_flag and not has_prompt and not options.reader.read(rows[0]).chat:
         found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
         raise UserError("--prompt_key", found, "the column of the prompt, or conversations")
     pairs = map_rows(
@@ -96,18 +106,18 @@ def _features() -> Features:
     ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
     masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
     numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
-    others = {"margin": Value("float64"), "digest": Value("string"), "fate": Value("string")}
+    others = {name: Value("string") for name in ("digest", "fate", NOTE)} | {"margin": Value("float64")}
     return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool"), "control_tokens": Value("bool")})
 
 
 def _tokenize_row(
     row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, margin_key: str | None, flag: str
 ) -> dict[str, Any]:
-    keys = list(zip(SIDES, options.answer_keys, strict=True))
     with within(f"{flag} row {index + 1}"):
-        _check_shared_turns(row, options)
-        sides = {side: tokenize_answer(row, f"--{side}_key", key, tokenizer, options) for side, key in keys}
-        margin = _margin(row, margin_key)
+        row = options.reader.read(row)
+        margin = _margin(row.columns, margin_key)
+        _check_shared_turns(row)
+        sides = {side: tokenize_answer(row, side, tokenizer, options) for side in SIDES}
     whole = {side: list(ids) for side, (ids, _) in sides.items()}
     result: dict[str, Any] = {"margin": margin, "row": index, "num_loss_tokens": 1, "fate": KEPT}
     for side, (ids, mask) in sides.items():
@@ -119,9 +129,9 @@ def _tokenize_row(
     elif result["chosen_ids"] == result["rejected_ids"] or not all(any(result[f"{side}_mask"]) for side in SIDES):
         result["fate"] = CUT_AWAY
     result["truncated"] = any(len(ids) > options.max_len for ids in whole.values())
-    texts = [row[key] for key in (options.prompt_key, *options.answer_keys) if key]
-    result["control_tokens"] = holds_controls(tokenizer, *texts)
+    result["control_tokens"] = holds_controls(tokenizer, *row.texts())
     result["num_tokens"] = len(result["chosen_ids"]) + len(result["rejected_ids"])
+    result[NOTE] = row.notes.as_text()
     result["digest"] = digest_of(result["chosen_ids"]) + digest_of(result["rejected_ids"])
     return result
 
@@ -129,21 +139,21 @@ def _tokenize_row(
 def _margin(row: Any, key: str | None) -> float:
     if key is None:
         return 0.0
-    if isinstance(row[key], bool) or not isinstance(row[key], (int, float)):
-        raise UserError(f"--margin_key {key}", repr(row[key]), "a number")
-    return float(row[key])
+    margin = lookup(row, key)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise UserError(f"--margin_key {key}", repr(margin), "a number")
+    return float(margin)
 
 
-def _check_shared_turns(row: Any, options: AnswerOptions) -> None:
+def _check_shared_turns(row: ReadRow) -> None:
     """Check that whole conversations on both sides share all but their last message."""
-    if not options.chat or options.prompt_key is not None:
+    whole = any(isinstance(row[side], list) and row[side] and not is_answer(row[side][0]) for side in SIDES)
+    if not row.chat or not (whole or row["prompt"] is None):
         return
-    chosen_key, rejected_key = options.answer_keys
-    chosen = as_messages(row, "--chosen_key", chosen_key, "assistant")
-    rejected = as_messages(row, "--rejected_key", rejected_key, "assistant")
+    chosen, rejected = (conversation_of(row, side, None) for side in SIDES)
     if chosen[:-1] != rejected[:-1]:
-        where = f"--chosen_key {chosen_key}"
-        raise UserError(where, "the conversations differ before their last message", "a shared prompt")
+        found = "the conversations differ before their last message"
+        raise UserError(row.where["chosen"], found, "a shared prompt")
 
 
 def collate_pairs(

@@ -16,6 +16,7 @@ FACTS = "prepared.json"
 PREPARED = "stop_trained"  # a column that only tokenized rows have
 # the flags that decide the tokens
 OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
+OPTIONS += ("ignore_columns",)
 
 
 def is_prepared(rows: Dataset) -> bool:
@@ -79,7 +80,7 @@ def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], co
         if facts["tokenizer"] != tokenizer_hash(tokenizer):
             raise UserError(flag, f"{folder} was prepared with another tokenizer or chat template", "the same one")
         for name, value in wanted.items():
-            before = facts["options"][name]
+            before = facts["options"].get(name)
             if value != before and (value or name == "max_len"):
                 raise UserError(f"--{name}", f"{value}, but {folder} was prepared with {before}", str(before))
     if set(rows.column_names) != columns:

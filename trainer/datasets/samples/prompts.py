@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from trainer.datasets.conversations.control_tokens import holds_controls
-from trainer.datasets.conversations.messages import as_messages, tools_of
+from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.templates import chat_template, render_prompt
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
@@ -20,8 +20,11 @@ from trainer.datasets.conversations.tokens import (
     tokenizer_state,
 )
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, text_of, within
+from trainer.datasets.rows import check_keys, lookup, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.shapes.columns import CONVERSATIONS, PROMPTS
+from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -36,20 +39,10 @@ SENTENCE = (
 class _Options:
     """Everything that decides, together with the tokenizer, what a row becomes."""
 
-    chat: bool
-    input_key: str
+    reader: RowReader
     label_key: str | None
     input_template: str | None
-
-    @property
-    def prompt_columns(self) -> list[str]:
-        """The columns before the answer, for images."""
-        return [self.input_key]
-
-    @property
-    def answer_columns(self) -> list[str]:
-        """The columns of answers, for images. Each one ends a separate conversation."""
-        return []
+    answers = ()  # the parts of a row that are an answer, for images
 
 
 def tokenize_prompts(
@@ -64,6 +57,9 @@ def tokenize_prompts(
     max_len: int,
     num_proc: int | None = None,
     needs_labels: bool = False,
+    ignore_columns: str | None = None,
+    taken: Iterable[str] = (),
+    drop_answer: bool = False,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
@@ -73,15 +69,27 @@ def tokenize_prompts(
     Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1). With `needs_labels`,
-    also for a prompt that is kept and has no label.
+    also for a prompt that is kept and has no label, or a label that is an object.
+    taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
     """
-    key = input_key or "messages"
+    known = input_key is None and any(name in rows.column_names for name in (*CONVERSATIONS, *PROMPTS))
+    key = input_key or (None if known else "messages")
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
-    options = _Options(apply_chat_template or isinstance(rows[0][key], list), key, label_key, input_template)
-    if options.chat:
+    reader = reader_of(
+        PROMPT,
+        rows.column_names,
+        chat=apply_chat_template,
+        ignored=ignore_columns,
+        prompt_key=key,
+        taken=(*taken, *([label_key] if label_key else [])),
+        has_template=bool(tokenizer.chat_template),
+        drop_answer=drop_answer,
+    )
+    options = _Options(reader, label_key, input_template)
+    if reader.chat:
         chat_template(tokenizer)  # raises if there is none
     refuse_for_rows(
-        apply_chat_template=apply_chat_template, input_template=input_template, has_conversations=options.chat
+        apply_chat_template=apply_chat_template, input_template=input_template, has_conversations=bool(reader.chat)
     )
     check_input_template(input_template)
     prompts = map_rows(
@@ -104,15 +112,18 @@ def tokenize_prompts(
         "num_samples": int(kept.sum()),
         "num_tokens": int(lengths[kept].sum()),
     }
-    ledger = Ledger(counts, SENTENCE + control_note(prompts))
+    ledger = Ledger(counts, SENTENCE + control_note(prompts), lines_of(prompts))
     if not kept.any():
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
-    prompts = keep(prompts.remove_columns("control_tokens"), kept)
+    prompts = keep(prompts.remove_columns(["control_tokens", NOTE]), kept)
     if needs_labels:
         for row, label in zip(prompts["row"], prompts["label"]):
             if not (label or "").strip():
                 found = "no value" if label is None else "an empty text"
                 raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", found, "an answer to compare with")
+            if label.startswith("{") and isinstance(lookup(rows[row], label_key), dict):
+                inside = ", ".join(f"{label_key}.{name}" for name in json.loads(label))
+                raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", "an object, not an answer", inside)
     return prompts, ledger
 
 
@@ -131,37 +142,39 @@ def columns_of(prompt: dict[str, Any]) -> dict[str, Any]:
 
 def _features() -> Features:
     numbers = {name: Value("int64") for name in ("num_tokens", "row")}
-    texts = {name: Value("string") for name in ("label", "digest")}
+    texts = {name: Value("string") for name in ("label", "digest", NOTE)}
     return Features({"prompt_ids": List(Value("int32")), **numbers, **texts, "control_tokens": Value("bool")})
 
 
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
     with within(f"{flag} row {index + 1}"):
-        prompt_ids = (_chat_prompt if options.chat else _text_prompt)(row, tokenizer, options)
-    label = row[options.label_key] if options.label_key else None
+        row = options.reader.read(row)
+        label = lookup(row.columns, options.label_key) if options.label_key else None
+        prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
     return {
         "prompt_ids": prompt_ids,
         "label": label if label is None or isinstance(label, str) else json.dumps(label),
         "num_tokens": len(prompt_ids),
         "digest": digest_of(prompt_ids),
         "row": index,
-        "control_tokens": holds_controls(tokenizer, row[options.input_key]),
+        "control_tokens": holds_controls(tokenizer, *row.texts()),
+        NOTE: row.notes.as_text(),
     }
 
 
-def _text_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
-    prompt = text_of(row, "--input_key", options.input_key)
-    return prompt_tokens(tokenizer, prompt, options.input_template) if prompt.strip() else []
+def _text_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
+    return prompt_tokens(tokenizer, row["prompt"], options.input_template) if row["prompt"].strip() else []
 
 
-def _chat_prompt(row: Any, tokenizer: Any, options: _Options) -> list[int]:
-    messages = as_messages(row, "--input_key", options.input_key, "user")
+def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
+    refuse_for_rows(input_template=options.input_template, has_conversations=True)
+    tools = tools_of(row)
+    messages = row.messages("prompt", "user", chat_template(tokenizer, tools))
     if not any(message["content"].strip() for message in messages):
         return []
     if messages[-1]["role"] == "assistant":
-        found = "ends with an assistant message"
-        raise UserError(f"--input_key {options.input_key}", found, "a prompt that the model answers")
-    return render_prompt(tokenizer, messages, tools_of(row))
+        raise UserError(row.where["prompt"], "ends with an assistant message", "a prompt that the model answers")
+    return render_prompt(tokenizer, messages, tools)
 
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:

@@ -12,8 +12,8 @@ from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.control_tokens import holds_controls
-from trainer.datasets.conversations.messages import as_messages, tools_of
-from trainer.datasets.conversations.templates import chat_template, render_chat
+from trainer.datasets.conversations.messages import tools_of
+from trainer.datasets.conversations.templates import chat_template, loss_of, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
@@ -25,13 +25,17 @@ from trainer.datasets.conversations.tokens import (
 )
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import text_of, within
+from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.prepared import checked, is_prepared
+from trainer.datasets.shapes.columns import CONVERSATIONS, MORE, PROMPTS
+from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
-LEDGER_COLUMNS = ["truncated", "empty", "stop_trained", "control_tokens"]  # the others belong to a sample
+FLAGS = ("truncated", "empty", "stop_trained", "control_tokens")
+LEDGER_COLUMNS = (*FLAGS, NOTE)  # the others belong to a sample
 
 
 SENTENCE = (
@@ -44,26 +48,11 @@ SENTENCE = (
 class _Options:
     """Everything that decides, together with the tokenizer, what a row becomes."""
 
-    mode: str  # keys, chat or pretrain
-    input_key: str | None
-    output_key: str | None
+    reader: RowReader
     input_template: str | None
     multiturn: bool
     max_len: int
-
-    @property
-    def chat(self) -> bool:
-        return self.mode == "chat"
-
-    @property
-    def prompt_columns(self) -> list[str]:
-        """The columns before the answer, for images."""
-        return [self.input_key] if self.input_key else []
-
-    @property
-    def answer_columns(self) -> list[str]:
-        """The columns of answers, for images. Each one ends a separate conversation."""
-        return [self.output_key] if self.output_key else []
+    answers = ("answer",)  # the parts of a row that are an answer, for images
 
 
 def tokenize_sft(
@@ -105,9 +94,9 @@ def tokenize_rows(
 ) -> Dataset:
     """Return the tokens of every row, also of those without a loss token. `first_row` is the index of the first row.
 
-    Plain keys: the prompt under input_key (put into input_template), the answer under output_key, eos. Loss after the
-    prompt. Chat: the chat template, with loss on its assistant tokens. apply_chat_template selects it. So does a column
-    `messages` or `conversations` if no key is named. pretrain_mode: the text and eos, with loss on all tokens.
+    The row's shape decides, and flags override it: see `RowReader`. Texts: the prompt (put into input_template), the
+    answer, eos, with loss after the prompt. Conversations: the chat template, with loss on its assistant tokens.
+    pretrain_mode, and rows with nothing but a text: the text and eos, with loss on all tokens.
     Samples over max_len tokens are cut on the right, without eos.
     """
     options = options_of(rows.column_names, tokenizer, flag, **flags)
@@ -129,18 +118,30 @@ def options_of(
     multiturn: bool,
     pretrain_mode: bool,
     max_len: int,
+    ignore_columns: str | None = None,
 ) -> _Options:
     """Decide how rows become samples, and check the flags against the columns. Raises UserError."""
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
-    mode = _mode(columns, input_key, output_key, apply_chat_template, pretrain_mode)
+    named = input_key is not None or output_key is not None
+    is_texts = named and output_key is not None and not apply_chat_template
+    reader = reader_of(
+        SFT,
+        columns,
+        chat=True if apply_chat_template else False if is_texts and not pretrain_mode else None,
+        ignored=ignore_columns,
+        prompt_key=input_key,
+        answer_keys=(output_key,) if output_key is not None else (),
+        pretrain=pretrain_mode,
+        has_template=bool(tokenizer.chat_template),
+        input_template=input_template is not None,
+    )
     flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "multiturn": multiturn}
     flags |= {"output_key": output_key, "input_template": input_template}
-    refuse_for_rows(has_conversations=mode == "chat", **flags)
-    key = input_key or {"pretrain": "text", "chat": _chat_column(columns)}.get(mode)
-    options = _Options(mode, key, output_key, input_template, multiturn, max_len)
-    _check_options(options, columns, tokenizer, flag)
-    return options
+    refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
+    check_input_template(input_template)
+    _check_columns(reader, columns, tokenizer, flag)
+    return _Options(reader, input_template, multiturn, max_len)
 
 
 def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledger]:
@@ -159,7 +160,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
         "num_loss_tokens": total("num_loss_tokens"),
         "num_stop_trained": total("stop_trained", kept),  # samples whose last loss token is a stop token
     }
-    ledger = Ledger(counts, SENTENCE + control_note(samples))
+    ledger = Ledger(counts, SENTENCE + control_note(samples), lines_of(samples))
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
@@ -169,47 +170,44 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
     return keep(samples, kept), ledger
 
 
-def _chat_column(columns: list[str]) -> str | None:
-    return next((name for name in ("messages", "conversations") if name in columns), None)
+def _has_conversations(reader: RowReader, columns: list[str]) -> bool | None:
+    """Whether some rows become conversations. None: each row decides."""
+    if reader.chat is not None or reader.pretrain:
+        return bool(reader.chat)
+    if reader.prompt_key is None and any(name in columns for name in CONVERSATIONS):
+        return True
+    return None if reader.prompt_key or any(name in columns for name in (*PROMPTS, *MORE)) else False
 
 
-def _mode(
-    columns: list[str], input_key: str | None, output_key: str | None, apply_chat_template: bool, pretrain_mode: bool
-) -> str:
-    if pretrain_mode:
-        return "pretrain"
-    no_key = input_key is None and output_key is None
-    return "chat" if apply_chat_template or (no_key and _chat_column(columns)) else "keys"
-
-
-def _check_options(options: _Options, columns: list[str], tokenizer: Any, flag: str) -> None:
-    """Check the keys against the columns."""
-    if options.mode == "chat":
+def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: str) -> None:
+    """Check the named keys, and whether anything in these columns can be learned from."""
+    key = reader.prompt_key or ("text" if reader.pretrain else None)
+    [answer_key] = reader.answer_keys or [None]
+    check_keys(columns, flag, {"--input_key": key, "--output_key": answer_key})
+    conversation = any(name in columns for name in CONVERSATIONS)
+    if reader.chat or (reader.chat is None and key is None and conversation):
         chat_template(tokenizer)  # raises if there is none
-    if options.mode == "keys" and options.output_key is None:
-        needed = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
-        raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed)
-    check_input_template(options.input_template)
-    if options.input_key not in columns:
-        found = f"no key {options.input_key!r} in the rows of {flag}" if options.input_key else f"needed for {flag}"
-        raise UserError("--input_key", found, ", ".join(columns))
-    if options.output_key is not None and options.output_key not in columns:
-        raise UserError("--output_key", f"no key {options.output_key!r} in the rows of {flag}", ", ".join(columns))
+    if key is None and not any(name in columns for name in (*CONVERSATIONS, *PROMPTS, *MORE)):
+        if reader.chat or reader.answer_keys:
+            raise UserError("--input_key", f"needed for {flag}", ", ".join(columns))
+        if "text" not in columns:
+            raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", NEEDED)
 
 
 def sft_features() -> Features:
     """The columns of tokenized rows, before `with_loss`."""
     names = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "digest": Value("string")}
-    names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
-    return Features(names | {name: Value("bool") for name in LEDGER_COLUMNS})
+    names |= {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")} | {NOTE: Value("string")}
+    return Features(names | {name: Value("bool") for name in FLAGS})
 
 
 def tokenize_row(
     row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int = 0
 ) -> dict[str, Any]:
     index += first_row
-    tokenize = {"keys": _from_keys, "chat": _from_chat, "pretrain": _from_text}[options.mode]
     with within(f"{flag} row {index + 1}"):
+        row = options.reader.read(row)
+        tokenize = _from_chat if row.chat else _from_text if row.get("text") is not None else _from_parts
         input_ids, loss_mask = tokenize(row, tokenizer, options)
     truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
@@ -225,32 +223,26 @@ def tokenize_row(
         "truncated": truncated,
         "empty": empty,
         "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
-        "control_tokens": holds_controls(
-            tokenizer, *(row[key] for key in (options.input_key, options.output_key) if key)
-        ),
+        "control_tokens": holds_controls(tokenizer, *row.texts()),
+        NOTE: row.notes.as_text(),
     }
 
 
-def _from_keys(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    prompt = text_of(row, "--input_key", options.input_key)
-    answer = text_of(row, "--output_key", options.output_key)
-    return prompt_and_answer(tokenizer, prompt, answer, options.input_template)
+def _from_parts(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    return prompt_and_answer(tokenizer, row["prompt"], row["answer"], options.input_template)
 
 
-def _from_text(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    return whole_text(tokenizer, text_of(row, "--input_key", options.input_key))
+def _from_text(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    return whole_text(tokenizer, row["text"])
 
 
-def _from_chat(row: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    if isinstance(row[options.input_key], str) and options.output_key is None:
-        found = "a text, not a list of messages"
-        raise UserError(f"--input_key {options.input_key}", found, "--output_key for the answer to the text")
-    messages = as_messages(row, "--input_key", options.input_key, "user")
-    if options.output_key is not None:
-        if not isinstance(row[options.output_key], list):
-            text_of(row, "--output_key", options.output_key)  # raises for a value that is not a text
-        messages = messages + as_messages(row, "--output_key", options.output_key, "assistant")
-    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools_of(row))
+def _from_chat(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    tools = tools_of(row)
+    template = chat_template(tokenizer, tools)
+    refuse_for_rows(input_template=options.input_template, has_conversations=True)
+    messages = row.messages("prompt", "user", template) + row.messages("answer", "assistant", template)
+    row.notes.facts.add(loss_of(messages, options.multiturn))
+    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools)
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:

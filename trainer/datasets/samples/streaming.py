@@ -19,6 +19,7 @@ from trainer.datasets.library import one_line
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
+from trainer.datasets.shapes.notes import NOTE, lines_of_notes
 from trainer.errors import UserError
 
 CONTROL = "{num_control_tokens} rows hold control tokens, read as plain text"
@@ -64,10 +65,12 @@ class SampleStream:
             if column in self.column_names:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)
-        self.ledger, self._first = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None
+        self.ledger, self._first, notes = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None, []
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
             count(self.ledger.counts, row)
+            notes.append(row[NOTE])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
+        self.ledger.lines = [f"first rows: {line}" for line in lines_of_notes(notes)]
         if not self._first:
             raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")
 

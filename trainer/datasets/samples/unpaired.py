@@ -10,7 +10,7 @@ from datasets import Dataset, Features, List, Value
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
-from trainer.datasets.rows import check_keys, within
+from trainer.datasets.rows import check_keys, lookup, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -23,6 +23,9 @@ from trainer.datasets.samples.answers import (
 )
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
+from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS
+from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.row_reader import ANSWER
 from trainer.errors import UserError
 
 SENTENCE = (
@@ -58,6 +61,7 @@ def tokenize_unpaired(
     apply_chat_template: bool,
     max_len: int,
     num_proc: int | None = None,
+    ignore_columns: str | None = None,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
@@ -68,10 +72,15 @@ def tokenize_unpaired(
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
-    flags = {"--prompt_key": prompt_key, "--completion_key": completion_key, "--label_key": label_key}
-    check_keys(rows.column_names, flag, flags)
+    columns = rows.column_names
+    if label_key == "label" and label_key not in columns and "kto_tag" in columns:
+        label_key = "kto_tag"  # LLaMA-Factory
+    keys = {"--prompt_key": prompt_key, "--completion_key": completion_key}
+    known = completion_key == "completion" and any(name in columns for name in (*ANSWERS, *CONVERSATIONS))
+    check_keys(columns, flag, {**({} if known else keys), "--prompt_key": prompt_key, "--label_key": label_key})
+    reading = {"ignored": ignore_columns, "taken": (label_key,)}
     options = answer_options(
-        rows, tokenizer, prompt_key, (completion_key,), input_template, apply_chat_template, max_len
+        rows, tokenizer, ANSWER, keys, ("completion",), input_template, apply_chat_template, max_len, **reading
     )
     samples = map_rows(
         rows,
@@ -92,16 +101,18 @@ def tokenize_unpaired(
 def _features() -> Features:
     numbers = {name: Value("int64") for name in ("start", "num_tokens", "num_loss_tokens", "row")}
     tokens = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}
-    flags = {"label": Value("bool"), "truncated": Value("bool"), "control_tokens": Value("bool")}
-    return Features({**tokens, **numbers, **flags, "digest": Value("string"), "fate": Value("string")})
+    flags = {name: Value("bool") for name in ("label", "truncated", "control_tokens")}
+    texts = {name: Value("string") for name in ("digest", "fate", NOTE)}
+    return Features({**tokens, **numbers, **flags, **texts})
 
 
 def _tokenize_row(
     row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, label_key: str, flag: str
 ) -> dict[str, Any]:
     with within(f"{flag} row {index + 1}"):
-        ids, mask = tokenize_answer(row, "--completion_key", options.answer_keys[0], tokenizer, options)
-        label = row[label_key]
+        row = options.reader.read(row)
+        label = lookup(row.columns, label_key)
+        ids, mask = tokenize_answer(row, "completion", tokenizer, options)
         if label not in (0, 1):  # True and False are among them
             raise UserError(f"--label_key {label_key}", repr(label), "true or false, 1 or 0")
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
@@ -117,9 +128,8 @@ def _tokenize_row(
         "digest": digest_of(cut),
         "truncated": len(ids) > options.max_len,
         "fate": fate,
-        "control_tokens": holds_controls(
-            tokenizer, *(row[key] for key in (options.prompt_key, *options.answer_keys) if key)
-        ),
+        "control_tokens": holds_controls(tokenizer, *row.texts()),
+        NOTE: row.notes.as_text(),
     }
 
 

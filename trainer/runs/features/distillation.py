@@ -11,6 +11,7 @@ from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.samples.prepared import OPTIONS, write_prepared
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import sft_features
+from trainer.datasets.shapes.notes import NOTE
 from trainer.distributed.collectives import broadcast_object, rank_0_first, wait_for_all
 from trainer.errors import UserError
 from trainer.flags.kd_flags import TeacherArguments
@@ -32,7 +33,12 @@ PROMPTS_AT_A_TIME = 256  # on each rank; rank 0 gets the answers to so many
 ANSWERS = "answers"  # a folder in the run folder
 # flags of --dataset that do not apply to the teacher's answers
 OF_DATASET = {"dataset_split": "train", "dataset_probs": None, "max_samples": None, "input_key": None}
-OF_DATASET |= {"input_template": None, "apply_chat_template": False, "tokenizer_chat_template": None}
+OF_DATASET |= {
+    "input_template": None,
+    "ignore_columns": None,
+    "apply_chat_template": False,
+    "tokenizer_chat_template": None,
+}
 
 
 def coefficient(flags: TeacherArguments) -> float:
@@ -96,7 +102,7 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
     """
     strategy = setup.strategy
     prompts, ledger = rank_0_first(lambda: _prompts(args, setup.tokenizer))
-    strategy.print(f"prompts for the teacher: {ledger.summary()}")
+    strategy.print(ledger.report("prompts for the teacher"))
     options = {
         "dtype": strategy.param_dtype,
         "device": strategy.device,
@@ -133,6 +139,8 @@ def _prompts(args, tokenizer):
         input_key=args.sft.input_key,
         label_key=None,
         input_template=args.data.input_template,
+        ignore_columns=args.data.ignore_columns,
+        drop_answer=True,
         apply_chat_template=args.data.apply_chat_template,
         max_len=args.length.max_len - args.teacher.generate_max_len,
         num_proc=args.data.dataset_num_proc,
@@ -153,6 +161,7 @@ def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:
         "empty": False,
         "stop_trained": ids[-1] in ends,
         "control_tokens": False,
+        NOTE: "",
     }
 
 

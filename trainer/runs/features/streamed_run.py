@@ -38,6 +38,7 @@ def open_stream(args, tokenizer) -> SampleStream:
         input_key=args.sft.input_key,
         output_key=args.sft.output_key,
         input_template=data.input_template,
+        ignore_columns=data.ignore_columns,
         apply_chat_template=data.apply_chat_template,
         multiturn=args.sft.multiturn,
         pretrain_mode=args.sft.pretrain_mode,

@@ -1,0 +1,211 @@
+"""Public shapes of rows: each gives the ids and the mask that a few lines over the tokenizer give for its conversation.
+
+A file in `public_shapes` has rows, and what they mean: [role, text, 1 if it is trained], in our own words.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from trainer.datasets.conversations.messages import NAMES_OF_ROLES
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.preference import tokenize_preference
+from trainer.datasets.samples.prompts import tokenize_prompts
+from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.datasets.samples.unpaired import tokenize_unpaired
+from trainer.errors import UserError
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
+FOLDER = Path(__file__).parent / "public_shapes"
+SHAPES = sorted(path.stem for path in FOLDER.glob("*.json"))
+COMMON = {"flag": "--dataset", "input_template": None, "apply_chat_template": False, "max_len": 512}
+FLAGS = {
+    "sft": {"input_key": None, "output_key": None, "multiturn": False, "pretrain_mode": False},
+    "pairs": {"prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None},
+    "answer": {"prompt_key": None, "completion_key": "completion", "label_key": "label"},
+    "prompt": {"input_key": None, "label_key": None},
+}
+TASKS = {"sft": tokenize_sft, "pairs": tokenize_preference, "answer": tokenize_unpaired, "prompt": tokenize_prompts}
+BODY = "{% for m in messages %}{{ HEAD + m.role + '\n' + m.content + END + '\n' }}{% endfor %}"
+BODY += "{% if add_generation_prompt %}{{ HEAD + 'assistant\n' }}{% endif %}"
+MARKS = {"BPE": ("<|im_start|>", "<|im_end|>"), "SentencePiece": ("# ", "</s>")}
+
+
+@functools.cache
+def tokenizer_of(kind: str):
+    head, end = MARKS[kind]
+    template = BODY.replace("HEAD", f"'{head}'").replace("END", f"'{end}'")
+    if kind == "BPE":
+        file = DATA / "tokenizers" / "torchtune-tiny-bpe-2k" / "tokenizer.json"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(DATA / "models" / "stories260K-hf")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
+
+
+def expected(kind: str, turns: list, opened: bool = False) -> tuple[list[int], list[int]]:
+    """Ids and mask of turns, from the whole text and the places of its tokens."""
+    tokenizer, (head, end) = tokenizer_of(kind), MARKS[kind]
+    if turns[0][0] == "text":
+        ids = tokenizer(turns[0][1])["input_ids"]
+        return [*ids, tokenizer.eos_token_id], [0] + [1] * len(ids)
+    text, trained = "", []
+    for role, content, has_loss in turns:
+        text += f"{head}{role}\n"
+        if has_loss:
+            trained.append((len(text), len(text + content + end)))
+        text += f"{content}{end}\n"
+    text += f"{head}assistant\n" if opened else ""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = found["offset_mapping"]
+    # a token that merges over the border belongs to the answer
+    return found["input_ids"], [int(any(a < stop and b > start for start, stop in trained)) for a, b in places]
+
+
+def tokenize(task: str, rows: list[dict], folder: Path, kind: str, **flags):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_rows(str(path), flag="--dataset", split="train")
+    return TASKS[task](loaded, tokenizer_of(kind), **COMMON | FLAGS[task] | flags)
+
+
+@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
+    shape = json.loads((FOLDER / f"{name}.json").read_text())
+    task = shape["task"]
+    samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, **shape["flags"])
+    assert len(samples) == len(shape["want"]) and ledger.lines
+    for sample, want in zip(samples, shape["want"], strict=True):
+        if task == "pairs":
+            for side, turns in want.items():
+                assert (sample[f"{side}_ids"], sample[f"{side}_mask"]) == expected(kind, turns), side
+        elif task == "prompt":
+            labels = [text for role, text, _ in want if role == "label"]
+            assert sample["prompt_ids"] == expected(kind, [t for t in want if t[0] != "label"], opened=True)[0]
+            assert sample["label"] == (labels[0] if labels else None)
+        else:
+            assert (sample["input_ids"], sample["loss_mask"]) == expected(kind, want)
+
+
+def lines(rows, folder, **flags):
+    return "\n".join(tokenize("sft", rows, folder, "BPE", **flags)[1].lines)
+
+
+def test_what_is_recognised_and_not_used_is_said(tmp_path):
+    row = {"instruction": "a", "input": "b", "output": "c", "id": 1, "source": "s"}
+    found = lines([row], tmp_path)
+    assert "alpaca rows: instruction + input -> user, output -> assistant" in found
+    assert "columns not used: id, source" in found and "loss on the last turn of the assistant" in found
+    named = {"messages": [{"role": "user", "content": "a", "name": "Bo"}, {"role": "assistant", "content": "b"}]}
+    assert "keys of messages not used: name" in lines([named], tmp_path)
+    plain = lines([{"q": "a", "a": "b"}], tmp_path, input_key="q", output_key="a")
+    assert "no chat template is applied" in plain and "q -> prompt, a -> answer" in plain
+
+
+def talk(*messages, **others):
+    return {"messages": [{"role": "user", "content": "a"}, *messages], **others}
+
+
+ANSWER = {"role": "assistant", "content": "b"}
+REFUSED = {
+    "an unknown role": (
+        talk({"role": "narrator", "content": "x"}, ANSWER),
+        "message 2: no role was recognised: narrator",
+    ),
+    "thoughts": (talk({**ANSWER, "thinking": "x"}), "message 2: the chat template does not read its key 'thinking'"),
+    "a part": (talk({"role": "user", "content": [{"type": "audio", "audio": "x"}]}, ANSWER), "a part of type 'audio'"),
+    "a share": (talk({**ANSWER, "weight": 0.5}), "weight is 0.5"),
+    "videos": (talk(ANSWER, videos=["a.mp4"]), "column videos: would change the text"),
+    "an image": (talk(ANSWER, image="a.png"), "column image: would change the text"),
+    "context": (talk(ANSWER, context="x"), "column context: would change the text"),
+    "two answers": (
+        {"question": "a", "answer": "b", "response": "c"},
+        "columns response and answer: each could be meant",
+    ),
+    "two systems": (talk(ANSWER, system="x", system_prompt="y"), "columns system and system_prompt"),
+    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "train_dpo or train_rm for pairs"),
+    "nothing": ({"foo": "b"}, "nothing says what to learn from the columns foo"),
+    "a broken call": (talk({"role": "function_call", "content": "tide()"}), "a call of a tool that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_text_is_refused_with_the_row(name, tmp_path):
+    row, message = REFUSED[name]
+    with pytest.raises(UserError) as error:
+        tokenize("sft", [{"messages": [{"role": "user", "content": "a"}, ANSWER]}, row], tmp_path, "BPE")
+    assert str(error.value).startswith("--dataset row 2: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_ignored_columns_and_keys_are_left_out(tmp_path):
+    row = talk({**ANSWER, "thinking": "x"}, videos=["a.mp4"])
+    [sample], _ = tokenize("sft", [row], tmp_path, "BPE", ignore_columns="videos, thinking")
+    assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", [["user", "a", 0], ["assistant", "b", 1]])
+
+
+def test_a_whole_conversation_that_contradicts_its_prompt_is_refused(tmp_path):
+    sides = {side: talk({**ANSWER, "content": side})["messages"] for side in ("chosen", "rejected")}
+    with pytest.raises(UserError, match=r"row 1: column prompt: its turns are not those"):
+        tokenize("pairs", [{"prompt": "another", **sides}], tmp_path, "BPE")
+
+
+def test_an_object_is_no_label_to_compare_with(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": {"style": "rule", "ground_truth": "12"}}
+    with pytest.raises(UserError, match=r"row 1: --label_key reward_model: an object.*reward_model\.ground_truth"):
+        tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model", needs_labels=True)
+
+
+WORDS = st.text("abcdefgh", min_size=3, max_size=8)
+NAMES = sorted({name for names in NAMES_OF_ROLES.values() for name in names.split()} - {"tool_calls"})
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"] * 6 + [*NAMES, "narrator", "GPT", "critic"]), "content": WORDS},
+    optional=dict.fromkeys(("name", "thinking", "id"), WORDS)
+    | {key: st.booleans() for key in ("weight", "loss", "train")},
+)
+KNOWN_COLUMNS = ("id", "system", "context", "input", "history", "videos", "prompt", "answer", "source")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(MESSAGES, min_size=1, max_size=5), st.dictionaries(st.sampled_from(KNOWN_COLUMNS), WORDS, max_size=2))
+def test_every_conversation_is_wholly_in_the_text_or_refused(messages, others):
+    """With the mask on the turns of the assistant that its keys do not exclude. No third outcome."""
+    tokenizer = tokenizer_of("BPE")
+    rows = datasets.Dataset.from_list([{"messages": [dict(m) for m in messages], **others}])
+    flags = COMMON | FLAGS["sft"] | {"multiturn": True}
+    try:
+        [sample], ledger = tokenize_sft(rows, tokenizer, **flags)
+    except UserError as error:
+        assert "--dataset" in str(error)
+        return
+    text = tokenizer.decode(sample["input_ids"])
+    roles = [next(r for r, names in NAMES_OF_ROLES.items() if m["role"].lower() in names.split()) for m in messages]
+    wanted = [
+        role == "assistant" and all(bool(m[key]) for key in ("weight", "loss", "train") if m.get(key) is not None)
+        for role, m in zip(roles, messages, strict=True)
+    ]
+    if len(messages) == 1:  # pretraining
+        assert wanted == [True] and text == messages[0]["content"] + tokenizer.eos_token
+        return
+    last = max(number for number, is_trained in enumerate(wanted) if is_trained)
+    turns = [[role, m["content"], int(t)] for role, m, t in zip(roles, messages, wanted, strict=True)][: last + 1]
+    if "system" in others and turns[0] != ["system", others["system"], 0]:
+        turns = [["system", others["system"], 0], *turns]
+    assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", turns)
+    unused = "".join(ledger.lines)
+    for name, value in others.items():
+        assert name in unused or value in text

@@ -1,0 +1,135 @@
+"""The part of a row before its answer: a conversation, or a text with its second text, system text and earlier turns."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.datasets.conversations.messages import CALL, as_single_messages, role_of
+from trainer.datasets.rows import AsWritten, kind_of, lookup, text_value
+from trainer.datasets.shapes.columns import (
+    ANSWERS,
+    CONVERSATIONS,
+    HISTORY,
+    MORE,
+    PROMPTS,
+    SYSTEMS,
+    Columns,
+)
+from trainer.errors import UserError
+
+
+@dataclass
+class PromptPart:
+    """`value` is a text, raw messages, or None. `says` has (columns, what they become)."""
+
+    value: Any = None
+    where: str = ""
+    says: list[tuple[str, str]] = field(default_factory=list)
+    columns: tuple[str, ...] = ()
+    is_chat: bool = False  # it has a system text or earlier turns, which only messages can hold
+
+    @property
+    def names(self) -> str:
+        return " + ".join(self.columns)
+
+
+def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
+    """What comes before an answer. `key` is the column that `flag` names; None looks for one by its name."""
+    name = key if key is not None else _conversation_of(columns)
+    if name is not None and is_conversation(name, lookup(columns.row, name)):
+        value = raw_messages(columns.take(name))
+        found = PromptPart(value, f"{flag} {name}", [(name, "turns")], (name,), True)
+    elif key is None and any(name in columns.row for name in CONVERSATIONS):
+        name = next(name for name in CONVERSATIONS if name in columns.row)
+        raise UserError(f"{flag} {name}", kind_of(columns.row[name]), "a list of messages")
+    else:
+        found = _text_part(columns, key, flag)
+    if found.value is not None:
+        add_system(found, columns)
+    return found
+
+
+def _text_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
+    name = key if key is not None else columns.find(PROMPTS, flag)
+    if name is None and any(answer in columns.row for answer in ANSWERS):
+        name = columns.filled(MORE)  # {input, output}
+    if name is None:
+        return PromptPart()
+    where = f"{flag} {name}" if key is not None else f"column {name}"
+    found = PromptPart(text_value(columns.take(name), where), where, [], (name,))
+    while (key is None or key in PROMPTS) and (more := columns.filled(MORE)):
+        found.value += "\n" + text_value(columns.take(more), f"column {more}")
+        found.columns += (more,)
+    found.says.append((found.names, "user"))
+    if columns.filled((HISTORY,)):
+        turns = raw_messages(columns.take(HISTORY))
+        if not isinstance(turns, list):
+            raise UserError(f"column {HISTORY}", kind_of(turns), "pairs [question, answer], or messages")
+        found.value = [*turns, {"role": "user", "content": found.value}]
+        found.says.insert(0, (HISTORY, "earlier turns"))
+        found.is_chat = True
+    return found
+
+
+def add_system(found: PromptPart, columns: Columns) -> None:
+    """Put the system text of a column before the turns. Raises UserError if they begin with another one."""
+    name = columns.find(SYSTEMS)
+    text = text_value(columns.take(name), f"column {name}") if name else ""
+    if not text.strip():
+        return
+    turns = [{"role": "user", "content": found.value}] if isinstance(found.value, str) else found.value
+    if turns and texts_of(turns[:1]) == {("system", text.strip())}:
+        return
+    if turns and isinstance(turns[0], dict) and role_of(turns[0]) == "system":
+        raise UserError(f"column {name}", "another system text than that of the conversation", "one of them")
+    found.value = [{"role": "system", "content": text}, *turns]
+    found.says.insert(0, (name, "system"))
+    found.is_chat = True
+
+
+def _conversation_of(columns: Columns) -> str | None:
+    names = (*CONVERSATIONS, *PROMPTS)
+    return next((name for name in names if is_conversation(name, columns.row.get(name))), None)
+
+
+def is_conversation(name: str, value: Any) -> bool:
+    """Whether a column holds messages: a list, one message, or the JSON of a list under a name of conversations."""
+    is_json = isinstance(value, str) and name in CONVERSATIONS and isinstance(raw_messages(value), list)
+    return is_json or isinstance(value, (list, dict))
+
+
+def raw_messages(value: Any) -> Any:
+    """A list of single messages, also from one message, from pairs, or from the JSON of a list. Another value stays."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value, object_hook=AsWritten)
+        except ValueError:
+            return value
+    if isinstance(value, dict) and role_of(value):
+        value = [value]
+    return as_single_messages(value) if isinstance(value, list) else value
+
+
+def is_answer(message: Any) -> bool:
+    """Whether a raw message is the assistant's."""
+    return isinstance(message, dict) and role_of(message) in ("assistant", CALL)
+
+
+def content_of(message: Any) -> Any:
+    """The text of a raw message, also of one in parts."""
+    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return content
+
+
+def texts_of(messages: list) -> set[tuple]:
+    """(role, text) of raw messages: two spellings of one turn are equal."""
+    return {(role_of(m) if isinstance(m, dict) else None, str(content_of(m) or "").strip()) for m in messages}
+
+
+def all_text(value: Any) -> str:
+    """The text of a part, which is a text or raw messages."""
+    if isinstance(value, list):
+        return "\n".join(str(content_of(message) or "") for message in value)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,303 @@
+"""Read a row of any known shape as the parts of a sample: a prompt and its answers, as texts or as messages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.datasets.conversations.messages import CALL, messages_of, role_of
+from trainer.datasets.files.image_files import COLUMN as IMAGES
+from trainer.datasets.files.image_files import FOLDER
+from trainer.datasets.rows import column_of_key, lookup, text_value
+from trainer.datasets.shapes.columns import (
+    ANSWERS,
+    CHOSEN,
+    CONVERSATIONS,
+    EMPTY,
+    HISTORY,
+    REJECTED,
+    SYSTEMS,
+    TOOLS,
+    Columns,
+)
+from trainer.datasets.shapes.notes import Notes
+from trainer.datasets.shapes.prompt_part import (
+    PromptPart,
+    add_system,
+    all_text,
+    is_answer,
+    prompt_part,
+    raw_messages,
+    texts_of,
+)
+from trainer.datasets.shapes.transcripts import is_transcript, turns_of
+from trainer.errors import UserError
+
+SFT, PAIRS, ANSWER, PROMPT = "sft", "pairs", "answer", "prompt"  # what a row is read for
+NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+AS_TEXTS = "no chat template is applied: texts are joined as they are. --apply_chat_template makes them turns of a conversation"
+
+
+class ReadRow(dict):
+    """A row that was read. Its keys are the parts: prompt, the answers, text, tools, images. None: the row has none.
+
+    A value is a text, or a list of messages as the file has them. `where` names each part for errors. `columns` is the
+    row as it was.
+    """
+
+    def __init__(self, parts: dict, columns: Any, where: dict[str, str], chat: bool, notes: Notes):
+        super().__init__(parts)
+        self.columns, self.where, self.chat, self.notes = columns, where, chat, notes
+
+    def with_parts(self, parts: dict) -> "ReadRow":
+        return ReadRow({**self, **parts}, self.columns, self.where, self.chat, self.notes)
+
+    def texts(self) -> list[Any]:
+        """The texts and messages that are data. A text that becomes a turn of the assistant is the model's own."""
+        own = [name for name, value in self.items() if self.chat and name != "prompt" and isinstance(value, str)]
+        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, *own)]
+
+    def messages(self, part: str, role: str, template: str | None) -> list[dict]:
+        """The messages of a part. A text is one message of `role`; no value is no message. See `messages_of`."""
+        value = self.get(part)
+        if value is None:
+            return []
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        return messages_of(value, self.where[part], self.notes, template)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """How the rows of a set are read: the columns that flags name, and what the tokenizer allows. See `reader_of`."""
+
+    task: str
+    prompt_key: str | None = None
+    answer_keys: tuple[str, ...] = ()  # sft: of the answer, if named; pairs: chosen, rejected; answer: of its answer
+    prompt_flag: str = "--input_key"
+    answer_flags: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # columns and keys of messages that --ignore_columns names
+    taken: tuple[str, ...] = ()  # columns that something else reads: a label, a margin, a reward
+    chat: bool | None = None  # whether texts become messages; None: where the shape and the tokenizer allow it
+    pretrain: bool = False  # --pretrain_mode
+    has_template: bool = True  # of the tokenizer
+    input_template: bool = False  # --input_template
+    drop_answer: bool = False  # of prompts that end with one
+
+    def read(self, row: Any) -> ReadRow:
+        """The parts of a row. Raises UserError that names the column for a row that cannot be read as a whole."""
+        if isinstance(row, ReadRow):
+            return row
+        columns, notes = Columns(row, self.ignored, self.taken), Notes()
+        found = _READERS[self.task](self, columns, notes)
+        parts = {name: _without_keys(value, self.ignored) for name, value in found.parts.items()}
+        chat = found.chat or any(isinstance(value, list) for value in parts.values())
+        if chat:
+            for name in (TOOLS, IMAGES):
+                parts[name] = columns.take(name) if name in columns.row else None
+                if parts[name] not in EMPTY:
+                    found.says.append((name, name))
+        elif AS_TEXTS not in notes.facts and self.has_template and "text" not in parts:
+            notes.facts.add(AS_TEXTS)
+        columns.finish(notes, "\n".join(map(all_text, parts.values())), strict=not self.pretrain)
+        as_text = {} if chat else {"user": "prompt", "assistant": "answer"}
+        arrows = ", ".join(f"{source} -> {as_text.get(target, target)}" for source, target in found.says)
+        notes.shape = f"{found.name} rows: {arrows}" if found.name else f"rows: {arrows}"
+        return ReadRow({**parts, FOLDER: row.get(FOLDER)}, row, found.where, chat, notes)
+
+
+@dataclass
+class _Found:
+    name: str
+    parts: dict[str, Any]
+    where: dict[str, str]
+    says: list[tuple[str, str]]  # (columns, what they become)
+    chat: bool = False
+
+
+def reader_of(task: str, columns: list[str], *, chat: bool | None, ignored: str | None = None, **facts) -> RowReader:
+    """The reader of a set with these `columns`. A column of systems, earlier turns or tools makes all rows chats.
+
+    `ignored` is the value of --ignore_columns, names with commas between them.
+    """
+    ignored = tuple(name.strip() for name in (ignored or "").split(",") if name.strip())
+    added = [name for name in (*SYSTEMS, HISTORY, TOOLS) if name in columns and name not in ignored]
+    return RowReader(task, chat=True if added and chat is False else chat, ignored=ignored, **facts)
+
+
+# --- the tasks
+
+
+def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
+    named = reader.prompt_key is not None or bool(reader.answer_keys)
+    if reader.pretrain:
+        return _text(reader, columns)
+    if named and reader.chat is False and not isinstance(lookup(columns.row, reader.prompt_key or ""), str):
+        text_value(columns.take(reader.prompt_key or ""), f"{reader.prompt_flag} {reader.prompt_key}")
+    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
+        return _text(reader, columns)
+    answer = reader.answer_keys[0] if reader.answer_keys else None
+    whole = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
+    if answer is None and not whole and (not named or isinstance(prompt.value, str)) and reader.prompt_key is None:
+        answer = columns.find(ANSWERS, "--output_key")
+    if answer is None:
+        if not isinstance(prompt.value, list):
+            raise _no_answer(reader, columns, prompt)
+        return _whole(columns, prompt, notes, named)
+    where = f"--output_key {answer}" if reader.answer_keys else f"column {answer}"
+    found = _Found(
+        "alpaca" if prompt.columns[:1] == ("instruction",) and answer == "output" else "",
+        {"prompt": prompt.value, "answer": _answer(columns.take(answer), where)},
+        {"prompt": prompt.where, "answer": where},
+        [*prompt.says, (answer, "assistant")],
+    )
+    found.chat = reader.chat if reader.chat is not None else _wants_chat(reader, prompt, answer)
+    return found
+
+
+def _text(reader: RowReader, columns: Columns) -> _Found:
+    key = reader.prompt_key or "text"
+    where = f"{reader.prompt_flag} {key}"
+    parts = {"text": text_value(columns.take(key), where)}
+    return _Found("text", parts, {"text": where}, [(key, "text, with loss on every token")])
+
+
+def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _Found:
+    """A conversation with its answers. A lone message of the assistant is a text, as in ms-swift."""
+    value = prompt.value
+    if len(value) == 1 and is_answer(value[0]) and not named and not columns.filled((TOOLS,)):
+        [message] = messages_of(value, prompt.where, notes)
+        if not message.get("tool_calls") and message.get("train", True):
+            says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
+            return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
+    first = value[0] if value and isinstance(value[0], dict) else {}
+    name = "ShareGPT" if "from" in first and "role" not in first else "conversation"
+    return _Found(name, {"prompt": value}, {"prompt": prompt.where}, prompt.says, True)
+
+
+def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
+    keys = [key if column_of_key(columns.row, key) else columns.find(names, flag)
+            for key, names, flag in zip(reader.answer_keys, (CHOSEN, REJECTED), reader.answer_flags)]  # fmt: skip
+    labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
+    sides = [_answer(columns.take(key), label) if key else None for key, label in zip(keys, labels)]
+    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    if keys[0] is None and keys[1] is not None and isinstance(prompt.value, list):
+        sides[0], keys[0] = _split_answer(prompt, sides[1])
+    for side, label in zip(sides, labels):
+        if side is None:
+            raise UserError(label, "no value", "a text, or messages")
+    return _with_answers(reader, columns, notes, prompt, dict(zip(("chosen", "rejected"), sides)), keys)
+
+
+def _split_answer(prompt: PromptPart, rejected: Any) -> tuple[Any, str]:
+    """The last answer of a conversation as the chosen one (ms-swift). A rejected conversation keeps both whole."""
+    whole, names = prompt.value, prompt.names
+    if isinstance(rejected, list) and rejected and not is_answer(rejected[0]):
+        prompt.value, prompt.says = None, []
+        return whole, names
+    last = len(whole)
+    while last and is_answer(whole[last - 1]):
+        last -= 1
+    if last == len(whole):
+        raise UserError(prompt.where, "does not end with an assistant message", "an answer")
+    prompt.value = whole[:last]
+    return whole[last:], f"the last answer of {names}"
+
+
+def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
+    [key], [flag] = reader.answer_keys, reader.answer_flags
+    name = key if column_of_key(columns.row, key) else None
+    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    if name is None and not (isinstance(prompt.value, list) and prompt.value and is_answer(prompt.value[-1])):
+        name = columns.find(ANSWERS, flag)
+        if name is None:
+            raise UserError(flag, f"no key {key!r} in the row", ", ".join(columns.row))
+    answer = None if name is None else _answer(columns.take(name), f"{flag} {name}")
+    return _with_answers(reader, columns, notes, prompt, {"completion": answer}, [name])
+
+
+def _with_answers(
+    reader: RowReader, columns: Columns, notes: Notes, prompt: PromptPart, answers: dict[str, Any], keys: list
+) -> _Found:
+    """A prompt and its answers. Turns that whole conversations share with the prompt stand once."""
+    if prompt.value is None and reader.has_template and all(map(is_transcript, answers.values())):
+        answers = {name: turns_of(value) for name, value in answers.items()}
+        notes.facts.add("Human: and Assistant: in the texts begin turns of a conversation")
+    if prompt.value is None and all(isinstance(value, list) for value in answers.values()):
+        prompt.value = []
+        add_system(prompt, columns)
+        prompt.value = prompt.value or None
+    for value in answers.values():
+        if isinstance(value, list) and value and not is_answer(value[0]):
+            prompt.value = _without_shared(prompt, value)
+    says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
+    where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
+    return _Found("", {"prompt": prompt.value, **answers}, where | {"prompt": prompt.where}, says, bool(reader.chat))
+
+
+def _without_shared(prompt: PromptPart, whole: list) -> Any:
+    """The prompt without the turns that a whole conversation has. Raises UserError if they contradict each other."""
+    if prompt.value is None:
+        return None
+    turns = [{"role": "user", "content": prompt.value}] if isinstance(prompt.value, str) else prompt.value
+    known = texts_of(whole)
+    left = [turn for turn in turns if not texts_of([turn]) <= known]
+    roles = [role_of(turn) if isinstance(turn, dict) else None for turn in left]
+    if set(roles) <= {"system"}:
+        if left and role_of(whole[0]) == "system":
+            raise UserError(prompt.where, "another system text than that of the conversation", "one of them")
+        return left or None
+    if len(left) == len(turns) and roles[-1] in ("assistant", CALL, "tool"):
+        return turns  # the conversation goes on after the prompt
+    raise UserError(prompt.where, "its turns are not those of the answers' conversations", "the same turns")
+
+
+def _read_prompt(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
+    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    if prompt.value is None:
+        raise UserError(f"{reader.prompt_flag} messages", "no value", "a prompt")
+    value = prompt.value
+    if reader.drop_answer and isinstance(value, list) and len(value) > 1 and is_answer(value[-1]):
+        notes.facts.add("rows that end with an answer: the last answer is dropped")
+        value = value[:-1]
+    return _Found("", {"prompt": value}, {"prompt": prompt.where}, prompt.says, bool(reader.chat))
+
+
+_READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _read_answer, PROMPT: _read_prompt}
+
+
+# --- pieces
+
+
+def _answer(value: Any, where: str) -> Any:
+    """An answer: a text, the text of a number, or raw messages."""
+    if isinstance(value, list) or (isinstance(value, dict) and role_of(value)):
+        return raw_messages(value)
+    return text_value(value, where, numbers=True)
+
+
+def _wants_chat(reader: RowReader, prompt: PromptPart, answer: str) -> bool:
+    """Whether texts that no flag named become messages."""
+    if prompt.is_chat or (reader.has_template and not reader.input_template):
+        return True
+    if reader.input_template or (prompt.names, answer) == ("prompt", "completion"):
+        return False
+    found = f"the tokenizer has no chat template, which makes turns of {prompt.names} and {answer}"
+    raise UserError("--apply_chat_template", found, "--tokenizer_chat_template, or --input_template for plain texts")
+
+
+def _no_answer(reader: RowReader, columns: Columns, prompt: PromptPart) -> UserError:
+    if reader.chat and prompt.value is not None:
+        return UserError(prompt.where, "a text, not a list of messages", "--output_key for the answer to the text")
+    conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
+    if conversation and not columns.row:
+        return UserError(f"{reader.prompt_flag} {conversation}", "no value", "a list of messages")
+    pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
+    found = f"nothing says what to learn from the columns {', '.join(columns.row)}"
+    return UserError(prompt.where or "its columns", found, pairs + NEEDED)
+
+
+def _without_keys(value: Any, ignored: tuple[str, ...]) -> Any:
+    if not isinstance(value, list) or not ignored:
+        return value
+    return [{k: v for k, v in m.items() if k not in ignored} if isinstance(m, dict) else m for m in value]

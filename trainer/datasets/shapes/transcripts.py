@@ -1,0 +1,20 @@
+"""Texts that hold a whole conversation, as in Anthropic's hh: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+
+import re
+from typing import Any
+
+MARK = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_transcript(value: Any) -> bool:
+    """Whether a text begins with a turn of the human and ends with one of the assistant."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return False
+    return MARK.findall(value)[-1] == "Assistant"
+
+
+def turns_of(text: str) -> list[dict]:
+    """The messages of a transcript. Nothing but the marks and white space at the ends of turns is left out."""
+    _, *parts = MARK.split(text)
+    return [{"role": ROLES[name], "content": turn.strip()} for name, turn in zip(parts[::2], parts[1::2])]
