@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.flags.parse_flags import arg, group
+from trainer.flags.groups import arg, group
 
 
 @dataclass

@@ -15,7 +15,7 @@ from trainer.flags.common_flags import (
     OutputArguments,
     SFTDataArguments,
 )
-from trainer.flags.parse_flags import arg, group
+from trainer.flags.groups import arg, group
 
 
 @dataclass

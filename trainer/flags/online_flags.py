@@ -13,7 +13,7 @@ from trainer.flags.common_flags import (
     OptimizerArguments,
     OutputArguments,
 )
-from trainer.flags.parse_flags import group
+from trainer.flags.groups import group
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import EnvironmentArguments, PromptArguments, RolloutArguments, ScoreArguments
 

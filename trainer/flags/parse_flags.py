@@ -4,69 +4,23 @@ Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
 
 import dataclasses
-import difflib
 import ipaddress
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Optional
 
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse import typing as restricted
 
 from trainer.errors import UserError
+from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, with_flags
+from trainer.flags.names.suggestions import leaves, suggestion
 
+__all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
-
-
-def arg(default, help: str, *aliases: str, type=None, **kwargs):
-    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
-    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def group(kind: type):
-    """Make the field of a command that holds a group of flags."""
-    return dataclasses.field(default_factory=kind)
-
-
-def groups_of(command: type) -> dict[str, type]:
-    """{attribute: dataclass of flags} of a command, in the order of --help."""
-    return {field.name: field.default_factory for field in dataclasses.fields(command)}
-
-
-def flags_of(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
-    """(field, type) of every flag of a command."""
-    for kind in groups_of(command).values():
-        hints = typing.get_type_hints(kind)
-        yield from ((field, hints[field.name]) for field in dataclasses.fields(kind))
-
-
-def flat(args) -> dict[str, Any]:
-    """{flag: value} of a command's groups, in the order of --help. config.yaml and metrics.jsonl hold it."""
-    return {name: value for own in vars(args).values() for name, value in vars(own).items()}
-
-
-def from_flat(command: type, values: dict[str, Any]):
-    """The arguments of a command with these values. Flags that are not in `values` keep their defaults."""
-    known = {field.name for field, _ in flags_of(command)}
-    if unknown := values.keys() - known:
-        raise TypeError(f"{command.__name__} has no {', '.join(sorted(unknown))}")
-    made = {
-        name: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values})
-        for name, kind in groups_of(command).items()
-    }
-    return command(**made)
-
-
-def with_flags(args, **values):
-    """A copy of `args` with other values of some flags."""
-    return from_flat(type(args), flat(args) | values)
-
-
 ALLOWED = {
     "PositiveInt": "an integer above 0",
     "NonNegativeInt": "an integer of 0 or more",
@@ -76,13 +30,13 @@ ALLOWED = {
 }
 
 
-def _add_field(group, field: dataclasses.Field, hint) -> None:
+def _add_field(shown, field: dataclasses.Field, hint) -> None:
     flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     common = {"default": default, "help": field.metadata["help"], **field.metadata["kwargs"]}
     if hint is bool:
         # jsonargparse's ActionYesNo would read --no_save as "save: no" and leave it False
-        group.add_argument(*flags, type=bool, nargs="?", const=True, **common)
+        shown.add_argument(*flags, type=bool, nargs="?", const=True, **common)
         return
     kind = field.metadata["type"] or hint
     if kind == Optional[str]:
@@ -90,7 +44,7 @@ def _add_field(group, field: dataclasses.Field, hint) -> None:
     if isinstance(kind, str):
         kind = getattr(restricted, kind)
         kind = Optional[kind] if default is None else kind
-    group.add_argument(*flags, type=kind, **common)
+    shown.add_argument(*flags, type=kind, **common)
 
 
 def build_parser(groups: Iterable[type], command: str, description: Optional[str]):
@@ -114,7 +68,7 @@ def build_parser(groups: Iterable[type], command: str, description: Optional[str
 def parse_arguments(arguments_class: type, command: str, argv: list[str], defaults: Optional[dict] = None):
     """Parse `argv` into an `arguments_class` instance, a dataclass of groups. `defaults` replaces field defaults.
 
-    Raises: UserError for anything that is not accepted, in one line. For a misspelt flag it names the nearest flag.
+    Raises: UserError for anything that is not accepted, in one line. For a name that is no flag it says what to write instead.
     """
     values = _parse(list(groups_of(arguments_class).values()), command, arguments_class.__doc__, argv, defaults or {})
     return from_flat(arguments_class, values)
@@ -129,11 +83,36 @@ def _parse(groups: list[type], command: str, description: Optional[str], argv: l
     parser = build_parser(groups, command, description)
     parser.set_defaults(defaults)
     fields = {field.name: field for kind in groups for field in dataclasses.fields(kind)}
+    _check_config_files(argv, command, fields)
     try:
         namespace = parser.parse_args(argv)
     except Exception as error:  # jsonargparse raises several types, all for wrong user input
-        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), fields) from None
+        raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), command, fields) from None
     return {name: _plain(vars(namespace)[name]) for name in fields}
+
+
+def _check_config_files(argv: list[str], command: str, fields: dict[str, dataclasses.Field]) -> None:
+    """Raise UserError for all keys of a file of --config that are no flags, each with what to write instead."""
+    known = {"config", *fields, *(alias for field in fields.values() for alias in field.metadata["aliases"])}
+    for place, text in enumerate(argv):
+        name, is_joined, path = text.partition("=")
+        if name != "--config" or not (is_joined or place + 1 < len(argv)):
+            continue
+        path = path if is_joined else argv[place + 1]
+        try:
+            with open(path) as file:
+                values = yaml.safe_load(file)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # the parser says what is wrong with the file
+        unknown = list(leaves(values, known)) if isinstance(values, dict) else []
+        if unknown:
+            what = "a key that is no flag" if len(unknown) == 1 else f"{len(unknown)} keys that are no flags"
+            listed = _listed(unknown, [suggestion(key, command, fields) for key in unknown])
+            raise UserError(f"--config {path}", f"{what} of {command}: {listed}")
+
+
+def _listed(names: list[str], hints: list[str]) -> str:
+    return " | ".join(f"{name} -> {hint}" for name, hint in zip(names, hints))
 
 
 def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: dict) -> tuple[Any, bool]:
@@ -182,15 +161,15 @@ def _plain(value):
     return value
 
 
-def _as_user_error(message: str, fields: dict[str, dataclasses.Field]) -> UserError:
+def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Field]) -> UserError:
     """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
-    unknown = re.search(r"unrecognized arguments: ([^\s=]+)|Option '([^']+)' is not accepted", message)
-    if unknown:
-        name = (unknown.group(1) or unknown.group(2)).lstrip("-")
-        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-        hint = f"did you mean --{nearest[0]}?" if nearest else "see --help"
-        where = unknown.group(1) or f"--config: {name}"
-        return UserError(where, f"no such flag; {hint}")
+    if unknown := re.search(r"unrecognized arguments: (.*)|Option '([^']+)' is not accepted", message):
+        words = (unknown.group(1) or unknown.group(2)).split()
+        names = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))) or words[:1]
+        hints = [suggestion(name.lstrip("-"), command, fields) for name in names]
+        if len(names) == 1:
+            return UserError(names[0], f"no such flag; {hints[0]}")
+        return UserError(f"{len(names)} flags that {command} lacks", _listed(names, hints))
     named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
     if not named:
         return UserError("arguments", message)

@@ -6,7 +6,7 @@ docs/algorithms.md has the table with the papers and their equations.
 from collections.abc import Callable
 
 from trainer.errors import UserError
-from trainer.flags.parse_flags import flat
+from trainer.flags.groups import flat
 from trainer.flags.rl_flags import PPOArguments
 
 OF_KL = ("use_kl_loss", "kl_in_score", "kl_estimator")  # they need --init_kl_coef above 0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.flags.parse_flags import flat, groups_of
+from trainer.flags.groups import flat, groups_of
 
 # What a rule may know besides the flags. A value here means "not known yet", and refuses nothing.
 UNKNOWN: dict[str, Any] = {

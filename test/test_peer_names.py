@@ -1,0 +1,116 @@
+"""Names of other trainers: the table names flags that exist, and every recipe of another trainer is answered key by key."""
+
+import importlib.util
+import re
+import shlex
+from collections import Counter
+
+import pytest
+import yaml
+from launch import ROOT
+
+from trainer.errors import UserError
+from trainer.flags.names.peer_names import PEERS, ROWS
+from trainer.flags.parse_flags import flags_of, parse_arguments
+from trainer.flags.rules import COMMANDS
+
+RECIPES = yaml.safe_load((ROOT / "test" / "recipes" / "recipes.yaml").read_text())
+FLAGS = {
+    command: {name for field, _ in flags_of(kind) for name in (field.name, *field.metadata["aliases"])}
+    for command, kind in COMMANDS.items()
+}
+
+
+def refused(command: str, *argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse_arguments(COMMANDS[command], command, list(argv))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"--(\w+)", text)) - {"nproc_per_node", "nnodes"}  # those two are of torchrun
+
+
+def test_every_flag_in_the_table_is_a_flag_of_its_commands():
+    for row in ROWS:
+        for command in row.commands:
+            assert named(f"{row.ours} {row.words}") <= FLAGS[command], (row.names, command)
+        assert row.ours or row.words, row.names
+        assert set(row.peers) <= PEERS.keys(), row.names
+
+
+def test_no_name_is_answered_twice_and_none_is_a_flag_already():
+    answers = Counter((name, command) for row in ROWS for name in row.names.split() for command in row.commands)
+    assert not [key for key, count in answers.items() if count > 1]
+    assert not [(name, command) for name, command in answers if name in FLAGS[command]]
+    assert len({name for name, _ in answers}) >= 150
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "parts"),
+    [
+        ("train_sft", "gradient_accumulation_steps", ["x accumulation x ranks: --train_batch_size 32"]),
+        ("train_sft", "model_name_or_path", ["--pretrain"]),
+        ("train_sft", "num_train_epochs", ["--max_epochs"]),
+        ("train_ppo", "num_train_epochs", ["--num_episodes"]),
+        ("train_ppo", "max_length", ["--prompt_max_len and --generate_max_len"]),
+        ("train_sft", "neftune_noise_alpha", ["no counterpart: no noise"]),
+        ("train_sft", "num_generations", ["--n_samples_per_prompt", "a flag of train_ppo"]),
+        ("train_sft", "beta", ["--init_kl_coef", "(a flag of train_ppo)", "--beta is a flag of train_dpo"]),
+        ("train_sft", "kd_coef", ["--kd_coef is a flag of train_kd"]),
+        ("train_sft", "learning_rat", ["did you mean --learning_rate?"]),
+        ("train_sft", "actor_rollout_ref.actor.optim.lr=1e-6", ["--learning_rate"]),
+        ("train_ppo", "critic.optim.lr=1e-6", ["--critic_learning_rate"]),
+        ("train_sft", "data.seed=1", ["did you mean --seed?"]),
+    ],
+)
+def test_the_answer_to_a_name(command, name, parts):
+    found = refused(command, f"--{name}", "1")
+    assert all(part in found for part in parts), found
+
+
+def test_a_name_like_another_of_another_meaning_is_no_guess():
+    assert "did you mean" not in refused("train_sft", "--max_stoppers", "1")
+    assert "see --help" in refused("train_sft", "--frobnicate", "1")
+
+
+def test_several_unknown_flags_are_told_at_once():
+    found = refused("train_sft", "--model_name_or_path", "m", "--num_train_epochs=2", "--bf16")
+    assert {"--pretrain", "--max_epochs", "--param_dtype bf16"} <= set(re.split(r" -> | \| ", found)), found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_translated_key_by_key(recipe, tmp_path):
+    command, settings, ours = (RECIPES[recipe][key] for key in ("command", "settings", "ours"))
+    config = tmp_path / "recipe.yaml"
+    config.write_text(yaml.dump(settings))
+    found = refused(command, "--config", str(config))
+    answers = dict(pair.split(" -> ", 1) for pair in found.split(": ", 2)[2].split(" | "))
+    assert not [key for key, answer in answers.items() if "see --help" in answer and key not in NAMELESS], answers
+
+    kind = COMMANDS[command]
+    args = parse_arguments(kind, command, shlex.split(ours))  # and what a person makes of it is accepted
+    assert args is not None
+    given = named(ours)
+    assert given <= {*settings, *named(" ".join(answers.values()))}, "a flag that no answer named"
+
+
+# keys that the table lacks on purpose: they say how many machines a role gets, or repeat a setting for log-probs
+NAMELESS = {"ref_num_nodes", "eos_token", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"}
+
+
+def test_there_are_recipes_of_every_kind():
+    assert len(RECIPES) == 20
+    assert {recipe["command"] for recipe in RECIPES.values()} == {"train_sft", "train_dpo", "train_ppo"}
+
+
+def test_the_page_is_fresh():
+    path = ROOT / "scripts" / "docs" / "coming_from_page.py"
+    spec = importlib.util.spec_from_file_location("coming_from_page", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = (ROOT / "docs" / "coming_from.md").read_text()
+    assert written == script.page(), "docs/coming_from.md is stale: python scripts/docs/coming_from_page.py"
+    for name in {name for row in ROWS for name in row.names.split()}:
+        assert f"`{name}`" in written, name

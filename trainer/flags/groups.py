@@ -1,0 +1,53 @@
+"""Groups of flags: dataclasses of fields that `arg` makes. A command is a dataclass of groups, and its flags are flat."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+
+def arg(default, help: str, *aliases: str, type=None, **kwargs):
+    """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
+    metadata = {"help": help, "aliases": aliases, "type": type, "kwargs": kwargs}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(kind: type):
+    """Make the field of a command that holds a group of flags."""
+    return dataclasses.field(default_factory=kind)
+
+
+def groups_of(command: type) -> dict[str, type]:
+    """{attribute: dataclass of flags} of a command, in the order of --help."""
+    return {field.name: field.default_factory for field in dataclasses.fields(command)}
+
+
+def flags_of(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """(field, type) of every flag of a command."""
+    for kind in groups_of(command).values():
+        hints = typing.get_type_hints(kind)
+        yield from ((field, hints[field.name]) for field in dataclasses.fields(kind))
+
+
+def flat(args) -> dict[str, Any]:
+    """{flag: value} of a command's groups, in the order of --help. config.yaml and metrics.jsonl hold it."""
+    return {name: value for own in vars(args).values() for name, value in vars(own).items()}
+
+
+def from_flat(command: type, values: dict[str, Any]):
+    """The arguments of a command with these values. Flags that are not in `values` keep their defaults."""
+    known = {field.name for field, _ in flags_of(command)}
+    if unknown := values.keys() - known:
+        raise TypeError(f"{command.__name__} has no {', '.join(sorted(unknown))}")
+    made = {
+        name: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values})
+        for name, kind in groups_of(command).items()
+    }
+    return command(**made)
+
+
+def with_flags(args, **values):
+    """A copy of `args` with other values of some flags."""
+    return from_flat(type(args), flat(args) | values)
