@@ -13,7 +13,7 @@ import torch
 
 from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
-from trainer.flags.presets import PRESETS, describe_preset
+from trainer.flags.names.presets import PRESETS, describe_preset
 from trainer.methods.ppo import add_advantages, add_log_probs
 from trainer.methods.ppo_state import RLState
 from trainer.methods.roles import make_policy_loss

@@ -6,8 +6,8 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 
 from trainer.datasets.demos.demo_flags import PPO_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
+from trainer.flags.names.presets import with_preset, with_teacher
 from trainer.flags.parse_flags import parse_or_demo
-from trainer.flags.presets import with_preset, with_teacher
 from trainer.flags.rl_flags import PPOArguments
 
 COMMAND = "train_ppo"

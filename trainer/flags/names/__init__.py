@@ -1,1 +1,1 @@
-"""Names that are no flags: the table of other trainers, and what to write instead."""
+"""Names that stand for flags: presets, and the names of other trainers with what to write instead."""

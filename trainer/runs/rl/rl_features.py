@@ -4,7 +4,7 @@ import functools
 
 from trainer.datasets.batches import shared_prompts
 from trainer.datasets.images.image_batches import WORKERS
-from trainer.flags.presets import describe_preset
+from trainer.flags.names.presets import describe_preset
 from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.layers.routing_replay import Routers
