@@ -3,6 +3,8 @@
   compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
   compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
+  compare_backends.py --exact MODEL... -- TRAIN_ARGS             train_sft --exact on every layout: are all bits equal?
+  compare_backends.py --exact MODEL --resumes N -- TRAIN_ARGS    stop runs, resume them on other layouts: equal bits?
   compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they differ?
   compare_backends.py --locate RUN_A RUN_B                       the same for two runs with --parity_trace
   compare_backends.py --logs theirs=LOG --reference plain --data FILE --model DIR --training_args FILE
@@ -38,6 +40,7 @@ from trainer.errors import UserError
 ROOT = Path(__file__).resolve().parent
 LOG_ONLY = ("deepspeed_log", "fsdp2_log", "logs", "reference", "dumps", "plot", "json", "max_rows")
 RUN_ONLY = ("output_dir", "only", "jobs", "timeout", "update_table", "share_launch")
+EXACT = ("exact", "resumes", "output_dir", "only", "jobs", "timeout", "update_table")
 LOCATE = ("locate", "json", "run", "output_dir", "timeout")
 REPLAY = ("data", "model", "training_args", "sample_ids", "world_size", "device")
 WITH_REPLAY = (*REPLAY, "audit", "logs", "reference", "json", "max_rows", "plot", "threshold", "grad_norm_threshold")
@@ -54,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(own_args)
         _check_mode(options, dashes)
-        mode = _locate if options.locate else _run if options.run else _compare_logs
+        mode = _exact if options.exact else _locate if options.locate else _run if options.run else _compare_logs
         if options.data or options.audit:
             mode = _audit if options.audit else _replay
         passed = mode(options, train_args)
@@ -96,6 +99,16 @@ def build_parser() -> Parser:
     )
     run.add_argument(
         "--timeout", type=positive_integer, metavar="SECONDS", help="time limit of each configuration (default: 600)"
+    )
+    bits = parser.add_argument_group("equal bits (--only, --output_dir, --jobs, --timeout and --update_table as above)")
+    bits.add_argument(
+        "--exact", nargs="+", metavar="MODEL", help="model folders; every layout of --exact runs with each"
+    )
+    bits.add_argument(
+        "--resumes",
+        type=positive_integer,
+        metavar="N",
+        help="instead, resume N runs twice each at random steps and layouts",
     )
     where = parser.add_argument_group("finding the first difference")
     locate_help = "names of two configurations of --run (default: full), or two run folders with --parity_trace"
@@ -147,20 +160,42 @@ def _check_mode(options: argparse.Namespace, dashes: bool) -> None:
     """Raise UserError for flags that the chosen mode does not use."""
     if options.data or options.audit:
         unused, why = [flag for flag in vars(options) if flag not in WITH_REPLAY], "with --data"
+    elif options.exact:
+        unused, why = [flag for flag in vars(options) if flag not in EXACT], "with --exact"
     elif options.locate:
         unused, why = [flag for flag in vars(options) if flag not in LOCATE], "with --locate"
     elif options.run:
-        unused, why = (*LOG_ONLY, *REPLAY), "with --run"
+        unused, why = (*LOG_ONLY, *REPLAY, "resumes"), "with --run"
     else:
         unused, why = (
-            (*RUN_ONLY, *REPLAY),
+            (*RUN_ONLY, *REPLAY, "resumes"),
             "without --data" if any(vars(options)[n] for n in REPLAY) else "without --run",
         )
     for flag in unused:
         if vars(options)[flag] is not None:
             raise UserError(f"--{flag}", f"has no effect {why}")
-    if dashes and not (options.run or options.locate):
+    if dashes and not (options.run or options.locate or options.exact):
         raise UserError("--", "arguments for training without --run", "--run MATRIX -- TRAIN_ARGS")
+
+
+def _exact(options: argparse.Namespace, train_args: list[str]) -> bool:
+    # not at the top: --help and the comparison of logs do without torch
+    from trainer.compare.runs.exact_matrix import Places, run_exact, run_resumes
+
+    if not train_args:
+        raise UserError("--exact", "no arguments for training", "--exact MODEL... -- TRAIN_ARGS")
+    check_args("TRAIN_ARGS", train_args)
+    output_dir = Path(options.output_dir or f"runs/exact-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    places = Places(ROOT, output_dir, options.jobs or 1, options.timeout or 600)
+    if options.resumes:
+        if len(options.exact) > 1 or options.update_table:
+            raise UserError("--resumes", "with several models or --update_table", "one model, without --update_table")
+        passed = run_resumes(options.resumes, options.exact[0], train_args, options.only, places)
+    else:
+        passed = run_exact(options.exact, train_args, options.only, places, options.update_table)
+    print(f"{'PASS' if passed else 'FAIL'}: {output_dir}")
+    return passed
 
 
 def _locate(options: argparse.Namespace, train_args: list[str]) -> bool:

@@ -21,7 +21,7 @@ FLOORS = [
     {"entry", "distributed", "flags"},
     {"datasets"},
     {"model_folders", "optimizers"},
-    {"checkpoints", "model_parallel"},
+    {"checkpoints", "exact", "model_parallel"},
     {"models", "reports"},
     {"strategies"},
     {"rollout"},

@@ -33,7 +33,7 @@ class Engine(DistributedDataParallel):
 
 class DDPStrategy:
     def __init__(self, options):
-        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once", "expert_parallel_size"):
+        for flag in ("zero_stage", "adam_offload", "load_in_4bit", "reduce_once", "expert_parallel_size", "exact"):
             if vars(options)[flag] != vars(StrategyOptions())[flag]:
                 raise UserError(f"--{flag}", "with --backend ddp", "leave it out")
         if options.tensor_parallel_size > 1 or options.dp_replicate_size > 1 or options.param_dtype == "fp16":

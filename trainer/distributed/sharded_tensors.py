@@ -25,6 +25,14 @@ def local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
+def part_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `full` sharded like `like`: a DTensor of this rank's part, which is a copy, or `full` itself."""
+    if not isinstance(like, DTensor):
+        return full
+    local, facts = full[local_region(like)].clone(), {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **facts)
+
+
 def even_dim(shape: tuple[int, ...], num_ranks: int) -> Optional[int]:
     """Return the first dimension that `num_ranks` divides, or None. 4 experts (4, 48, 32) on 3 ranks give 1."""
     return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), None)

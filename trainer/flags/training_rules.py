@@ -133,7 +133,43 @@ TRACE_RULES = (
     Rule("certify certificate", lambda f: f.verify_resume, "with --verify_resume",
          "such a run ends after its proof, without a model", ONE),
 )
+
+# with --exact: what is not proved to keep every bit
+EXACT_RULES = (
+    Rule("exact", lambda f: f.on_gpu, "on a GPU", "its kernels add up in an order that depends on the shape of a batch",
+         "Add --device cpu, or remove the flag."),
+    Rule("exact", lambda f: f.param_dtype != "fp32", "with --param_dtype {param_dtype}",
+         "equal bits are proved for fp32 only", "Add --param_dtype fp32."),
+    Rule("exact", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
+         "tp splits the sums of each product", "Set it to 1, and take more data-parallel ranks."),
+    Rule("exact", lambda f: f.ring_attn_size > 1, "with --ring_attn_size {ring_attn_size}",
+         "a split sequence adds up its keys in another order", "Set it to 1, and take more data-parallel ranks."),
+    Rule("exact", lambda f: f.expert_parallel_size > 1, "with --expert_parallel_size {expert_parallel_size}",
+         "the tokens of an expert then come in another order", "Set it to 1."),
+    Rule("exact", lambda f: f.lora_rank, "with --lora_rank {lora_rank}", "equal bits are not proved for adapters",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.compile, "with --compile", "a compiled layer depends on the shape of a batch",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.optim != "adamw", "with --optim {optim}", "only AdamW has a step of single roundings",
+         "Take --optim adamw."),
+    Rule("exact", lambda f: f.adam_offload, "with --adam_offload", "nothing is moved on the CPU",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.reduce_once or f.reduce_dtype != "fp32", "with --reduce_once or --reduce_dtype",
+         "it always reduces once, as whole numbers", "Remove the other flag."),
+    Rule("exact", lambda f: f.attn_implementation not in ("auto", "sdpa", "eager"),
+         "with --attn_implementation {attn_implementation}", "equal bits are not proved for this kernel",
+         "Take sdpa or eager."),
+    Rule("exact", lambda f: f.aux_loss_coef or f.expert_bias_update_rate, "with flags of routers",
+         "they count over the micro-batches of a rank", "Remove one of them."),
+    Rule("exact", lambda f: f.streaming, "with --streaming", "equal bits are not proved for streams",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.has_images, "with rows that have images", "equal bits are not proved for vision towers",
+         "Take rows without images."),
+    Rule("exact", lambda f: f.parity_trace, "with --parity_trace",
+         "a trace reads gradients that the backend does not get", "Take --parity_dump."),
+)
 # fmt: on
+
 
 TRAINING_RULES = (
     *SHARED_RULES,
@@ -144,3 +180,15 @@ TRAINING_RULES = (
     *LAYOUT_AUTO_RULES,
     *TRACE_RULES,
 )
+
+
+def _only_in_sft(command: str) -> Rule:
+    return Rule(
+        "exact", lambda f: True, f"with {command}", "equal bits are proved for train_sft only", "Remove the flag."
+    )
+
+
+OUTSIDE_SFT = {
+    command: (_only_in_sft(command),)
+    for command in ("train_rm", "train_dpo", "train_ppo", "train_dpo --online", "train_kd")
+}

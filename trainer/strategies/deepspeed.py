@@ -7,6 +7,7 @@ gradient of (sum of all losses) / count on every layout.
 
 import functools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,22 @@ from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.host_offload import bring_back, take_to_host
 from trainer.distributed.replicas import check_replicas
+from trainer.exact.exact_adamw import with_single_roundings
+from trainer.exact.exact_gradients import ExactGradients, clip_coefficient
 from trainer.model_folders import model_folder
 from trainer.model_folders.model_writer import save_pretrained
 from trainer.model_parallel import tensor_parallel
 from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.on_deepspeed import autotp, autotp_layers, zero_0, zero_1, zero_loading, zero_masters
+from trainer.strategies.on_deepspeed import (
+    autotp,
+    autotp_layers,
+    given_gradients,
+    zero_0,
+    zero_1,
+    zero_loading,
+    zero_masters,
+)
 from trainer.strategies.on_deepspeed.zero_config import engine_config
 from trainer.strategies.on_deepspeed.zero_weights import merged_weights, weights_to_save
 from trainer.strategies.options import DTYPES, StrategyOptions
@@ -49,6 +60,8 @@ class DeepspeedStrategy:
             sp=options.ring_attn_size,
             tp=options.tensor_parallel_size,
         )
+        self._exact: Optional[ExactGradients] = None
+        self._exact_grads: dict[str, torch.Tensor] = {}  # complete gradients of a step, by name
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 
@@ -58,6 +71,8 @@ class DeepspeedStrategy:
         """Join the process group and build the mesh."""
         mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
+        if self.options.exact:
+            self._exact = ExactGradients(self.meshes.loss.get_group())
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
         logger.setLevel(logging.ERROR)
@@ -115,7 +130,8 @@ class DeepspeedStrategy:
             return len(getattr(parameter, "ds_shape", parameter.shape))
 
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_dims": num_dims}
-        return build_optimizer(self.options.optim, model, **options)
+        optimizer = build_optimizer(self.options.optim, model, **options)
+        return with_single_roundings(optimizer) if self.options.exact else optimizer
 
     def prepare(self, *models_or_triples, offload: bool = False):
         """(engine, optimizer, scheduler) triples, or frozen engines. One item gives one result, several a list.
@@ -202,19 +218,41 @@ class DeepspeedStrategy:
     # --- one training step
 
     def backward(self, loss_sum: torch.Tensor, model, *, num_targets: int, is_last: bool) -> None:
-        """Backward of one micro-batch. `is_last` says that it is the last one of the step."""
+        """Backward of one micro-batch. `is_last` says that it is the last one of the step.
+
+        With --exact, gradients of single samples are summed exactly, and the engine gets them after the last one.
+        """
+        if self._exact:
+            trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+            with given_gradients.only_autograd(model):
+                self._exact.add(loss_sum, trained, num_targets)
+            if is_last:
+                self._exact.reduce(num_targets, self._exact_grads.__setitem__)
+            return
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
         model.backward(loss_sum * (self.meshes.loss.size() / num_targets), scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
         """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
+        if self._exact:
+            return self._exact_step(model, scheduler)
         if self.zero_stage == 0:
             return zero_0.optimizer_step(optimizer, model, scheduler, self.options.max_norm, self._tp_group)
         model.step()
         if model.was_step_applied():
             scheduler.step()
         return float(model.get_global_grad_norm())
+
+    def _exact_step(self, model, scheduler) -> float:
+        norm, grads, self._exact_grads = self._exact.norm, self._exact_grads, {}
+        if math.isfinite(norm):
+            for grad in grads.values():
+                grad.mul_(clip_coefficient(norm, self.options.max_norm))
+            given_gradients.set_gradients(model, grads, self.zero_stage)
+            model.step()
+            scheduler.step()
+        return norm
 
     def _note_reached(self, model) -> None:
         """Note which parameters autograd reaches. The engine removes gradients and hides which ones never came."""
@@ -230,6 +268,9 @@ class DeepspeedStrategy:
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
+        if self._exact:
+            yield from self._exact_grads.items()
+            return
         scale = model.optimizer.loss_scale if self._scaled else 1.0
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad:

@@ -23,7 +23,9 @@ from trainer.distributed.bucketed_gather import gathered, piece_of
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.distributed.host_offload import bring_back, take_to_host
 from trainer.distributed.replicas import check_replicas, replicated_axes
-from trainer.distributed.sharded_tensors import even_placement, local_region, to_local_if_dtensor, whole
+from trainer.distributed.sharded_tensors import even_placement, local_region, part_of, to_local_if_dtensor, whole
+from trainer.exact.exact_adamw import with_single_roundings
+from trainer.exact.exact_gradients import ExactGradients
 from trainer.model_folders import model_folder
 from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
 from trainer.model_folders.model_writer import save_pretrained
@@ -51,6 +53,7 @@ class FSDP2Strategy:
         self.loss_scale = None
         if options.param_dtype == "fp16":
             self.loss_scale = DynamicLossScale()
+        self._exact: Optional[ExactGradients] = None
         self._folders = weakref.WeakKeyDictionary()  # model that is not sharded yet -> folder of its weights
 
     # --- distributed set-up
@@ -60,6 +63,8 @@ class FSDP2Strategy:
         options = self.options
         mesh.start_process_group(self.device, host_tensors=options.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
+        if options.exact:
+            self._exact = ExactGradients(self.meshes.loss.get_group())
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
@@ -92,7 +97,8 @@ class FSDP2Strategy:
         self, model: torch.nn.Module, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.Optimizer:
         """The optimizer that --optim names. `prepare` points it at the sharded fp32 masters."""
-        return build_optimizer(self.options.optim, model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        optimizer = build_optimizer(self.options.optim, model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return with_single_roundings(optimizer) if self.options.exact else optimizer
 
     def prepare(self, *models_or_triples, offload: bool = False):
         """Sharded (model, optimizer, scheduler) triples or frozen models. One item gives one result, several a list.
@@ -173,8 +179,11 @@ class FSDP2Strategy:
         """Backward of one micro-batch. `is_last` says that it is the last one of the step.
 
         Gradients are reduced into fp32 shards at once. Replicas of hybrid sharding add up theirs after the last
-        micro-batch. With --reduce_once, whole gradients are summed in fp32 until then.
+        micro-batch. With --reduce_once, whole gradients are summed in fp32 until then. With --exact, gradients of
+        single samples are summed exactly, and `fully_shard` sees only their shards after the last one.
         """
+        if self._exact:
+            return self._exact_backward(loss_sum, model, num_targets, is_last)
         replicated = self.sizes.dp_replicate > 1 and isinstance(model, FSDPModule)
         if self.options.reduce_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
@@ -187,6 +196,16 @@ class FSDP2Strategy:
             if any(group._partial_reduce_output is not None for group in groups):
                 raise RuntimeError("a layer got a gradient in an earlier micro-batch, but none in the last one")
 
+    def _exact_backward(self, loss_sum: torch.Tensor, model, num_targets: int, is_last: bool) -> None:
+        parts = {name: (leaf, sharded) for name, leaf, sharded in _trained_parts(model)}
+        self._exact.add(loss_sum, {name: leaf for name, (leaf, _) in parts.items()}, num_targets)
+
+        def place(name: str, gradient: torch.Tensor) -> None:
+            parts[name][1].grad = part_of(gradient, like=parts[name][1])
+
+        if is_last:
+            self._exact.reduce(num_targets, place)
+
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0
 
@@ -195,7 +214,7 @@ class FSDP2Strategy:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.loss_scale:
             self.loss_scale.unscale_(parameters)
-        norm = get_grad_norm(parameters)
+        norm = torch.tensor(self._exact.norm, dtype=torch.float64) if self._exact else get_grad_norm(parameters)
         finite = bool(torch.isfinite(norm))
         if self.loss_scale:
             self.loss_scale.update(overflow=not finite)
@@ -209,6 +228,8 @@ class FSDP2Strategy:
     def unreached_parameters(self, model) -> list[str]:
         """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
         trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        if self._exact:
+            return [name for name, _ in trainable if name not in self._exact.reached]
         return [name for name, parameter in trainable if parameter.grad is None]
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -343,6 +364,20 @@ def _fully_shard(model: torch.nn.Module, options: dict) -> None:
     if any(p.requires_grad for p in model.parameters()):  # its backward pass begins where its forward pass ends
         options = options | {"reshard_after_forward": False}
     fully_shard(model, **options)
+
+
+def _trained_parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, tensor in the graph of a forward pass, parameter of the optimizer) of each trainable parameter."""
+    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    if not isinstance(model, FSDPModule):
+        yield from ((name, p, p) for name, p in model.named_parameters() if p.requires_grad)
+        return
+    for part in model.modules():
+        for group in _groups(part) if isinstance(part, FSDPModule) else ():
+            for held in group.fsdp_params:
+                if held.sharded_param.requires_grad:
+                    info = held._module_info
+                    yield prefixes[info.module] + info.param_name, held._unsharded_param, held.sharded_param
 
 
 def _groups(module: FSDPModule) -> list:

@@ -34,6 +34,7 @@ class StrategyOptions:
     reduce_once: bool = False
     reduce_dtype: str = "fp32"
     optim: str = "adamw"
+    exact: bool = False
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":

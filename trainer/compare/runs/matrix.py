@@ -77,10 +77,10 @@ QUICK = (
 
 
 def full_matrix() -> list[Configuration]:
-    return [_configuration(choices) for axes in PRODUCTS for choices in itertools.product(*axes)]
+    return [configuration_of(choices) for axes in PRODUCTS for choices in itertools.product(*axes)]
 
 
-def _configuration(choices: tuple[Choice, ...]) -> Configuration:
+def configuration_of(choices: tuple[Choice, ...]) -> Configuration:
     name = "-".join(choice.label for choice in choices if choice.label)
     args = tuple(arg for choice in choices for arg in choice.args)
     return Configuration(name, math.prod(choice.ranks for choice in choices), args)

@@ -29,12 +29,15 @@ def engine_config(
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch AdamW on both backends, offloaded or not
         # ZeRO 0 does not clip: its gradients are whole on every rank, and optimizer_step clips them
-        "gradient_clipping": options.max_norm if stage else 0.0,
+        "gradient_clipping": options.max_norm if stage and not options.exact else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": options.reduce_dtype,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
     }
+    if options.exact:
+        config["zero_allow_untested_optimizer"] = True  # it is torch's AdamW with a step of its own
+        zero["memory_efficient_linear"] = False  # ZeRO 3's own linear layer multiplies in another order than torch's
     if plan:
         config["tensor_parallel"] = tensor_parallel_config(plan, sizes.tp)
     if options.param_dtype == "bf16" and stage:  # at stage 0 the engine has no masters; `zero_0` adds them

@@ -1,0 +1,45 @@
+"""Tiny random models of four kinds, for the table of docs/exact.md: `python test/exact_models.py FOLDER TOKENIZER`.
+
+The tokenizer of stories260K has 512 words. Norms and biases are random, since ones and zeros would hide a wrong factor.
+"""
+
+import sys
+
+import torch
+from tiny_models import COMMON
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+)
+
+SIZES = {**COMMON, "vocab_size": 512, "max_position_embeddings": 512}
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8,
+    ),
+    "gpt2": lambda: GPT2Config(vocab_size=512, n_positions=512, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
+}  # fmt: skip
+
+
+def save_models(folder: str, tokenizer_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(f"{folder}/{name}")
+        tokenizer.save_pretrained(f"{folder}/{name}")
+
+
+if __name__ == "__main__":
+    save_models(*sys.argv[1:])

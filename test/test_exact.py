@@ -1,0 +1,207 @@
+"""--exact: sums that no order changes, an optimizer step that no place changes, and equal bits of whole runs."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import train_many
+from safetensors.torch import save_file
+
+from trainer.compare.runs.exact_bits import bits_of, first_difference
+from trainer.errors import UserError
+from trainer.exact import self_test
+from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
+from trainer.exact.exact_sums import GRADIENT_GRID, from_grid, on_loss_grid, sum_of_squares, to_grid
+from trainer.exact.graph_order import add_within_modules_first
+
+
+def spread_values(n: int, seed: int = 0) -> torch.Tensor:
+    """Values of many sizes, whose fp32 and fp64 sums depend on the order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator) * 10.0 ** torch.randint(-6, 2, (n,), generator=generator)
+
+
+def test_gradients_add_up_to_the_rounded_exact_sum_in_any_order():
+    addends = spread_values(5000).view(500, 10)
+    expected = [sum((Fraction(x) for x in column), Fraction(0)) / 3 for column in addends.T.double().tolist()]
+    found = [from_grid(sum(map(to_grid, addends[order])), 3.0) for order in (torch.arange(500), torch.randperm(500))]
+    parts = [sum(map(to_grid, part)) for part in addends.split([1, 137, 362])]
+    found.append(from_grid(parts[2] + parts[0] + parts[1], 3.0))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    bound = 500 * GRADIENT_GRID / 2 / 3  # each addend is rounded once
+    for value, exact in zip(found[0].tolist(), expected):
+        assert abs(Fraction(value) - exact) <= bound + abs(exact) / 2**24
+    assert not torch.equal(addends.sum(0), addends.flip(0).cumsum(0)[-1])  # plain sums do depend on the order
+
+
+def test_the_sum_of_squares_is_that_of_any_order_and_of_any_shards():
+    values = spread_values(100_003, seed=1)
+    expected = math.fsum((values.double() ** 2).tolist())
+    found = {sum_of_squares(v) for v in (values, values.flip(0), values[torch.randperm(len(values))])}
+    assert len(found) == 1 and found.pop() == pytest.approx(expected, rel=1e-11)
+    assert sum_of_squares(torch.zeros(3)) == 0.0 == sum_of_squares(torch.zeros(0))
+    assert sum_of_squares(torch.tensor([1.0, math.inf])) == math.inf
+
+
+def test_losses_add_up_exactly_and_keep_their_gradient():
+    losses = spread_values(2000, seed=2).abs().requires_grad_()
+    total = sum(map(on_loss_grid, losses))
+    assert total.dtype == torch.float64
+    assert total == sum(map(on_loss_grid, losses.flip(0)))
+    assert torch.equal(torch.autograd.grad(total, losses)[0], torch.ones(2000))
+
+
+def parameter_with_grad(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(values.clone())
+    parameter.grad = grad.clone()
+    return parameter
+
+
+def test_a_step_does_not_depend_on_the_place_of_an_element():
+    values, options = spread_values(1003, seed=3), {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    grads = [spread_values(1003, seed=4 + step) for step in range(3)]
+
+    def stepped(pieces: list[slice], kind) -> torch.Tensor:
+        parts = [torch.nn.Parameter(values[piece].clone()) for piece in pieces]
+        optimizer = kind(parts, **options)
+        for grad in grads:
+            for part, piece in zip(parts, pieces):
+                part.grad = grad[piece].clone()
+            optimizer.step()
+        return torch.cat(parts).detach()
+
+    whole = stepped([slice(None)], ExactAdamW)
+    cuts = [0, 1, 3, 10, 27, 400, 413, 1003]
+    assert torch.equal(whole, stepped([slice(*cut) for cut in itertools.pairwise(cuts)], ExactAdamW))
+    torch.testing.assert_close(whole, stepped([slice(None)], torch.optim.AdamW), rtol=1e-5, atol=1e-7)
+
+
+def test_the_exact_optimizer_has_the_groups_of_the_other():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "weight_decay": 0.5}, {"params": [weights[1]], "lr": 3.0}]
+    exact = with_single_roundings(torch.optim.AdamW(groups, lr=2.0, betas=(0.1, 0.2), eps=1e-3, weight_decay=0.0))
+    assert [(g["lr"], g["weight_decay"], g["betas"], g["eps"]) for g in exact.param_groups] == [
+        (2.0, 0.5, (0.1, 0.2), 1e-3), (3.0, 0.0, (0.1, 0.2), 1e-3),
+    ]  # fmt: skip
+
+
+class Block(torch.nn.Module):
+    """A tensor that a norm uses twice and a residual once, as in every decoder layer."""
+
+    def __init__(self, norm: torch.nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return x + self.norm(x)
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class WithNode(torch.nn.Module):
+    """A module behind a node of a backend, as DeepSpeed's hooks make it."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.view_as(x))
+
+
+def test_nodes_of_a_backend_do_not_change_the_order_of_gradients():
+    x = spread_values(4096, seed=9).view(64, 64)
+
+    def gradient(norm: torch.nn.Module, fixed: bool) -> torch.Tensor:
+        model, leaf = torch.nn.Sequential(Block(norm)), x.clone().requires_grad_()
+        if fixed:
+            add_within_modules_first(model)
+        return torch.autograd.grad((model(leaf * 1.0) ** 3).sum(), leaf)[0]
+
+    assert not torch.equal(gradient(Norm(), False), gradient(WithNode(Norm()), False))  # what would go wrong
+    assert torch.equal(gradient(Norm(), True), gradient(WithNode(Norm()), True))
+
+
+def test_the_self_test_finds_kernels_that_depend_on_the_place_in_memory(monkeypatch):
+    monkeypatch.setattr(self_test, "gather_objects", lambda value: [value])
+    self_test.self_test()
+    plain = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b: plain(x, w, b) * (1 + 1e-7 * (w.data_ptr() % 64 != 0)))
+    with pytest.raises(UserError, match=r"--exact: a product of 1 x 64 and 64 x 96 changes on this machine with the"):
+        self_test.self_test()
+
+
+def test_the_self_test_finds_a_rank_with_another_processor(monkeypatch):
+    monkeypatch.setattr(self_test, "gather_objects", lambda value: [value, dict.fromkeys(value, "other")])
+    with pytest.raises(UserError, match=r"between this rank and rank 1. Take ranks with processors of one kind"):
+        self_test.self_test()
+
+
+# --- whole runs
+
+BACKENDS = {f"z{stage}": ["--backend", "deepspeed", "--zero_stage", str(stage)] for stage in range(4)}
+BACKENDS["f"] = ["--backend", "fsdp2"]
+
+
+def line(name: str, folder, data, *more: str) -> list[str]:
+    """train_sft flags of a run named like "z3-mb2-packed". Few samples: the last batch of an epoch is short."""
+    flags = ["--pretrain", f"{data}/models/stories260K-hf", "--dataset", f"{data}/gsm8k/train.jsonl"]
+    flags += [
+        "--input_key",
+        "question",
+        "--output_key",
+        "answer",
+        "--max_len",
+        "200",
+        "--max_samples",
+        "21",
+        "--max_steps",
+        "4",
+    ]
+    flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--no_save", "--exact", "--param_dtype", "fp32"]
+    flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
+    flags += ["--micro_train_batch_size", "4" if "mb4" in name else "1"]
+    flags += ["--packing_samples"] if "packed" in name else []
+    flags += ["--gradient_checkpointing"] if "recomputed" in name else []
+    return [*flags, *more, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
+
+
+def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp_path):
+    def run(num_ranks: int, *lines: list[str]) -> None:
+        train_many(num_ranks, list(lines), tmp_path, 300)
+
+    def of(name: str, *more: str) -> list[str]:
+        return line(name, tmp_path, shared_data, *more)
+
+    run(1, of("f-mb4-packed", "--save_steps", "1"), of("z2-mb1"))
+    checkpoint = tmp_path / "f-mb4-packed/checkpoints/step_1"
+    pair = ["f-mb1", "z0-mb4-packed", "z1-mb1", "z3-mb4-recomputed"]
+    run(2, *map(of, pair), of("z3-resumed", "--load_checkpoint", str(checkpoint)))
+    expected = bits_of(tmp_path / "f-mb4-packed")
+    assert expected.steps == 4
+    for name in ["z2-mb1", *pair]:
+        assert first_difference(expected, bits_of(tmp_path / name)) is None, name
+    resumed = bits_of(tmp_path / "z3-resumed")
+    assert list(resumed.rows) == [2, 3, 4]
+    assert all(resumed.rows[step] == expected.rows[step] for step in (2, 3, 4))
+    assert resumed.tensors["weights_final.safetensors"] == expected.tensors["weights_final.safetensors"]
+
+
+def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):
+    for name in ("plain", "planted"):
+        gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+        if name == "planted":
+            gradients["b"][1] = torch.nextafter(gradients["b"][1], torch.tensor(5.0))
+        (tmp_path / name / "parity").mkdir(parents=True)
+        save_file(gradients, tmp_path / name / "parity/grads_step1.safetensors")
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "grad_norm": 2.0, "lr": 0.1}\n')
+    plain, planted = bits_of(tmp_path / "plain"), bits_of(tmp_path / "planted")
+    assert first_difference(plain, plain) is None
+    expected = "grads_step1.safetensors: b differs in 1 of 2 elements, first at (1,), by up to 1 ulp"
+    assert first_difference(plain, planted) == expected

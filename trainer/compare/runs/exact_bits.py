@@ -1,0 +1,95 @@
+"""The bits of a run: hashes of its curve and of its dumps, and the first place where two runs differ."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.metrics import METRICS_FILE
+from trainer.reports.dump_files import GRADIENTS, WEIGHTS, open_dump
+
+CURVES = {"loss": "losses", "grad_norm": "gradient norms", "lr": "learning rates"}
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The curve of a run by step, and a hash of each tensor of its dumps by file."""
+
+    folder: Path
+    rows: dict[int, dict[str, float]]
+    tensors: dict[str, dict[str, str]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.rows)
+
+    def of_curve(self, key: str) -> str:
+        """The hash of all values of a curve, 10 hex digits."""
+        return _hash(json.dumps([row[key] for _, row in sorted(self.rows.items())]).encode())[:10]
+
+    def of_dump(self, file: str) -> str:
+        """The hash of all tensors of a dump, 10 hex digits. Without the dump, a dash."""
+        return _hash(json.dumps(sorted(self.tensors[file].items())).encode())[:10] if file in self.tensors else "-"
+
+    def shown(self) -> list[str]:
+        """The hashes that a table shows: losses, gradient norms, gradients of step 1, final weights."""
+        return [self.of_curve("loss"), self.of_curve("grad_norm"), self.of_dump(GRADIENTS), self.of_dump(WEIGHTS)]
+
+
+def bits_of(run_folder: str | Path) -> Bits:
+    """Read the bits of a run that wrote --parity_dump into its folder `parity`. Of a step that was repeated, the last
+    one counts. A run that was resumed has no gradients of step 1."""
+    folder = Path(run_folder)
+    found = (json.loads(text) for text in (folder / METRICS_FILE).read_text().splitlines())
+    rows = {row["step"]: {key: row[key] for key in CURVES} for row in found if "loss" in row}
+    files = [file for file in (GRADIENTS, WEIGHTS) if (folder / "parity" / file).exists()]
+    return Bits(folder, rows, {file: _hashes(folder / "parity" / file) for file in files})
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _hashes(path: Path) -> dict[str, str]:
+    with open_dump(path) as dump:
+        return {name: _hash(dump.get_tensor(name).numpy().tobytes()) for name in sorted(dump.keys())}
+
+
+def first_difference(expected: Bits, found: Bits) -> str | None:
+    """One line on the first place where `found` differs, or None. Only what both runs have is compared.
+
+    Gradients of step 1 come first, since they name the parameter. Then come the curves, then the final weights.
+    """
+    for file in (GRADIENTS, WEIGHTS):
+        names = [*expected.tensors.get(file, {})] if file in found.tensors else []
+        if file == WEIGHTS and (line := _of_curves(expected, found)):
+            return line
+        for name in names:
+            if expected.tensors[file][name] != found.tensors[file].get(name):
+                return _of_tensor(expected.folder / "parity" / file, found.folder / "parity" / file, name)
+    return _of_curves(expected, found)
+
+
+def _of_curves(expected: Bits, found: Bits) -> str | None:
+    for step, row in sorted(found.rows.items()):
+        for key, noun in CURVES.items():
+            other = expected.rows.get(step, {}).get(key)
+            if row[key] != other:
+                return f"{noun} differ first at step {step}: {other!r} and {row[key]!r}"
+    missing = expected.rows.keys() - found.rows.keys()
+    return f"step {min(missing)} is missing" if missing else None
+
+
+def _of_tensor(reference: Path, other: Path, name: str) -> str:
+    with open_dump(reference) as a, open_dump(other) as b:
+        if name not in set(b.keys()):
+            return f"{other.name}: {name} is missing"
+        x, y = a.get_tensor(name), b.get_tensor(name)
+    if x.shape != y.shape:
+        return f"{other.name}: {name} has shape {tuple(y.shape)}, not {tuple(x.shape)}"
+    apart = x != y
+    place = tuple(apart.nonzero()[0].tolist()) if apart.any() else "a sign of zero"
+    ulps = (x.contiguous().view(torch.int32).long() - y.contiguous().view(torch.int32).long()).abs().max().item()
+    return f"{other.name}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {place}, by up to {ulps} ulp"

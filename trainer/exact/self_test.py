@@ -1,0 +1,75 @@
+"""The test at the start of an --exact run: do products and attention give the same bits on every layout of this machine?
+
+A sample has the same shapes on every layout. What may differ is where its tensors lie in memory, how many threads a rank
+has, and the processor of a rank. None of these may change a bit.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.collectives import gather_objects
+from trainer.errors import UserError
+
+PRODUCTS = (
+    (1, 64, 96),
+    (3, 64, 96),
+    (37, 96, 200),
+    (300, 256, 256),
+)  # tokens, columns in and out; the last is oneDNN's
+ATTENTION = ((5, 4, 16), (130, 4, 64))  # tokens, heads, columns of a head
+
+
+def self_test() -> None:
+    """Raise UserError if the kernels in use lack a property that --exact needs (collective, well under a second)."""
+    plain = dict(_results(_aligned))
+    _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
+    _compare(plain, dict(_results(_shifted)), "with the place in memory", "Take another --cpu_matmul, or remove it.")
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+        alone = dict(_results(_aligned))
+        torch.set_num_threads(threads)
+        _compare(plain, alone, f"between {threads} threads and 1", "Set OMP_NUM_THREADS=1 in the environment.")
+    for rank, other in enumerate(gather_objects(plain)):
+        _compare(plain, other, f"between this rank and rank {rank}", "Take ranks with processors of one kind.")
+
+
+def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: str) -> None:
+    for name, digest in plain.items():
+        if other[name] != digest:
+            raise UserError("--exact", f"{name} changes on this machine {how}", instead=instead)
+
+
+def _aligned(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).requires_grad_()
+
+
+def _shifted(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The same values, four bytes after the start of their memory, as in the flat buffers of a backend."""
+    values = torch.randn(shape, generator=generator)
+    memory = torch.empty(values.numel() + 1)
+    return memory[1:].view(shape).copy_(values).requires_grad_()
+
+
+def _results(make: Callable) -> Iterator[tuple[str, str]]:
+    """(name, hash of the result and of all its gradients) of each operation, on tensors from `make`."""
+    for tokens, inner, outer in PRODUCTS:
+        generator = torch.Generator().manual_seed(0)
+        inputs = [make(shape, generator) for shape in ((tokens, inner), (outer, inner), (outer,))]
+        yield f"a product of {tokens} x {inner} and {inner} x {outer}", _digest(F.linear(*inputs), inputs)
+    for tokens, heads, columns in ATTENTION:
+        generator = torch.Generator().manual_seed(0)
+        inputs = [make((1, heads, tokens, columns), generator) for _ in range(3)]
+        found = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        yield f"attention over {tokens} tokens", _digest(found, inputs)
+    inputs = [make((37, 200), torch.Generator().manual_seed(0))]
+    yield "log_softmax", _digest(F.log_softmax(inputs[0], -1), inputs)
+
+
+def _digest(result: torch.Tensor, inputs: list[torch.Tensor]) -> str:
+    seed = torch.linspace(-1, 1, result.numel()).view(result.shape)
+    tensors = [result.detach(), *torch.autograd.grad(result, inputs, seed)]
+    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()

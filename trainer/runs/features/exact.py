@@ -1,0 +1,34 @@
+"""`--exact` in a run: single samples as micro-batches, exact sums of losses, and a test that this machine keeps bits."""
+
+from trainer.exact.exact_losses import with_exact_sums
+from trainer.exact.graph_order import add_within_modules_first
+from trainer.exact.self_test import self_test
+from trainer.flags.parse_flags import with_flags
+from trainer.runs.feature import Feature
+
+
+def run_single_samples(run) -> None:
+    """Make each sample a micro-batch of its own, without padding. Only so does no neighbour change its gradient."""
+    run.args = with_flags(run.args, micro_train_batch_size=1, max_tokens_per_micro_batch=None, packing_samples=False)
+
+
+def check_machine(run) -> None:
+    self_test()
+
+
+def fix_graph_order(run) -> None:
+    add_within_modules_first(run.model)
+
+
+def sum_losses_exactly(run) -> None:
+    run.loss_fn = with_exact_sums(run.loss_fn)
+
+
+EXACT = Feature(
+    "exact",
+    lambda run: run.args.layout.exact,
+    before_setup=run_single_samples,
+    before_data=check_machine,
+    with_model=fix_graph_order,
+    with_loss=sum_losses_exactly,
+)
