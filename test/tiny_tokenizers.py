@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
@@ -27,4 +28,19 @@ def stories(chat: str | None, *more: str):
     tokenizer = AutoTokenizer.from_pretrained(LLAMA)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", *more]})
     tokenizer.chat_template = chat
+    return tokenizer
+
+
+def byte_tokenizer(template: str | None, *more: str) -> PreTrainedTokenizerFast:
+    """One token per byte, the special tokens of all families, and `more`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    texts = (
+        "<|im_start|> <|im_end|> <|eot_id|> <|eot|> <end_of_turn> <|return|> <|end|> <|call|> <|user|> <|observation|> "
+        "<turn|> <|tool_response>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [*texts.split(), "<｜end▁of▁sentence｜>", *more]})
+    tokenizer.chat_template = template
     return tokenizer

@@ -12,8 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizers import byte_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.datasets.conversations import training_templates
@@ -147,21 +146,6 @@ def test_a_mark_is_what_the_model_writes_after_its_prompt(name):
             assert written.startswith(marked) and rest.strip() in ("", "<|return|>" if name == "gpt_oss" else "")
             assert not rest.strip() or turn != turns[-1]
     assert num_marked > 60
-
-
-def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """One token per byte, and the special tokens of all families."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    texts = (
-        "<|im_start|> <|im_end|> <|eot_id|> <|eot|> <end_of_turn> <|return|> <|end|> <|call|> <|user|> <|observation|> "
-        "<turn|> <|tool_response>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": [*texts.split(), "<｜end▁of▁sentence｜>"]})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import (
     broken,
     broken_messages,
@@ -21,7 +22,9 @@ from trainer.datasets.conversations.control_tokens import (
     whole,
 )
 from trainer.datasets.conversations.messages import TRAIN
+from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tokens import is_stop_token
+from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
@@ -126,15 +129,14 @@ def render_chat(
     """
     template = chat_template(tokenizer, tools)
     trained, messages = trained_turns(messages, multiturn)
-    messages, tools = _rendered_messages(tokenizer, template, messages, tools)
+    messages, tools = as_data(tokenizer, messages, tools)
     if not trained:
         input_ids = render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
-    found = None
+    found, text = None, render(tokenizer, messages, tokenize=False, tools=tools)
     if not marked or training_templates.is_ours(template):
-        text = render(tokenizer, messages, tokenize=False, tools=tools)
         found = training_templates.written_spans(tokenizer, template, messages, tools, text)
     if found:
         spans = {turn: span for turn, span in found[1].items() if turn in trained and span[1] > span[0]}
@@ -148,19 +150,24 @@ def render_chat(
     for turn, (start, end) in spans.items():
         _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
         loss_mask[start:end] = [1] * (end - start)
+    _check_shown(tokenizer, messages, tools, text)
     return input_ids, loss_mask
 
 
 def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
     """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
-    messages = trained_turns(messages, False)[1]
-    messages, tools = _rendered_messages(tokenizer, chat_template(tokenizer, tools), messages, tools)
+    messages, tools = as_data(tokenizer, trained_turns(messages, False)[1], tools)
+    text = render(tokenizer, messages, tokenize=False, add_generation_prompt=True, tools=tools)
+    _check_shown(tokenizer, messages, tools, text)
     return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
 
 
-def _rendered_messages(tokenizer: Any, template: str, messages: list[dict], tools: list | None) -> tuple:
-    """(messages, tools) as the template takes them, with their control tokens broken."""
-    return as_data(tokenizer, _without_empty_content(template, messages), tools)
+def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str) -> None:
+    def texts(others: list[dict]) -> str:
+        return render(tokenizer, others, tokenize=False, tools=tools)
+
+    key = chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools)
+    check_shown(messages, tools, text, texts, key)
 
 
 def _frame(tokenizer: Any) -> str:
@@ -210,10 +217,12 @@ def _has_answer(message: dict) -> bool:
 
 
 def as_data(tokenizer: Any, messages: list[dict], tools: list | None = None) -> tuple[list[dict], list | None]:
-    """Messages and tools whose control tokens are broken; see `control_tokens`. `encode` reads them as plain text.
+    """Messages and tools as the template takes them, with broken control tokens, which `encode` reads as plain text.
 
     Raises: UserError if the template gives another text with broken tokens than with whole ones.
     """
+    template = chat_template(tokenizer, tools)
+    messages = fit_arguments(tokenizer, template, _without_empty_content(template, messages))
     if reads_controls(tokenizer):
         return messages, tools
     marked = broken_messages(tokenizer, messages, _frame(tokenizer))
@@ -237,8 +246,9 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
         if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
             out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
             return out if marks or not tokenize else out[0]
+        template = chat_template(tokenizer, options.get("tools"))
+        messages = [with_parts(message, template, images=False) for message in messages]
         if marks:
-            template = chat_template(tokenizer, options.get("tools"))
             options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
             texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
             text = texts[0]
@@ -301,17 +311,33 @@ def _prefix_length(
     """Count the conversation's ids that belong to its first num messages (and the generation prompt); checked."""
     if num == 0:
         raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
-    head = messages[:num]
-    ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools)
-    if input_ids[: len(ids)] == ids:
-        return len(ids)
-    text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools)
-    if not render(tokenizer, messages, tokenize=False, tools=tools).startswith(text):
-        raise _rewrites(messages, num)
-    # The text is a prefix, so the tokenizer merged over the border ("\n" + "\nyes"). The merged token is the answer's.
-    return next(
-        (i for i, (a, b) in enumerate(zip(ids, input_ids, strict=False)) if a != b), min(len(ids), len(input_ids))
-    )
+    head, whole_text = messages[:num], render(tokenizer, messages, tokenize=False, tools=tools)
+    for switch in _switches(chat_template(tokenizer, tools)) if prompt else [{}]:
+        ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools, **switch)
+        pairs = zip(ids, input_ids, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(input_ids)))
+        text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools, **switch)
+        # If only the text is a prefix, the tokenizer merged over the border ("\n" + "\nyes"). The answer has that token.
+        if shared == len(ids) or whole_text.startswith(text) or (not prompt and _only_closes(tokenizer, ids, shared)):
+            return shared
+    raise _rewrites(messages, num)
+
+
+def _switches(template: str) -> list[dict[str, bool]]:
+    """Arguments that change the generation prompt: Nemotron opens thoughts there, and an answer may have none."""
+    names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)]
+    return [{}, *({name: value} for name in names for value in (False, True))]
+
+
+def _only_closes(tokenizer: Any, ids: list[int], shared: int) -> bool:
+    """Whether ids behind `shared` only close a conversation (Phi-3 writes eos there), after the stop token of its turn."""
+
+    def is_blank(token: int) -> bool:
+        return not tokenizer.decode([token]).strip()
+
+    last = next((token for token in reversed(ids[:shared]) if not is_blank(token)), None)
+    rest = all(is_stop_token(tokenizer, token) or is_blank(token) for token in ids[shared:])
+    return rest and last is not None and is_stop_token(tokenizer, last)
 
 
 def _rewrites(messages: list[dict], num: int) -> UserError:

@@ -1,12 +1,11 @@
 """The tokenizer for one row with images: its chat template shows each image as the processor's image tokens."""
 
 import bisect
-import re
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import encode, inside
 from trainer.datasets.conversations.training_templates import special_tokens
 from trainer.datasets.images.image_marks import MARK
@@ -37,7 +36,7 @@ class ImageTokenizer:
         template = self._tokenizer.get_chat_template(tools=options.get("tools"))
         num_marks = sum(message["content"].count(MARK) for message in messages if message.get("content"))
         texts, blocks = render_jinja_template(
-            conversations=[[_with_parts(message, template) for message in messages]],
+            conversations=[[with_parts(message, template) for message in messages]],
             chat_template=template,
             return_assistant_tokens_mask=marks,
             **special_tokens(self._tokenizer),
@@ -72,26 +71,3 @@ def _moved(place: int, moves: list[dict]) -> int:
     ends = [move["span"][1] for move in moves]
     gained = [0, *(move["new_span"][1] - move["span"][1] for move in moves)]
     return place + gained[bisect.bisect_right(ends, place)]
-
-
-def _with_parts(message: dict, template: str) -> dict:
-    """The message with a list of parts, which templates want for images. A text stays if the template shows texts."""
-    content = message.get("content")
-    if not content or (MARK not in content and _shows_texts(template)):
-        return message
-    pieces = [piece for piece in re.split(f"({MARK})", content) if piece]
-    return {**message, "content": [{"type": "image"} if p == MARK else {"type": "text", "text": p} for p in pieces]}
-
-
-_shown: dict[str, bool] = {}  # by template: rendering the probe for every message would be slow
-
-
-def _shows_texts(template: str) -> bool:
-    """Whether a template accepts a message whose content is a text. SmolVLM's takes only lists of parts."""
-    if template not in _shown:
-        try:
-            probe = [[{"role": "user", "content": "probe"}]]
-            _shown[template] = "probe" in render_jinja_template(conversations=probe, chat_template=template)[0][0]
-        except (TemplateError, TypeError, ValueError):
-            _shown[template] = False
-    return _shown[template]

@@ -1,0 +1,37 @@
+"""Messages whose content is a list of parts, for chat templates of models that see images."""
+
+import re
+from functools import lru_cache
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.datasets.images.image_marks import MARK
+
+
+def with_parts(message: dict, template: str, images: bool = True) -> dict:
+    """The message with a list of parts, which templates want for images. A text stays if the template shows texts.
+
+    Without `images`, a MARK in a text is a character like others.
+    """
+    content = message.get("content")
+    if not content or (not (images and MARK in content) and shows_texts(template)):
+        return message
+    pieces = [piece for piece in re.split(f"({MARK})", content) if piece] if images else [content]
+    return {
+        **message,
+        "content": [{"type": "image"} if images and p == MARK else {"type": "text", "text": p} for p in pieces],
+    }
+
+
+@lru_cache
+def shows_texts(template: str) -> bool:
+    """Whether a template shows a message whose content is a text. SmolVLM's takes only lists of parts."""
+    texts = []
+    for content in ("probe", [{"type": "text", "text": "probe"}]):
+        try:
+            talk = [[{"role": "user", "content": content}]]
+            texts.append(render_jinja_template(conversations=talk, chat_template=template)[0][0])
+        except (TemplateError, TypeError, ValueError):
+            texts.append("")
+    return "probe" in texts[0] or "probe" not in texts[1]

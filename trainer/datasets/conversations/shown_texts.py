@@ -1,0 +1,100 @@
+"""Refuse a chat template that leaves out a message, a call or the tools of a conversation."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.datasets.conversations.control_tokens import BREAK
+from trainer.datasets.images.image_marks import MARK
+from trainer.errors import UserError
+
+REMEDY = "a template that shows it via --tokenizer_chat_template, or rows without it"
+_unseen: dict[tuple, list[int]] = {}  # by template and roles
+
+
+def check_shown(
+    messages: list[dict], tools: list | None, text: str, render: Callable[[list[dict]], str], key: tuple
+) -> None:
+    """Check that `text`, a conversation by its template, has the text of each message, each call and the tools.
+
+    `render(messages)` is the text of other messages with the same tools; `key` is what else decides it. White space
+    does not count. JSON may escape a text. A template may shorten earlier turns of the assistant, as it does when the
+    model answers the last one: such a turn may stand only in the text that ends with it.
+    Raises: UserError that names the message.
+    """
+    shown = _squash(text)
+    for tool in tools or []:
+        name = tool.get("function", tool).get("name")
+        if isinstance(name, str) and not _is_in(name, shown):
+            raise UserError("the chat template", f"does not show the tool {name!r}", REMEDY)
+    for number, message in enumerate(messages, 1):
+        missing = [part for part in _parts(message) if not _is_in(part, shown)]
+        if missing and message["role"] == "assistant" and number < len(messages):
+            earlier = _squash(render(messages[:number]))
+            missing = [part for part in missing if not _is_in(part, earlier)]
+        if missing:
+            raise _left_out(number, message, missing[0])
+    for number in _left_out_by_role([message["role"] for message in messages], render, key):
+        if (messages[number - 1].get("content") or "").strip():
+            raise _left_out(number, messages[number - 1], messages[number - 1]["content"])
+
+
+def _left_out_by_role(roles: list[str], render: Callable[[list[dict]], str], key: tuple) -> list[int]:
+    """The messages that the template leaves out of a conversation of these roles, whose texts are found nowhere else.
+
+    A short text may stand in the conversation by chance. Calls of tools need more than a role, so they are left alone.
+    """
+    if "tool" in roles:
+        return []
+    key = (*key, *roles)
+    if key not in _unseen:
+        marks = [f"Q{number}mark{number}Q" for number in range(len(roles))]
+        try:
+            text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+        except UserError:  # a template may refuse these texts but accept the rows
+            text = "".join(marks)
+        _unseen[key] = [number for number, mark in enumerate(marks, 1) if mark not in text]
+    return _unseen[key]
+
+
+def _left_out(number: int, message: dict, part: str) -> UserError:
+    part = part.replace(BREAK, "")
+    found = f"leaves out {part[:40] + '...' * (len(part) > 40)!r} of message {number} ({message['role']})"
+    return UserError("the chat template", found, REMEDY)
+
+
+def _parts(message: dict) -> Iterator[str]:
+    """The texts of a message that a template has to show: not thoughts, which templates may drop."""
+    content = message.get("content") or ""
+    if message["role"] == "assistant":
+        content = content.rpartition("</think>")[2]
+    yield from content.split(MARK)
+    for call in message.get("tool_calls") or []:
+        yield from _strings(call.get("function", call))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The texts and names of a call's JSON values, but for the names of the format."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for child in value:
+            yield from _strings(child)
+    elif isinstance(value, dict):
+        is_call = "name" in value and "arguments" in value
+        for key, child in value.items():
+            if not is_call:
+                yield key
+            if not is_call or key in ("name", "arguments"):
+                yield from _strings(child)
+
+
+def _squash(text: str) -> str:
+    return "".join(text.split())
+
+
+def _is_in(part: str, shown: str) -> bool:
+    if _squash(part) in shown:
+        return True
+    forms = {json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (False, True)}
+    return any(_squash(form) in shown for form in forms)
