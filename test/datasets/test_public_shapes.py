@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.datasets.conversations.messages import NAMES_OF_ROLES
+from trainer.datasets.conversations.messages import NAMES_OF_ROLES, tools_of
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
+from trainer.datasets.shapes.columns import TOOLS, Columns
 from trainer.errors import UserError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -139,6 +140,13 @@ REFUSED = {
     "two systems": (talk(ANSWER, system="x", system_prompt="y"), "columns system and system_prompt"),
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "train_dpo or train_rm for pairs"),
     "nothing": ({"foo": "b"}, "nothing says what to learn from the columns foo"),
+    "a bad answer": (talk(ANSWER, label=False), "column label: says whether the answer is good"),
+    "a weight": (talk(ANSWER, weight=0.5), "column weight: would change the loss"),
+    "an article": ({"article": "x", "question": "a", "answer": "b"}, "column article: would change the text"),
+    "thoughts beside": ({"thinking": "x", "question": "a", "answer": "b"}, "column thinking: would change the text"),
+    "one message of a tree": ({"text": "b", "role": "prompter"}, "column role: would change the text"),
+    "no answer": ({"question": "a", "answer": None}, "column answer: no value"),
+    "texts as an answer": ({"question": "a", "answer": ["b", "c"]}, "column answer message 1: no role"),
     "a broken call": (talk({"role": "function_call", "content": "tide()"}), "a call of a tool that cannot be read"),
 }
 
@@ -162,6 +170,25 @@ def test_a_whole_conversation_that_contradicts_its_prompt_is_refused(tmp_path):
     sides = {side: talk({**ANSWER, "content": side})["messages"] for side in ("chosen", "rejected")}
     with pytest.raises(UserError, match=r"row 1: column prompt: its turns are not those"):
         tokenize("pairs", [{"prompt": "another", **sides}], tmp_path, "BPE")
+
+
+def test_what_is_left_of_an_object_is_refused_or_named(tmp_path):
+    inner = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "tide"}], "seed": 1}
+    row, key = {"input": inner, "output": "b"}, {"input_key": "input.messages", "output_key": "output"}
+    flags = {**key, "apply_chat_template": True}
+    with pytest.raises(UserError, match=r"row 1: column input\.tools: would change the text"):
+        tokenize("sft", [row], tmp_path, "BPE", **flags)
+    found = lines([row], tmp_path, **flags, ignore_columns="input.tools")
+    assert "columns not used: input.seed" in found
+
+
+def test_functions_are_tools():
+    tide = {"name": "tide", "description": "x", "parameters": {"type": "object", "properties": {}}}
+    wanted = [{"type": "function", "function": tide}]
+    for tools in ([tide], json.dumps([tide]), wanted):
+        assert tools_of({"tools": tools}) == wanted
+    columns = Columns({"functions": [tide]})
+    assert columns.find(TOOLS) == "functions"
 
 
 def test_an_object_is_no_label_to_compare_with(tmp_path):
@@ -198,6 +225,9 @@ def test_every_conversation_is_wholly_in_the_text_or_refused(messages, others):
         role == "assistant" and all(bool(m[key]) for key in ("weight", "loss", "train") if m.get(key) is not None)
         for role, m in zip(roles, messages, strict=True)
     ]
+    if "answer" in others and roles[-1] != "assistant":  # the column is the answer
+        roles, wanted = [*roles, "assistant"], [*wanted, True]
+        messages = [*messages, {"content": others["answer"]}]
     if len(messages) == 1:  # pretraining
         assert wanted == [True] and text == messages[0]["content"] + tokenizer.eos_token
         return

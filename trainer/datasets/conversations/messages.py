@@ -27,10 +27,10 @@ PAIR_KEYS = {"system": ("system",)}
 PAIR_KEYS["user"] = ("human", "user", "prompt", "instruction", "question", "input")
 PAIR_KEYS["assistant"] = ("assistant", "gpt", "bot", "response", "answer", "output")
 TRAIN = "train"  # the key of a message that says whether its turn has a loss
-TRAIN_FLAGS = ("weight", "loss", TRAIN)
+TRAIN_FLAGS = ("weight", "loss", "loss_scale", TRAIN)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 # keys that would change the text or the loss: never merely named
-REFUSED_KEYS = {"train_detail", "loss_scale", "prefix", "refusal", "image", "images", "video", "videos", "audio"}
+REFUSED_KEYS = {"train_detail", "prefix", "refusal", "image", "images", "video", "videos", "audio"}
 REFUSED_KEYS |= {"audios", "files", "documents", *THOUGHTS}
 IGNORE = "--ignore_columns"
 
@@ -97,7 +97,10 @@ def tools_of(row: Any) -> list[dict] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
-    return [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
+    tools = [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
+    # a bare function, as in OpenAI's `functions` and in LLaMA-Factory
+    is_bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in tools]
+    return [{"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, is_bare)]
 
 
 def _message(message: Any, where: str, notes: Notes, template: str | None) -> dict:
@@ -178,7 +181,7 @@ def _train_flag(message: dict, role: str, where: str) -> dict[str, bool]:
     for key, value in found.items():
         if value not in (0, 1):  # True and False are among them
             raise UserError(where, f"{key} is {value!r}", "true or false, 1 or 0")
-        if value and role not in ("assistant", CALL) and key != "weight":
+        if value and role not in ("assistant", CALL) and key not in ("weight", "loss_scale"):
             raise UserError(where, f"{key} is {value!r} for the role {role}", "only turns of the assistant are trained")
     if len(set(map(bool, found.values()))) > 1:
         raise UserError(where, f"{', '.join(found)} contradict each other", "one of them")
@@ -195,7 +198,7 @@ def _other_keys(others: dict, where: str, notes: Notes, template: str | None) ->
         name = next((name for name in names if reads(template, name)), None)
         if name and (name == key or name not in others):
             kept[name] = value
-        elif key in REFUSED_KEYS and value not in ("", [], False):
+        elif key in REFUSED_KEYS and value is not False and value not in ("", []):
             found = f"the chat template does not read its key {key!r}, which would change the text"
             raise UserError(where, found, f"a template that does, or {IGNORE} {key}")
         elif key != "tool_call_id":

@@ -12,7 +12,7 @@ from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.templates import chat_template, render_chat
 from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
-from trainer.datasets.shapes.columns import CONVERSATIONS, PROMPTS
+from trainer.datasets.shapes.columns import BEFORE_ANSWER
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -60,9 +60,10 @@ def answer_options(
         prompt_flag=prompt_flag,
         answer_flags=tuple(answer_flags),
         has_template=bool(tokenizer.chat_template),
+        input_template=input_template is not None,
         **reading,
     )
-    has_prompt = prompt_key is not None or any(name in columns for name in (*PROMPTS, *CONVERSATIONS))
+    has_prompt = prompt_key is not None or any(name in columns for name in BEFORE_ANSWER)
     if reader.chat:
         chat_template(tokenizer)  # raises if there is none
     facts = {"has_conversations": bool(reader.chat), "has_prompts": has_prompt}

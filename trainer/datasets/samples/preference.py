@@ -25,7 +25,7 @@ from trainer.datasets.samples.answers import (
 )
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.sft_samples import render_sample
-from trainer.datasets.shapes.columns import CHOSEN, CONVERSATIONS, PROMPTS, REJECTED
+from trainer.datasets.shapes.columns import BEFORE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
 from trainer.datasets.shapes.row_reader import PAIRS, ReadRow
@@ -81,7 +81,7 @@ def tokenize_preference(
     options = answer_options(
         rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, **reading
     )
-    has_prompt = prompt_key is not None or any(name in columns for name in (*PROMPTS, *CONVERSATIONS))
+    has_prompt = prompt_key is not None or any(name in columns for name in BEFORE_ANSWER)
     if mean_flag and not has_prompt and not options.reader.read(rows[0]).chat:
         found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
         raise UserError("--prompt_key", found, "the column of the prompt, or conversations")

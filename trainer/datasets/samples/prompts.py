@@ -22,7 +22,7 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, lookup, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
-from trainer.datasets.shapes.columns import CONVERSATIONS, PROMPTS
+from trainer.datasets.shapes.columns import BEFORE_ANSWER
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -72,7 +72,7 @@ def tokenize_prompts(
     also for a prompt that is kept and has no label, or a label that is an object.
     taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
     """
-    known = input_key is None and any(name in rows.column_names for name in (*CONVERSATIONS, *PROMPTS))
+    known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
     key = input_key or (None if known else "messages")
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     reader = reader_of(
@@ -83,14 +83,14 @@ def tokenize_prompts(
         prompt_key=key,
         taken=(*taken, *([label_key] if label_key else [])),
         has_template=bool(tokenizer.chat_template),
+        input_template=input_template is not None,
         drop_answer=drop_answer,
     )
     options = _Options(reader, label_key, input_template)
     if reader.chat:
         chat_template(tokenizer)  # raises if there is none
-    refuse_for_rows(
-        apply_chat_template=apply_chat_template, input_template=input_template, has_conversations=bool(reader.chat)
-    )
+    flags = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+    refuse_for_rows(**flags, has_conversations=bool(reader.chat))
     check_input_template(input_template)
     prompts = map_rows(
         rows,
@@ -117,14 +117,19 @@ def tokenize_prompts(
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
     prompts = keep(prompts.remove_columns(["control_tokens", NOTE]), kept)
     if needs_labels:
-        for row, label in zip(prompts["row"], prompts["label"]):
-            if not (label or "").strip():
-                found = "no value" if label is None else "an empty text"
-                raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", found, "an answer to compare with")
-            if label.startswith("{") and isinstance(lookup(rows[row], label_key), dict):
-                inside = ", ".join(f"{label_key}.{name}" for name in json.loads(label))
-                raise UserError(f"{flag} row {row + 1}: --label_key {label_key}", "an object, not an answer", inside)
+        _check_labels(prompts, rows, label_key, flag)
     return prompts, ledger
+
+
+def _check_labels(prompts: Dataset, rows: Dataset, label_key: str, flag: str) -> None:
+    """Raise UserError for a prompt without a label, or with an object instead of one."""
+    for row, label in zip(prompts["row"], prompts["label"]):
+        where = f"{flag} row {row + 1}: --label_key {label_key}"
+        if not (label or "").strip():
+            raise UserError(where, "no value" if label is None else "an empty text", "an answer to compare with")
+        if label.startswith("{") and isinstance(lookup(rows[row], label_key), dict):
+            inside = ", ".join(f"{label_key}.{name}" for name in json.loads(label))
+            raise UserError(where, "an object, not an answer", inside)
 
 
 def with_columns(prompts: Dataset, rows: Dataset, names: list[str]) -> Dataset:

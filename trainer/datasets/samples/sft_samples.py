@@ -28,7 +28,7 @@ from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.prepared import checked, is_prepared
-from trainer.datasets.shapes.columns import CONVERSATIONS, MORE, PROMPTS
+from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -187,7 +187,7 @@ def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: 
     conversation = any(name in columns for name in CONVERSATIONS)
     if reader.chat or (reader.chat is None and key is None and conversation):
         chat_template(tokenizer)  # raises if there is none
-    if key is None and not any(name in columns for name in (*CONVERSATIONS, *PROMPTS, *MORE)):
+    if key is None and not any(name in columns for name in BEFORE_ANSWER):
         if reader.chat or reader.answer_keys:
             raise UserError("--input_key", f"needed for {flag}", ", ".join(columns))
         if "text" not in columns:

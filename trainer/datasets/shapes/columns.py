@@ -1,25 +1,30 @@
 """The columns of one row: known names, which of them were used, and what is left over."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from trainer.datasets.conversations.messages import IGNORE
+from trainer.datasets.conversations.messages import IGNORE, THOUGHTS
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, lookup
 from trainer.datasets.shapes.notes import Notes
 from trainer.errors import UserError
 
-PROMPTS = ("instruction", "question", "query", "problem", "prompt")
-ANSWERS = ("output", "response", "completion", "answer", "solution")
+PROMPTS = ("instruction", "question", "query", "problem", "inputs", "prompt")
+ANSWERS = ("output", "response", "completion", "answer", "solution", "targets")
 CONVERSATIONS = ("messages", "conversations", "conversation")
-MORE = ("input", "context")  # a second text of the user's turn
+MORE = ("input", "context")  # a second text of the user's turn, or the only one
+BEFORE_ANSWER = (*CONVERSATIONS, *PROMPTS, *MORE)
 SYSTEMS = ("system", "system_prompt", "system_message")
-HISTORY, TOOLS = "history", "tools"
-CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response", "rejected_messages")
-# columns that add to a text: they are used or refused
-ADDED = (*SYSTEMS, *MORE, HISTORY, TOOLS, "functions", "documents", "image", IMAGES)
-ADDED += ("video", "videos", "audio", "audios", "speech", "objects", "thinking", "reasoning_content")
-ADDED += ("chat_template_kwargs",)
+HISTORY, TOOLS = "history", ("tools", "functions")
+CHOSEN = ("chosen", "chosen_response", "preferred_output")
+REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+LABELS = ("label", "kto_tag")  # true for a good answer
+# columns that change the text, or what is learned from it: they are used or refused
+ADDED = (*SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, "documents", "article", "passage", "choices", "options", "role")
+ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
+WEIGHTS = ("weight", "sample_weight", "loss_scale")
+ADDED += ("rejected_images", "chat_template_kwargs", *WEIGHTS)
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
 UNSEEN = (FOLDER,)  # our own columns
 
@@ -32,10 +37,13 @@ class Columns:
         self.names = [name for name in row if name not in hidden]
         self.row = {name: value for name, value in row.items() if name not in hidden and value is not None}
         self.used: set[str] = set()
+        self.keys = set(taken)  # that were read; one may be inside an object
         self.taken = {column_of_key(self.row, key) for key in taken}  # something else reads them
+        self.ignored = ignored
 
     def take(self, key: str) -> Any:
         self.used.add(column_of_key(self.row, key) or key)
+        self.keys.add(key)
         return lookup(self.row, key)
 
     def find(self, names: tuple[str, ...], flag: str = "") -> str | None:
@@ -57,9 +65,22 @@ class Columns:
 
         A column whose text is in `known_text`, the text of the conversation, adds nothing.
         """
-        for name, value in self.row.items():
-            if name in self.used | self.taken or (name in ADDED and value in EMPTY):
+        for name, value in self._left():
+            kind = name.rpartition(".")[2]
+            if kind in ADDED and value in EMPTY:
                 continue
-            if strict and name in ADDED and not (isinstance(value, str) and value in known_text):
-                raise UserError(f"column {name}", "would change the text, and is not used here", f"{IGNORE} {name}")
+            is_neutral = (kind in WEIGHTS and value == 1) or (isinstance(value, str) and value in known_text)
+            if strict and kind in ADDED and not is_neutral:
+                found = f"would change the {'loss' if kind in WEIGHTS else 'text'}, and is not used here"
+                raise UserError(f"column {name}", found, f"{IGNORE} {name}")
             notes.columns.add(name)
+
+    def _left(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of what was not read. `a.b` is the key b of an object a of which another key was read."""
+        for name, value in self.row.items():
+            if name not in self.used | self.taken:
+                yield name, value
+            elif name not in self.keys and isinstance(value, dict):
+                read = {key.split(".")[1] for key in self.keys if key.startswith(f"{name}.")}
+                inside = {f"{name}.{key}": child for key, child in value.items() if read and key not in read}
+                yield from ((n, v) for n, v in inside.items() if v is not None and n not in self.ignored)

@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, as_single_messages, role_of
 from trainer.datasets.rows import AsWritten, kind_of, lookup, text_value
 from trainer.datasets.shapes.columns import (
-    ANSWERS,
     CONVERSATIONS,
     HISTORY,
     MORE,
@@ -37,7 +37,7 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     """What comes before an answer. `key` is the column that `flag` names; None looks for one by its name."""
     name = key if key is not None else _conversation_of(columns)
     if name is not None and is_conversation(name, lookup(columns.row, name)):
-        value = raw_messages(columns.take(name))
+        value = raw_messages(columns.take(name), texts=name in CONVERSATIONS)
         found = PromptPart(value, f"{flag} {name}", [(name, "turns")], (name,), True)
     elif key is None and any(name in columns.row for name in CONVERSATIONS):
         name = next(name for name in CONVERSATIONS if name in columns.row)
@@ -51,8 +51,7 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
 
 def _text_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     name = key if key is not None else columns.find(PROMPTS, flag)
-    if name is None and any(answer in columns.row for answer in ANSWERS):
-        name = columns.filled(MORE)  # {input, output}
+    name = name or columns.filled(MORE)  # {input, output}
     if name is None:
         return PromptPart()
     where = f"{flag} {name}" if key is not None else f"column {name}"
@@ -88,8 +87,18 @@ def add_system(found: PromptPart, columns: Columns) -> None:
 
 
 def _conversation_of(columns: Columns) -> str | None:
-    names = (*CONVERSATIONS, *PROMPTS)
-    return next((name for name in names if is_conversation(name, columns.row.get(name))), None)
+    row, has_text = columns.row, any(isinstance(columns.row.get(name), str) for name in PROMPTS)
+    names = (*CONVERSATIONS, *PROMPTS, *(() if has_text else MORE))
+    return next((name for name in names if is_conversation(name, row.get(name)) and _may_be(name, row[name])), None)
+
+
+def _may_be(name: str, value: Any) -> bool:
+    """A list of paragraphs is no conversation."""
+    return name not in MORE or (isinstance(value, list) and bool(value) and all(map(_has_role, value)))
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and role_of(message) is not None
 
 
 def is_conversation(name: str, value: Any) -> bool:
@@ -98,8 +107,11 @@ def is_conversation(name: str, value: Any) -> bool:
     return is_json or isinstance(value, (list, dict))
 
 
-def raw_messages(value: Any) -> Any:
-    """A list of single messages, also from one message, from pairs, or from the JSON of a list. Another value stays."""
+def raw_messages(value: Any, texts: bool = False) -> Any:
+    """A list of single messages, also from one message, from pairs, or from the JSON of a list. Another value stays.
+
+    `texts`: a list of texts has the turns of the user and the assistant, the user's first (LIMA).
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value, object_hook=AsWritten)
@@ -107,6 +119,8 @@ def raw_messages(value: Any) -> Any:
             return value
     if isinstance(value, dict) and role_of(value):
         value = [value]
+    if texts and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        value = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), value)]
     return as_single_messages(value) if isinstance(value, list) else value
 
 

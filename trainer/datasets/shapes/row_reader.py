@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.datasets.conversations.messages import CALL, messages_of, role_of
+from trainer.datasets.conversations.messages import CALL, IGNORE, messages_of, role_of
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, lookup, text_value
@@ -14,6 +14,7 @@ from trainer.datasets.shapes.columns import (
     CONVERSATIONS,
     EMPTY,
     HISTORY,
+    LABELS,
     REJECTED,
     SYSTEMS,
     TOOLS,
@@ -92,10 +93,11 @@ class RowReader:
         parts = {name: _without_keys(value, self.ignored) for name, value in found.parts.items()}
         chat = found.chat or any(isinstance(value, list) for value in parts.values())
         if chat:
-            for name in (TOOLS, IMAGES):
-                parts[name] = columns.take(name) if name in columns.row else None
-                if parts[name] not in EMPTY:
-                    found.says.append((name, name))
+            for part, names in (("tools", TOOLS), (IMAGES, (IMAGES,))):
+                name = columns.find(names)
+                parts[part] = columns.take(name) if name else None
+                if parts[part] not in EMPTY:
+                    found.says.append((name, part))
         elif AS_TEXTS not in notes.facts and self.has_template and "text" not in parts:
             notes.facts.add(AS_TEXTS)
         columns.finish(notes, "\n".join(map(all_text, parts.values())), strict=not self.pretrain)
@@ -120,7 +122,7 @@ def reader_of(task: str, columns: list[str], *, chat: bool | None, ignored: str 
     `ignored` is the value of --ignore_columns, names with commas between them.
     """
     ignored = tuple(name.strip() for name in (ignored or "").split(",") if name.strip())
-    added = [name for name in (*SYSTEMS, HISTORY, TOOLS) if name in columns and name not in ignored]
+    added = [name for name in (*SYSTEMS, HISTORY, *TOOLS) if name in columns and name not in ignored]
     return RowReader(task, chat=True if added and chat is False else chat, ignored=ignored, **facts)
 
 
@@ -136,6 +138,10 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
     if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
         return _text(reader, columns)
+    for name in LABELS:
+        if isinstance(columns.row.get(name), bool) and name not in columns.taken:
+            found = "says whether the answer is good, which is not used here"
+            raise UserError(f"column {name}", found, f"train_dpo --loss kto, or {IGNORE} {name}")
     answer = reader.answer_keys[0] if reader.answer_keys else None
     whole = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
     if answer is None and not whole and (not named or isinstance(prompt.value, str)) and reader.prompt_key is None:
@@ -165,7 +171,7 @@ def _text(reader: RowReader, columns: Columns) -> _Found:
 def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _Found:
     """A conversation with its answers. A lone message of the assistant is a text, as in ms-swift."""
     value = prompt.value
-    if len(value) == 1 and is_answer(value[0]) and not named and not columns.filled((TOOLS,)):
+    if len(value) == 1 and is_answer(value[0]) and not named and not columns.filled(TOOLS):
         [message] = messages_of(value, prompt.where, notes)
         if not message.get("tool_calls") and message.get("train", True):
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
@@ -232,7 +238,8 @@ def _with_answers(
             prompt.value = _without_shared(prompt, value)
     says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
     where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
-    return _Found("", {"prompt": prompt.value, **answers}, where | {"prompt": prompt.where}, says, bool(reader.chat))
+    where["prompt"] = prompt.where
+    return _Found("", {"prompt": prompt.value, **answers}, where, says, _is_chat(reader, prompt))
 
 
 def _without_shared(prompt: PromptPart, whole: list) -> Any:
@@ -260,7 +267,7 @@ def _read_prompt(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     if reader.drop_answer and isinstance(value, list) and len(value) > 1 and is_answer(value[-1]):
         notes.facts.add("rows that end with an answer: the last answer is dropped")
         value = value[:-1]
-    return _Found("", {"prompt": value}, {"prompt": prompt.where}, prompt.says, bool(reader.chat))
+    return _Found("", {"prompt": value}, {"prompt": prompt.where}, prompt.says, _is_chat(reader, prompt))
 
 
 _READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _read_answer, PROMPT: _read_prompt}
@@ -274,6 +281,12 @@ def _answer(value: Any, where: str) -> Any:
     if isinstance(value, list) or (isinstance(value, dict) and role_of(value)):
         return raw_messages(value)
     return text_value(value, where, numbers=True)
+
+
+def _is_chat(reader: RowReader, prompt: PromptPart) -> bool:
+    """Whether a prompt and its answers are messages: a flag says so, or a question that no flag named."""
+    is_question = reader.prompt_key is None and bool(prompt.columns) and "prompt" not in prompt.columns
+    return bool(reader.chat) or (is_question and reader.has_template and not reader.input_template)
 
 
 def _wants_chat(reader: RowReader, prompt: PromptPart, answer: str) -> bool:
@@ -292,6 +305,9 @@ def _no_answer(reader: RowReader, columns: Columns, prompt: PromptPart) -> UserE
     conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
     if conversation and not columns.row:
         return UserError(f"{reader.prompt_flag} {conversation}", "no value", "a list of messages")
+    missing = next((name for name in ANSWERS if name in columns.names), None)
+    if prompt.value is not None and missing:
+        return UserError(f"column {missing}", "no value", "a text")
     pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
     found = f"nothing says what to learn from the columns {', '.join(columns.row)}"
     return UserError(prompt.where or "its columns", found, pairs + NEEDED)
