@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from trainer.errors import Interrupted, UserError
+from trainer.errors import Interrupted, UserError, plain
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_USER_ERROR = 2
@@ -96,7 +96,7 @@ def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
 def _tell(what) -> None:
     rank = int(os.environ.get("RANK", 0))
     sys.stdout.flush()
-    print(f"error: {what}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr)
+    print(f"error: {plain(str(what))}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr)
 
 
 def _leave(code: int) -> None:

@@ -1,4 +1,35 @@
-"""UserError, the error that users see: one line that says where, what was found and what to do."""
+"""UserError, the error that users see: one line that says where, what was found and what to do.
+
+What users see has no secret of an address in it, and no control character: text of a file could drive the terminal.
+"""
+
+import re
+from typing import Any
+
+LEFT_OUT = "***"  # in place of a secret
+# user and password of an address; values of its query whose name says that they are secret
+USER = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
+QUERY = re.compile(r"(?i)([?&][^=&\s]*(?:key|token|secret|passw(?:or)?d|signature|credential|auth|sig)=)[^&\s,#]+")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def without_secrets(value: Any) -> Any:
+    """`value` with *** in place of the secrets of addresses, also in lists and dicts."""
+    if isinstance(value, str):
+        return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub(LEFT_OUT, value))
+    if isinstance(value, dict):
+        return {name: without_secrets(own) for name, own in value.items()}
+    return [without_secrets(own) for own in value] if isinstance(value, (list, tuple)) else value
+
+
+def has_left_out(value: Any) -> bool:
+    """Whether `without_secrets` left something out of this text."""
+    return isinstance(value, str) and (f"://{LEFT_OUT}@" in value or f"={LEFT_OUT}" in value)
+
+
+def plain(text: str) -> str:
+    """A text for the screen: without secrets of addresses, and with control characters as \\x1b and so on."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
 
 
 class UserError(Exception):
@@ -14,8 +45,8 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         if self.instead:
-            return f"{self.where}: {self.found}. {self.instead}"
-        return f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else "")
+            return plain(f"{self.where}: {self.found}. {self.instead}")
+        return plain(f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else ""))
 
 
 def one_line(error: BaseException) -> str:

@@ -8,9 +8,11 @@ import resource
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from trainer.errors import UserError
 from trainer.mirrors import Mirrors
 
 METRICS_FILE = "metrics.jsonl"
+MOST_WAITING = 100  # rows that wait for a disk with space, until the run saves and ends
 # dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
 PEAK_FLOPS = (
     ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H800", 989e12),
@@ -20,7 +22,11 @@ PEAK_FLOPS = (
 
 
 class MetricsLog:
-    """Appends rows to `<output_dir>/metrics.jsonl`. Only rank 0 makes one."""
+    """Appends rows to `<output_dir>/metrics.jsonl`. Only rank 0 makes one.
+
+    On a full disk, rows wait in memory, and each next row tries again to write them. `waiting` has their lines. A
+    checkpoint keeps them; see `Checkpoints.save`.
+    """
 
     def __init__(
         self,
@@ -30,16 +36,31 @@ class MetricsLog:
         wandb_project: Optional[str] = None,
         config: Optional[dict] = None,
         wandb_run_id: Optional[str] = None,
+        needs_whole: bool = False,
     ):
-        _remove_torn_line(os.path.join(output_dir, METRICS_FILE))
-        self._file = open(os.path.join(output_dir, METRICS_FILE), "a")  # noqa: SIM115 (stays open as long as the log)
+        """`needs_whole`: a damaged row in the file is a UserError, since a certificate cannot be written of it."""
+        self._path = os.path.join(output_dir, METRICS_FILE)
+        self.waiting: list[str] = []
+        self.fault = ""  # why rows wait
+        try:
+            _remove_torn_line(self._path)
+            _tell_damaged_line(self._path, needs_whole)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._size = os.fstat(self._file).st_size  # of the whole rows
+        except OSError as error:
+            raise UserError(self._path, f"cannot be opened: {error.strerror}", "a file that can be written") from None
         self._mirrors, self.wandb_run_id = None, None
         if use_tensorboard or wandb_project:
             self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id)
             self.wandb_run_id = self._mirrors.wandb_run_id
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether so many rows wait that the run should save and end."""
+        return len(self.waiting) > MOST_WAITING
+
     def event(self, name: str, **fields) -> None:
-        """Write a row that is not a step: start, resume or end."""
+        """Write a row that is not a step: start, resume, changed or end."""
         self._append({"event": name, **fields})
 
     def row(self, step: int, **values) -> None:
@@ -53,18 +74,49 @@ class MetricsLog:
         if self._mirrors:
             self._mirrors.table(name, step, rows)
 
+    def add_missing(self, lines: list[str]) -> None:
+        """Write the lines of a checkpoint, in which they waited, that the file does not have."""
+        if lines:
+            with open(self._path, encoding="utf-8", errors="replace") as file:
+                there = set(file)
+            self.waiting += [line for line in lines if line not in there]
+            self._write_waiting()
+
     def _append(self, row: dict) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self.waiting.append(json.dumps(row) + "\n")
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write all lines that wait, or none of them."""
+        data = "".join(self.waiting).encode()
+        try:
+            if os.fstat(self._file).st_size > self._size:  # a part of a row, written as the disk became full
+                os.ftruncate(self._file, self._size)
+            done = 0
+            while done < len(data):
+                done += os.write(self._file, data[done:])
+        except OSError as error:
+            if not self.fault:
+                print(f"{self._path} cannot be written: {error.strerror}; its rows wait for the next try", flush=True)
+            self.fault = error.strerror or str(error)
+            return
+        if self.fault:
+            print(f"{self._path} is written again, with all rows that waited", flush=True)
+        self._size, self.fault = self._size + len(data), ""
+        self.waiting.clear()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
         self.close()
+        if kind is None and self.waiting:
+            found = f"{len(self.waiting)} rows cannot be written: {self.fault}; the newest checkpoint has them"
+            raise UserError(self._path, found, instead="Free disk space, and resume with --load_checkpoint.")
 
     def close(self) -> None:
-        self._file.close()
+        self._write_waiting()
+        os.close(self._file)
         if self._mirrors:
             self._mirrors.close()
 
@@ -119,6 +171,20 @@ def _remove_torn_line(path: str) -> None:
     if os.path.exists(path):
         with open(path, "rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _tell_damaged_line(path: str, is_error: bool) -> None:
+    """Say which line of an existing file is no row, or raise UserError."""
+    for number, line in enumerate(open(path, "rb") if os.path.exists(path) else (), start=1):  # noqa: SIM115
+        try:
+            if isinstance(json.loads(line), dict):
+                continue
+        except (ValueError, RecursionError):
+            pass
+        found = "is damaged: it is no row of a run"
+        if is_error:
+            raise UserError(f"{path} line {number}", found, "the file as it was written, or no --certificate")
+        print(f"{path} line {number} {found}. The run goes on; programs that read this file may refuse it", flush=True)
 
 
 def host_peak_memory_bytes() -> int:

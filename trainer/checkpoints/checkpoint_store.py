@@ -21,6 +21,7 @@ from trainer.errors import UserError
 MANIFEST = "manifest.json"
 LATEST = "latest"  # what --load_checkpoint means without a value
 BEST = "best"  # a symbolic link to the checkpoint with the best metric
+STEP = re.compile(r"step_\d+")  # the name of a complete checkpoint
 CHUNK_BYTES = 1 << 22
 
 
@@ -184,7 +185,7 @@ def list_checkpoints(root: str) -> list[str]:
 
 def _folders(root: str) -> list[str]:
     names = os.listdir(root) if os.path.isdir(root) else []
-    return [os.path.join(root, name) for name in names if re.fullmatch(r"step_\d+", name)]
+    return [os.path.join(root, name) for name in names if STEP.fullmatch(name)]
 
 
 def _step(folder: str) -> int:
@@ -201,12 +202,24 @@ def _place(folder: str) -> tuple[int, float, int]:
 
 
 def checkpoints_to_load(root: str, wanted: str) -> list[str]:
-    """The checkpoints in `root` that --load_checkpoint may take, the newest first, or the only one that it names."""
+    """The checkpoints in `root` that --load_checkpoint may take, the newest first, or the only one that it names.
+
+    Raises UserError if it names no checkpoint. A folder in a run gets a hint to the newest checkpoint of that run.
+    """
     if wanted == LATEST:
         return list_checkpoints(root)[::-1]
+    flag, allowed = "--load_checkpoint", "a checkpoint, or no value: the latest"
     if not os.path.isdir(wanted):
-        raise UserError("--load_checkpoint", f"{wanted} is not a folder", "a checkpoint, or no value: the latest")
-    return [os.path.abspath(wanted)]
+        raise UserError(flag, f"{wanted} is not a folder", allowed)
+    wanted = os.path.abspath(wanted)
+    if not any(os.path.exists(os.path.join(wanted, name)) for name in (MANIFEST, "state.json")):
+        places = [wanted, os.path.join(wanted, "checkpoints"), os.path.join(os.path.dirname(wanted), "checkpoints")]
+        for place in places:
+            if found := list_checkpoints(place):
+                raise UserError(flag, f"{wanted} is no checkpoint", instead=f"Did you mean {found[-1]}?")
+        if not STEP.fullmatch(os.path.basename(os.path.realpath(wanted))):
+            raise UserError(flag, f"{wanted} is no checkpoint", allowed)
+    return [wanted]
 
 
 def remove_temporaries(root: str) -> None:

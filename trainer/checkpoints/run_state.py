@@ -278,6 +278,19 @@ def _check(folder: str, shards: list[TensorShard]) -> set[str]:
     return own
 
 
+def read_intact_state(folder: str) -> dict:
+    """`read_state`, after a look at the hash of its file. Raises DamagedCheckpoint."""
+    try:
+        damage = store.file_damage(folder, STATE, store.read_manifest(folder)[STATE])
+    except KeyError:
+        damage = f"{STATE} is missing"
+    except store.DamagedFile as error:
+        damage = str(error)
+    if damage:
+        raise DamagedCheckpoint("--load_checkpoint", f"{folder} is damaged: {damage}")
+    return read_state(folder)
+
+
 def read_state(folder: str) -> dict:
     """The JSON state of a checkpoint. Raises UserError if this version cannot read it."""
     with open(os.path.join(folder, STATE)) as file:

@@ -17,7 +17,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from trainer.errors import UserError
+from trainer.errors import UserError, plain
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -41,9 +41,9 @@ def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def print(strategy, *values) -> None:
-    """Print on rank 0 only."""
+    """Print on rank 0 only. Control characters of texts are shown, not sent to the terminal."""
     if strategy.is_rank_0():
-        builtins.print(*values, flush=True)
+        builtins.print(*(plain(str(value)) for value in values), flush=True)
 
 
 def is_rank_0(strategy) -> bool:

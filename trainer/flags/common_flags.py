@@ -254,6 +254,13 @@ class CheckpointArguments:
         None, "resume from this checkpoint; without a value: from the latest one in --output_dir, if there is one",
         nargs="?", const="latest",
     )  # fmt: skip
+    allow_change: Optional[list[str]] = arg(
+        None,
+        "with --load_checkpoint: names of flags whose change is allowed although it changes the objective, such as beta; "
+        "see docs/checkpoints.md",
+        type=str,
+        nargs="+",
+    )
     ckpt_format: Literal["native", "portable"] = arg(
         "native", "native: each rank writes its parts; portable: whole tensors. Every layout and backend reads both"
     )

@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse import typing as restricted
 
-from trainer.errors import UserError
+from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, with_flags
 from trainer.flags.names.suggestions import leaves, suggestion
 
@@ -151,6 +151,14 @@ def check_port(port: int, lowest: int = 0) -> None:
     """Raise UserError for a --port that no machine has."""
     if not lowest <= port <= 65535:
         raise UserError("--port", str(port), f"a port from {lowest} to 65535")
+
+
+def check_secrets(flags: dict[str, Any]) -> None:
+    """Raise UserError for an address whose secret config.yaml does not have. `flags` are flat."""
+    for name, value in flags.items():
+        if has_left_out(value):
+            found = f"{value}: a run writes {LEFT_OUT} in place of a secret"
+            raise UserError(f"--{name}", found, instead="Give the flag with the whole address.")
 
 
 def _plain(value):

@@ -53,6 +53,8 @@ SHARED_RULES = (
          values=("latest",)),
     Rule("verify_resume", lambda f: f.on_gpu and not f.deterministic, "with --deterministic false",
          "on CUDA, no two passes are bitwise the same", "Remove --deterministic."),
+    Rule("allow_change", lambda f: f.load_checkpoint is None, "without --load_checkpoint",
+         "it says what may differ from the run of a checkpoint", "Add --load_checkpoint, or remove the flag."),
     Rule("best_metric_key", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
          "Add --eval_dataset, or remove the flag."),
 )

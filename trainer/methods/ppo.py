@@ -92,7 +92,7 @@ def train_ppo(
                 run.timeline.write()
             with span("save"):
                 run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
-        run.checkpoints.finish()
+        run.checkpoints.end(progress)
     log.bar.close()
     check_applied(progress)
     if state.is_used_up(passes):

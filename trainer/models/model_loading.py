@@ -26,7 +26,10 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     """
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
-            raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder")
+            found, inner = f"{name} contains no config.json", os.path.join(name, "model")  # where a run saves its model
+            if os.path.exists(os.path.join(inner, "config.json")):
+                raise UserError(flag, found, instead=f"Did you mean {inner}?")
+            raise UserError(flag, found, "a Hugging Face model folder")
         return _readable(name, flag)
     if os.path.exists(name) or name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")

@@ -72,6 +72,8 @@ class PromptOrder:
 
     def go_to(self, position: dict) -> None:
         self.episode, self.next_index = position["episode"], position["next_index"]
+        if self.next_index >= len(self.prompts):  # --allow_change dataset: there are fewer now
+            self.episode, self.next_index = self.episode + 1, 0
         self.rates, self._rates_before = (dict(map(tuple, pairs)) for pairs in position.get("rates", ([], [])))
 
     def digest(self) -> str:

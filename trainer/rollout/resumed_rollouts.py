@@ -25,7 +25,7 @@ from trainer.rollout.samples import Sample
 
 AHEAD_FOLDER = "ahead"
 FIRST_KEY = re.compile(r'\{"rollout": (\d+),')  # rows of earlier rollouts are not parsed
-PLACES = ("output_dir", "load_checkpoint", "overwrite")  # flags that decide nothing about samples
+PLACES = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # flags that decide nothing about samples
 
 
 def origin_of(flags: dict) -> str:

@@ -18,13 +18,14 @@ from typing import Optional
 import yaml
 
 from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
-from trainer.errors import UserError
+from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog
 from trainer.models.cpu_matmul import chosen
-from trainer.training.checkpointing import Progress, SavePolicy
+from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 LOCK_FILE = ".lock"
+OF_A_RESUME = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # they say where a run goes on
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
 
 
@@ -181,34 +182,72 @@ ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 
 
 def start_metrics(
-    strategy, config: dict, output: OutputArguments, folder: str, progress: Progress, **facts
+    strategy, config: dict, output: OutputArguments, folder: str, checkpoints: Checkpoints, **facts
 ) -> Optional[MetricsLog]:
-    """Write config.yaml and the start row, or the row of a resume. Returns the log on rank 0, None elsewhere.
+    """Write config.yaml and the start row, or the rows of a resume. Returns the log on rank 0, None elsewhere.
 
-    `config` are all flags of the command, flat.
+    `config` are all flags of the command, flat. `checkpoints` has resumed.
     """
     if not strategy.is_rank_0():
         return None
+    progress, config = checkpoints.progress, without_secrets(config)
     goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
-    if not goes_on:
-        with open(os.path.join(folder, "config.yaml"), "w") as file:
-            yaml.dump(config, file, ConfigDumper, sort_keys=False)
+    written = write_config(folder, config, goes_on)
     metrics = MetricsLog(
         folder,
         use_tensorboard=output.use_tensorboard,
         wandb_project=output.wandb_project if output.use_wandb else None,
         config=config,
         wandb_run_id=progress.wandb_run_id,
+        needs_whole=output.certificate,
     )
     progress.wandb_run_id = metrics.wandb_run_id
+    checkpoints.metrics = metrics
     facts = {"config": config, "mesh": dataclasses.asdict(strategy.sizes), "versions": versions(), **facts}
     if strategy.device.type == "cpu":
         facts["cpu_matmul"] = chosen()  # the config may only say auto
-    if not goes_on:
+    if goes_on:
+        metrics.add_missing(checkpoints.kept_rows)
+    else:
         metrics.event("start", **facts)
     if progress.step:
         metrics.event("resume", step=progress.step, **(facts if goes_on else {}))
+    if checkpoints.changes:
+        changed = {change.name: [change.before, change.now] for change in checkpoints.changes}
+        metrics.event("changed", step=progress.step, changes=changed, config_file=written)
     return metrics
+
+
+def write_config(folder: str, config: dict, goes_on: bool) -> str:
+    """Write config.yaml. A run that goes on with other flags gets config.2.yaml and so on. Returns the name of the file.
+
+    Raises UserError if the disk is full, for example.
+    """
+    numbers = [int(found[1]) for name in os.listdir(folder) if (found := re.fullmatch(r"config\.(\d+)\.yaml", name))]
+    newest = f"config.{max(numbers)}.yaml" if numbers else "config.yaml"
+    path = os.path.join(folder, newest)
+    if goes_on and os.path.exists(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                before = yaml.safe_load(file)
+        except (OSError, ValueError, yaml.YAMLError):
+            before = None
+        if isinstance(before, dict) and _deciding(before) == _deciding(config):
+            return newest
+        newest = f"config.{max([1, *numbers]) + 1}.yaml"
+        path = os.path.join(folder, newest)
+    try:
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
+            yaml.dump(config, file, ConfigDumper, sort_keys=False)
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        raise UserError("--output_dir", f"{path} cannot be written: {error.strerror}", "free disk space") from None
+    return newest
+
+
+def _deciding(config: dict) -> dict:
+    """The flags that decide anything about the run from here on, as a file has them."""
+    return yaml.safe_load(yaml.dump({k: v for k, v in config.items() if k not in OF_A_RESUME}, None, ConfigDumper))
 
 
 def versions() -> dict[str, str]:
@@ -228,7 +267,7 @@ def save_model(strategy, model, tokenizer, path: str, command: str, config: dict
     """Write the trained model and its card, the README.md, to `path` (all ranks)."""
     strategy.save_model(model, tokenizer, path)
     if strategy.is_rank_0():
-        write_model_card(path, command, config, progress, ledger)
+        write_model_card(path, command, without_secrets(config), progress, ledger)
     strategy.print(f"model saved to {path}")
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
-from trainer.flags.parse_flags import check_numbers, flat
+from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.metrics import flops_per_token, full_size
@@ -17,6 +17,7 @@ from trainer.runs.features.adapter import check_adapter
 from trainer.runs.run import Method, Run
 from trainer.runs.run_data import build_loader, load_sets, note_small_data
 from trainer.runs.run_models import shard_model
+from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import set_up
 from trainer.training.checkpointing import Checkpoints, Trained
 from trainer.training.loop import LoopOptions
@@ -56,14 +57,14 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     run.model, optimizer, scheduler = shard_model(*groups, setup, run.model, run.total_steps, tower_lr)
 
     trained = Trained(strategy, run.model, optimizer, scheduler, run.loader, setup.tokenizer)
-    checkpoints = Checkpoints(run.output_dir, trained, outputs.save_policy(args.checkpoint), flat(args))
-    run.progress = checkpoints.resume(args.checkpoint.load_checkpoint)
+    checkpoints = Checkpoints(run.output_dir, trained, outputs.save_policy(args.checkpoint), identity_of(run, args))
+    run.progress = checkpoints.resume(args.checkpoint.load_checkpoint, run.total_steps)
     if args.checkpoint.verify_resume:
         strategy.print(verify_resume(checkpoints, run.progress, run.loss_fn, args.checkpoint.verify_resume))
         return
 
     facts = {"data": run.ledger.counts, "total_steps": run.total_steps}
-    metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, run.progress, **facts)
+    metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, checkpoints, **facts)
     with metrics or contextlib.nullcontext():
         options, states = loop_options(args, run.total_steps), {"checkpoints": checkpoints, "progress": run.progress}
         states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
@@ -82,6 +83,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], **facts) -> N
     """
     refuse(command, args, **facts)
     check_numbers(flat(args))
+    check_secrets(flat(args))
     check_scheduler_name(args.optimizer.lr_scheduler)
     check_adapter(args.lora)
     check_outputs(args)

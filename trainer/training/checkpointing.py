@@ -8,22 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Optional
 
 from trainer.checkpoints import checkpoint_store as store
-from trainer.checkpoints.run_state import MAIN, CheckpointForm, DamagedCheckpoint, PendingSave
+from trainer.checkpoints.run_identity import Change, Identity
+from trainer.checkpoints.run_state import MAIN, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
 from trainer.distributed.collectives import broadcast_object, max_over_all_ranks
 from trainer.errors import Interrupted, UserError
-from trainer.metrics import MetricsLog
+from trainer.metrics import METRICS_FILE, MetricsLog
 
 FOLDER = "checkpoints"
-# a position in the data means the same samples only if these flags have the same values
-DATA_FLAGS = {
-    "train_batch_size": "--train_batch_size",
-    "seed": "--seed",
-    "shuffle": "--no_shuffle",
-    "data": "--dataset",
-    "streaming_buffer": "--streaming_buffer",
-    "rollout_batch_size": "--rollout_batch_size",
-    "n_samples_per_prompt": "--n_samples_per_prompt",
-}
 
 
 @dataclass
@@ -77,9 +68,12 @@ class SavePolicy:
 class Checkpoints:
     """The checkpoints of one run, in `<output_dir>/checkpoints`. All methods are collective over all ranks."""
 
-    def __init__(self, output_dir: str, trained: Trained, policy: SavePolicy, arguments: dict):
+    def __init__(self, output_dir: str, trained: Trained, policy: SavePolicy, identity: Identity):
         self.root = os.path.abspath(os.path.join(output_dir, FOLDER))
-        self.trained, self.policy, self.arguments = trained, policy, arguments
+        self.trained, self.policy, self.identity = trained, policy, identity
+        self.changes: list[Change] = []  # since the checkpoint that was loaded
+        self.kept_rows: list[str] = []  # of metrics.jsonl, which waited as that checkpoint was saved
+        self.progress = Progress()  # of that checkpoint
         self.metrics: Optional[MetricsLog] = None
         self._pending: Optional[tuple[PendingSave, bool]] = None
         self._saved_at = time.monotonic()
@@ -89,8 +83,19 @@ class Checkpoints:
 
     # --- resuming
 
-    def resume(self, wanted: Optional[str]) -> Progress:
-        """Load the checkpoint that --load_checkpoint names, or the latest intact one. If there is none, start fresh."""
+    def resume(self, wanted: Optional[str], total_steps: int) -> Progress:
+        """Load the checkpoint that --load_checkpoint names, or the latest intact one. If there is none, start fresh.
+
+        Says so if the run of `total_steps` is already at its end.
+        """
+        self.progress = progress = self._resume(wanted)
+        if progress.step >= total_steps:
+            self.trained.strategy.print(
+                f"nothing left to do: step {progress.step} of {total_steps} (more: --max_steps, --max_epochs)"
+            )
+        return progress
+
+    def _resume(self, wanted: Optional[str]) -> Progress:
         if wanted is None:
             return Progress()
         strategy = self.trained.strategy
@@ -108,17 +113,31 @@ class Checkpoints:
         raise AssertionError("not reached")
 
     def load(self, folder: str) -> Progress:
-        """Restore the run as it was when it saved `folder`. Raises UserError if that is damaged or has other data."""
+        """Restore the run as it was when it saved `folder`. Raises UserError if that is damaged or is of another run."""
         t = self.trained
+        self.changes = self._compare(folder)
         state = t.strategy.load_ckpt(folder, t.roles(), t.further())
-        mine = t.loader.fingerprint()
-        for key, flag in DATA_FLAGS.items():
-            if key in mine and state["data"].get(key) != mine[key]:
-                found = f"{mine[key]} is not what {folder} was trained with"
-                raise UserError(flag, found, f"{state['data'].get(key)}, or a new run")
         t.loader.load_state_dict(state["position"])
         t.strategy.print(f"resumed from {folder} at step {state['progress']['step']}")
+        if "identity" not in state:
+            t.strategy.print("this checkpoint is of an older version: only its data was compared with the run")
+        self.kept_rows = state.get("waiting_rows", [])
+        if self.changes:
+            t.strategy.print(f"changed since the checkpoint: {'; '.join(map(str, self.changes))}")
         return Progress(**state["progress"])
+
+    def _compare(self, folder: str) -> list[Change]:
+        """What changed since `folder` was saved: rank 0 looks, and all ranks raise what it raises (broadcast)."""
+        found: list[Change] | UserError = []
+        if self.trained.strategy.is_rank_0():
+            try:
+                found = self.identity.compare(folder, read_intact_state(folder), self.trained.loader.fingerprint())
+            except UserError as error:
+                found = error
+        found = broadcast_object(found)
+        if isinstance(found, UserError):
+            raise found
+        return found
 
     # --- saving
 
@@ -126,20 +145,36 @@ class Checkpoints:
         self, progress: Progress, eval_metrics: Optional[dict], stop_signal: Optional[int], num_steps: int = 1
     ) -> None:
         """Save if a checkpoint is due after the last `num_steps`. If any rank received a signal, save a checkpoint and
-        then raise Interrupted."""
+        then raise Interrupted. If metrics.jsonl cannot be written for long, save and raise UserError."""
         policy, strategy = self.policy, self.trained.strategy
         due = policy.interval_minutes and time.monotonic() - self._saved_at >= 60 * policy.interval_minutes
         unfinished = self._pending is not None and not self._pending[0].done()
         # one tiny all-reduce per step, because ranks have different clocks and signals but must do the same
-        stop, due, unfinished = max_over_all_ranks([stop_signal or 0, bool(due), unfinished], strategy.device)
+        stuck = self.metrics is not None and self.metrics.is_stuck
+        flags = [stop_signal or 0, bool(due), unfinished, stuck]
+        stop, due, unfinished, stuck = max_over_all_ranks(flags, strategy.device)
         if self._pending and not unfinished:
             self.finish()
         is_best = self._is_best(progress, eval_metrics)
-        if stop or due or is_best or (policy.save_steps and progress.step % policy.save_steps < num_steps):
-            self.save(progress, is_best=is_best, background=policy.background and not stop)
+        if stop or due or is_best or stuck or (policy.save_steps and progress.step % policy.save_steps < num_steps):
+            self.save(progress, is_best=is_best, background=policy.background and not (stop or stuck))
+        if stuck:
+            self._end_stuck(progress)
         if stop:
             name = signal.Signals(int(stop)).name
             raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint resumes from there")
+
+    def end(self, progress: Progress) -> None:
+        """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint."""
+        self.finish()
+        waits = self.metrics is not None and bool(self.metrics.waiting)
+        if max_over_all_ranks([waits], self.trained.strategy.device)[0]:
+            self.save(progress)
+
+    def _end_stuck(self, progress: Progress) -> None:
+        fault = broadcast_object(self.metrics.fault if self.metrics else None)
+        found = f"cannot be written: {fault}; the checkpoint of step {progress.step} has its rows"
+        raise UserError(METRICS_FILE, found, instead="Free disk space, and resume with --load_checkpoint.")
 
     def _is_best(self, progress: Progress, eval_metrics: Optional[dict]) -> bool:
         key = self.policy.best_metric_key
@@ -160,7 +195,9 @@ class Checkpoints:
             "progress": asdict(progress),
             "position": t.loader.state_dict(),
             "data": t.loader.fingerprint(),
-            "arguments": self.arguments,
+            "arguments": self.identity.record["flags"],
+            "identity": self.identity.record,
+            "waiting_rows": list(self.metrics.waiting) if self.metrics else [],
         }
         folder = os.path.join(self.root, f"step_{progress.step}")
         form = CheckpointForm(policy.portable, background, policy.hf_weights)

@@ -314,7 +314,7 @@ def train(
                 eval_metrics = {f"eval_{name}": value for name, value in found.items()}
                 log.evaluation(eval_metrics, started)
             checkpoints.after_step(progress, eval_metrics, stop.received)
-        checkpoints.finish()
+        checkpoints.end(progress)
     log.bar.close()
     check_applied(progress)
     if options.parity_dump:

@@ -10,6 +10,7 @@ from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
+from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
@@ -27,6 +28,7 @@ from trainer.runs.rl.rl_options import ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
 from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, tokenizer_of_rows
+from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
@@ -56,7 +58,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     apply(RL_FEATURES, run, "with_roles")
 
     run.checkpoints = checkpoints_of(run)
-    run.progress = run.checkpoints.resume(args.checkpoint.load_checkpoint)
+    run.progress = run.checkpoints.resume(args.checkpoint.load_checkpoint, run.total_steps)
     run.loader, sp_group = run.checkpoints.trained.loader, run.setup.sp_group  # its state is the position in the data
     batches, strategy = method.make_batches(run), run.setup.strategy
     run.ppo = PPORun(strategy, run.roles, run.loader, run.options, batches, run.checkpoints, sp_group)
@@ -72,7 +74,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     run.ppo.rollouts_log = RolloutsLog(run.output_dir, run.setup.tokenizer)
     apply(RL_FEATURES, run, "with_logs")
     facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
-    metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.progress, **facts)
+    metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.checkpoints, **facts)
     with metrics or contextlib.nullcontext():
         train_ppo(run.ppo, loop, run.progress, metrics)
         save(run)
@@ -118,12 +120,15 @@ def checkpoints_of(run: RLRun) -> Checkpoints:
     """The checkpoints of the run, with its state between rollouts as the position in the data."""
     args, roles = run.args, run.roles
     facts = {"n_samples_per_prompt": args.rollout.n_samples_per_prompt, "train_batch_size": args.batch.train_batch_size}
-    history = {"origin": origin_of(flat(run.own_flags)), "num_histories": args.rollout.max_staleness + 1}
+    history = {
+        "origin": origin_of(without_secrets(flat(run.own_flags))),
+        "num_histories": args.rollout.max_staleness + 1,
+    }
     state = RLState(run.order, args.kl.init_kl_coef, facts=facts, **history)
     others = {"critic": roles.critic} if roles.critic else {}
     trained = Trained(run.setup.strategy, *roles.actor, state, run.setup.tokenizer, others, roles.average)
     policy = SavePolicy() if args.checkpoint.verify_resume else outputs.save_policy(args.checkpoint)
-    return Checkpoints(run.output_dir, trained, policy, flat(run.own_flags))
+    return Checkpoints(run.output_dir, trained, policy, identity_of(run, run.own_flags))
 
 
 def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:

@@ -1,0 +1,266 @@
+"""A resume knows its run: each change of a flag, a model, a reward or the data is refused, told, or without effect."""
+
+import json
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from datasets import Dataset
+from launch import forked, read_rows, read_steps
+from safetensors.torch import load_file, save_file
+
+from trainer.checkpoints.resume_effects import EFFECT_OF, EFFECTS, FIXED, OBJECTIVE, OUTPUT, check_allowed
+from trainer.checkpoints.run_identity import Identity, changes, sealed
+from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.files.stream_rows import contents_of_files
+from trainer.errors import UserError, has_left_out, plain, without_secrets
+from trainer.flags.common_flags import SFTArguments
+from trainer.flags.parse_flags import check_secrets, flags_of, flat
+from trainer.flags.rules import COMMANDS
+from trainer.runs import run_record
+from trainer.runs.outputs import write_config
+
+PARTS = {"versions": {"torch": "2.13.0"}, "kernels": {"attention": "sdpa"}}
+MODEL_FIELDS = {  # another value of each is another model, although the shapes of its weights may be the same
+    "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "hidden_act": "gelu",
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 48,
+    "tie_word_embeddings": False, "attention_bias": True, "max_position_embeddings": 77, "attention_dropout": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("identity") / "demo"
+    make_demo(str(folder))
+    return folder
+
+
+def record(command: str, content=None, parts=PARTS, **values) -> dict:
+    flags = flat(COMMANDS[command]()) | values
+    return sealed({"command": command, "flags": flags, "content": content or {}, **parts})
+
+
+def other(value):
+    """Another value of the same kind, or some text."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return [*value, 0.5] if isinstance(value, list) else f"{value}-other"
+
+
+def compare(before: dict, now: dict, *allowed: str) -> list[str]:
+    return [str(change) for change in changes("step_8", before, now, flat(COMMANDS[now["command"]]()), allowed)]
+
+
+def test_every_flag_of_every_command_has_one_effect():
+    known = {field.name for command in COMMANDS.values() for field, _ in flags_of(command)}
+    named = Counter(flag for flags in EFFECTS.values() for flag in flags.split())
+    assert known == set(named) and set(named.values()) == {1}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_another_value_of_each_flag_is_refused_or_told_or_only_about_output(command):
+    before = record(command)
+    for name, value in before["flags"].items():
+        now, effect = record(command, **{name: other(value)}), EFFECT_OF[name]
+        if effect in (FIXED, OBJECTIVE):
+            with pytest.raises(UserError, match=f"--{name}: .*step_8"):
+                compare(before, now)
+        else:
+            told = compare(before, now)
+            assert [line.split()[0] for line in told] == ([] if effect == OUTPUT else [name])
+        if effect == OBJECTIVE:
+            assert compare(before, now, name)[0].startswith(f"{name} ")
+    assert compare(before, before) == []
+
+
+def test_what_is_told_and_refused_in_words():
+    told = compare(record("train_sft", learning_rate=0.002), record("train_sft", learning_rate=0.9, max_steps=9))
+    assert told == ["max_steps nothing -> 9", "learning_rate 0.002 -> 0.9"]
+    older = record("train_sft", parts=PARTS | {"versions": {"torch": "2.12.0", "fla": "0.3"}})
+    assert compare(older, record("train_sft")) == ["torch 2.12.0 -> 2.13.0", "fla 0.3 -> nothing"]
+    with pytest.raises(UserError) as error:
+        compare(record("train_dpo"), record("train_dpo", beta=0.3, loss="ipo"))
+    assert str(error.value).endswith("--allow_change loss beta: another objective)"), error.value
+    with pytest.raises(UserError, match="step_8 is of train_sft, not of train_rm"):
+        compare(record("train_sft"), record("train_rm"))
+    with pytest.raises(UserError, match=r"--lora_rank: step_8 was saved without --lora_rank"):
+        compare(record("train_sft"), record("train_sft", lora_rank=8))
+    without = record("train_sft")
+    del without["flags"]["lora_dropout"]  # an older record: the flag had its default
+    assert compare(sealed({k: v for k, v in without.items() if k != "blake2b"}), record("train_sft")) == []
+    for name, found in (("betta", "no flag"), ("optim", "would not fit")):
+        with pytest.raises(UserError, match=found):
+            check_allowed([name], SFTArguments)
+    streamed = {"streaming": True, "max_steps": 9}
+    with pytest.raises(UserError, match="--max_len"):
+        compare(record("train_sft", **streamed), record("train_sft", **streamed, max_len=64))
+
+
+def test_another_field_of_the_model_is_refused_by_name(demo, tmp_path):
+    known = SimpleNamespace(trust_remote_code=False)
+    before = record("train_sft", {"pretrain": {"config": run_record.config_of(str(demo / "model"), known)}})
+    config = json.loads((demo / "model/config.json").read_text())
+    for name, value in MODEL_FIELDS.items():
+        assert config.get(name) != value, name
+        (tmp_path / "config.json").write_text(json.dumps({**config, name: value} | {"layer_types": None}))
+        now = {"pretrain": {"config": run_record.config_of(str(tmp_path), known)}}
+        with pytest.raises(UserError, match=f"--pretrain config {name.split('_')[0]}"):
+            compare(before, record("train_sft", now))
+        assert compare(before, record("train_sft", now), "pretrain")
+    harmless = {"_name_or_path": "x", "transformers_version": "4.0", "dtype": "float16", "use_cache": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | harmless))
+    now = record("train_sft", {"pretrain": {"config": run_record.config_of(str(tmp_path), known)}})
+    assert compare(before, now) == []
+
+
+@pytest.mark.parametrize("limit", [run_record.HASHED_WHOLE, 0])
+def test_other_frozen_weights_have_another_hash(demo, tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(run_record, "HASHED_WHOLE", limit)
+    shutil.copy(demo / "model/model.safetensors", tmp_path)
+    first, weights = run_record.weights_hash(str(tmp_path)), load_file(tmp_path / "model.safetensors")
+    assert first == run_record.weights_hash(str(demo / "model"))
+    for name in weights:
+        changed = dict(weights, **{name: weights[name] * 1.001 + 1e-4})
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        assert run_record.weights_hash(str(tmp_path)) != first, name
+
+
+def test_frozen_models_by_command(demo):
+    model = str(demo / "model")
+
+    def frozen(command, **values):
+        flags = {"lora_rank": None, "teacher": None, "ref_model": None, "reward_pretrain": None, "loss": "dpo"}
+        flags |= {"critic_pretrain": None, "init_kl_coef": 0.0, **values}
+        return sorted(run_record.frozen_folders(command, SimpleNamespace(**flags), model))
+
+    assert frozen("train_sft") == [] and frozen("train_sft", lora_rank=4) == ["pretrain"]
+    assert frozen("train_dpo") == ["ref_model"] and frozen("train_dpo", loss="simpo") == []
+    assert frozen("train_ppo", reward_pretrain=f"{model},{model}") == ["reward_pretrain", "reward_pretrain 2"]
+    assert frozen("train_ppo", init_kl_coef=0.1, ref_model=model) == ["ref_model"]
+    assert frozen("train_kd", teacher=model) == ["teacher"]
+
+
+def test_code_targets_and_streams_have_hashes(tmp_path):
+    code = tmp_path / "reward.py"
+    code.write_text("def reward_func(): ...")
+    first = run_record.code_hash(f"math,{code}:other")
+    code.write_text("def reward_func(): return 1")
+    assert first != run_record.code_hash(f"math,{code}:other")
+    labels = [Dataset.from_dict({"num_tokens": [1, 2], "label": label}) for label in (["a", "b"], ["a", "c"])]
+    assert run_record.targets_hash(labels[0]) != run_record.targets_hash(labels[1])
+    rows, stream = [json.dumps({"text": f"row {n:05d}"}) + "\n" for n in range(30_000)], tmp_path / "rows.jsonl"
+    hashes = set()
+    for order in (rows, rows[::-1], [*rows[:10], rows[11], rows[10], *rows[12:]]):
+        stream.write_text("".join(order))
+        hashes.add(contents_of_files(str(stream), "train"))
+    assert len(hashes) == 3
+
+
+def test_secrets_of_addresses_are_left_out_and_must_be_given_again():
+    urls = "http://me:pa55@host:80/x,https://h/y?api_key=pa55&n=1"
+    hidden = without_secrets({"remote_rm_url": urls, "engine_urls": [urls], "max_len": 3})
+    assert "pa55" not in json.dumps(hidden) and hidden["max_len"] == 3
+    assert hidden["remote_rm_url"] == "http://***@host:80/x,https://h/y?api_key=***&n=1"
+    assert "pa55" not in str(UserError(f"--remote_rm_url {urls}", f"no answer of {urls}", urls))
+    assert has_left_out(hidden["remote_rm_url"]) and not has_left_out(urls)
+    with pytest.raises(UserError, match="Give the flag with the whole address"):
+        check_secrets(hidden)
+    same = "hf://datasets/me/set@main and https://host/a@b?n=1 and a@b.c"
+    assert without_secrets(same) == same
+
+
+def test_control_characters_are_shown_not_sent():
+    assert plain("a\x1b[2Jb\rc\td\n\u202ee é") == "a\\x1b[2Jb\\rc\td\n\\u202ee é"
+
+
+def test_a_resume_with_other_flags_writes_a_numbered_config(tmp_path):
+    config = {"learning_rate": 1e-5, "output_dir": "a", "load_checkpoint": None, "betas": [0.9, 0.95], "name": "1e-5"}
+    assert write_config(str(tmp_path), config, False) == "config.yaml"
+    assert write_config(str(tmp_path), config | {"load_checkpoint": "latest"}, True) == "config.yaml"
+    for number, rate in ((2, 0.9), (2, 0.9), (3, 1e-5)):
+        assert write_config(str(tmp_path), config | {"learning_rate": rate}, True) == f"config.{number}.yaml"
+    assert yaml.safe_load((tmp_path / "config.2.yaml").read_text())["learning_rate"] == 0.9
+
+
+def test_an_older_checkpoint_is_compared_by_what_it_has():
+    state = {"data": {"seed": 1, "data": "x"}, "arguments": {"lora_rank": None, "max_len": 128, "seed": 1}}
+    flags = flat(SFTArguments()) | {"seed": 1, "max_len": 64}
+    facts = {"seed": 1, "data": "x"}
+    assert Identity({"flags": flags}).compare("step_8", state, facts) == []
+    for change, found in (
+        ({"seed": 2}, "--seed: 2 now, but step_8 was trained with 1"),
+        ({"data": "y"}, "--dataset: other samples than step_8 was trained with: --max_len was 128, and is 64"),
+    ):
+        now = flags | {name: value for name, value in change.items() if name in flags}
+        with pytest.raises(UserError, match=found):
+            Identity({"flags": now}).compare("step_8", state, facts | change)
+    with pytest.raises(UserError, match="saved without --lora_rank"):
+        Identity({"flags": flags | {"lora_rank": 8}}).compare("step_8", state, facts)
+    Identity({"flags": flags}, {}, ("max_len",)).compare("step_8", state, facts | {"data": "y"})
+
+
+# --- real runs
+
+
+def test_runs_on_changed_models_data_and_flags(demo, tmp_path):
+    """An unchanged resume is bitwise the same. A clock that jumps, and a reordered stream, too, are cases of it."""
+
+    def line(name: str, *more: str, model="model", data="sft.jsonl") -> list[str]:
+        flags = ["--pretrain", str(demo / model), "--dataset", str(demo / data), "--apply_chat_template", "--no_save"]
+        flags += ["--max_len", "128", "--max_samples", "40", "--train_batch_size", "4", "--micro_train_batch_size", "4"]
+        return [*flags, "--param_dtype", "fp32", "--output_dir", str(tmp_path / name), "--max_steps", "4", *more]
+
+    def resumed(name: str, run: str, *more: str, **kind) -> list[str]:
+        return line(name, "--load_checkpoint", str(tmp_path / run / "checkpoints/step_2"), *more, **kind)
+
+    eps = demo / "eps"
+    shutil.copytree(demo / "model", eps)
+    config = json.loads((eps / "config.json").read_text())
+    (eps / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    base = demo / "base"
+    shutil.copytree(demo / "model", base)
+    weights = load_file(base / "model.safetensors")
+    save_file({n: w + 0.01 for n, w in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    rows = (demo / "sft.jsonl").read_text().splitlines(keepends=True)
+    (demo / "again.jsonl").write_text("".join(rows[::-1]))
+    lora, stream = ("--lora_rank", "4"), ("--streaming", "--streaming_buffer", "16")
+    save = ("--save_steps", "2")
+    lines = {
+        "full": line("full", *save),
+        "adapter": line("adapter", *save, *lora),
+        "streamed": line("streamed", *save, *stream, data="again.jsonl"),
+        "same": resumed("same", "full"),
+        "eps": resumed("eps", "full", model="eps"),
+        "eps allowed": resumed("eps2", "full", "--allow_change", "pretrain", model="eps"),
+        "base": resumed("base", "adapter", *lora, model="base"),
+        "rate": resumed("rate", "full", "--learning_rate", "0.9"),
+        "rank": resumed("rank", "full", *lora),
+        "data": resumed("data", "full", "--max_len", "20"),
+    }
+    runs = tmp_path / "runs.json"
+    runs.write_text(json.dumps(list(lines.values())))
+    (demo / "again.jsonl").write_text("".join(rows[::-1]))
+    _, output = forked(1, "-m", "trainer.compare.runs.many_runs", str(runs), timeout=300)
+    errors = [text for text in output.splitlines() if text.startswith("error: ")]
+    wanted = [
+        "--pretrain config rms_norm_eps: 0.01 now",
+        "--pretrain weights",
+        "--lora_rank:",
+        "--dataset: other samples",
+    ]
+    assert len(errors) >= len(wanted) and all(w in e for w, e in zip(wanted, errors)), errors
+    assert read_steps(tmp_path / "same") and [r["loss"] for r in read_steps(tmp_path / "same")] == [
+        r["loss"] for r in read_steps(tmp_path / "full")[2:]
+    ]
+    assert "changed since the checkpoint: learning_rate 5e-06 -> 0.9\n" in output
+    [event] = [row for row in read_rows(tmp_path / "rate") if row.get("event") == "changed"]
+    assert event["changes"] == {"learning_rate": [5e-6, 0.9]} and event["step"] == 2
+    assert "pretrain config rms_norm_eps 1e-06 -> 0.01" in output
+    (demo / "again.jsonl").write_text("".join(rows))
+    runs.write_text(json.dumps([resumed("stream", "streamed", *stream, data="again.jsonl")]))
+    _, output = forked(1, "-m", "trainer.compare.runs.many_runs", str(runs), timeout=100)
+    assert "error: --dataset files:" in output, output[-3000:]

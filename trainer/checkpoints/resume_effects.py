@@ -1,0 +1,87 @@
+"""What a flag decides when a run goes on from a checkpoint: one table, in which each flag of each command has one place.
+
+The effects, from the strictest on:
+
+- FIXED: with another value, the checkpoint does not fit the run. Refused.
+- OBJECTIVE: another value trains for something else. Refused, unless --allow_change names the flag.
+- CONTENT: names a model, data or code. Not its name is compared, but what is there: see `runs/run_record.py`.
+- SAMPLES: makes samples of rows. Refused if the samples are others.
+- COURSE: the same objective on another course, or in other dtypes. Told and recorded.
+- LAYOUT: speed, memory and place. Told and recorded.
+- OUTPUT: what is written, and when. Not told.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.flags.parse_flags import flags_of, flat
+
+FIXED, OBJECTIVE, CONTENT, SAMPLES, COURSE, LAYOUT, OUTPUT = [
+    "fixed",
+    "objective",
+    "content",
+    "samples",
+    "course",
+    "layout",
+    "output",
+]
+
+EFFECTS: dict[str, str] = {
+    FIXED: """
+        streaming streaming_buffer curriculum optim lora_rank target_modules lora_experts online""",
+    OBJECTIVE: """
+        train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
+        lora_alpha lora_dropout load_in_4bit multiturn pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
+        teacher_answers generate_max_len temperature kd_coef kd_temperature
+        loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
+        simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
+        max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
+        dynamic_filtering_range reward_weights reward_clip_range normalize_reward overlong_buffer_len
+        overlong_penalty_factor env_max_turns advantage_estimator gamma lambd no_advantage_std_norm advantage_batch_std
+        policy_loss sapo_temperatures loss_agg mask_truncated eps_clip eps_clip_high dual_clip tis_cap tis_level tis_mask
+        rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef init_kl_coef use_kl_loss kl_unbiased kl_in_score
+        kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",
+    CONTENT: "pretrain dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
+    SAMPLES: """
+        dataset_split dataset_probs max_samples input_template apply_chat_template tokenizer_chat_template max_len
+        template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key rejected_key completion_key""",
+    COURSE: """
+        max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
+        lr_warmup_ratio min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
+        reduce_dtype deterministic trust_remote_code remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
+        env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
+        eval_dataset eval_split best_metric_key""",
+    LAYOUT: """
+        attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc
+        cache_pixels micro_train_batch_size max_tokens_per_micro_batch packing_samples layout backend zero_stage
+        adam_offload tensor_parallel_size use_hf_tp_plan sequence_parallel expert_parallel_size ring_attn_size sp_mode
+        ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
+        micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
+        offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency
+        remote_rm_api_key engine_api_key""",
+    OUTPUT: """
+        print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
+        certificate eval_steps logging_steps use_wandb wandb_project use_tensorboard parity_dump save_steps
+        save_interval_minutes max_ckpt_num max_ckpt_mem load_checkpoint allow_change ckpt_format async_save save_hf_ckpt
+        verify_resume parity_trace certify sample_pages timeline""",
+}
+
+EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() for flag in flags.split()}
+
+
+def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
+    """The names of --allow_change, without dashes. Raises UserError for one that is no flag of the command or is fixed."""
+    names = [name.lstrip("-") for name in allowed]
+    known = {field.name for field, _ in flags_of(command)}
+    for name in names:
+        if name not in known:
+            raise UserError("--allow_change", f"{name} is no flag of this command", "names of flags, such as beta")
+        if EFFECT_OF[name] == FIXED:
+            raise UserError("--allow_change", f"{name}: the checkpoint would not fit the run", "a new run")
+    return names
+
+
+def defaults(command: type) -> dict[str, Any]:
+    """The default value of every flag of a command."""
+    return flat(command())

@@ -1,0 +1,185 @@
+"""Gather the identity of a run: its flags, and the contents of what they name. See `checkpoints/run_identity.py`."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainer.checkpoints.resume_effects import check_allowed
+from trainer.checkpoints.run_identity import Identity, sealed
+from trainer.datasets.batches.global_batches import column_of
+from trainer.datasets.conversations.tokens import tokenizer_state
+from trainer.datasets.files.stream_rows import contents_of_files
+from trainer.errors import without_secrets
+from trainer.flags.parse_flags import flat
+from trainer.flags.rule import knowledge
+from trainer.flags.rules import COMMANDS
+from trainer.model_folders.model_folder import read_config
+from trainer.models.cpu_matmul import chosen
+from trainer.models.model_loading import resolve_model_folder
+from trainer.runs.outputs import versions
+from trainer.runs.preference_runs import needs_reference
+
+# packages with kernels of attention, linear attention, losses and 4-bit weights
+KERNELS = [
+    "flash-attn",
+    "flash-attn-3",
+    "ring-flash-attn",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+    "liger-kernel",
+    "kernels",
+    "triton",
+    "bitsandbytes",
+    "vllm",
+    "peft",
+]
+# of a config: they name it and its file, and change no number of the model
+WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
+HASHED_WHOLE = 2 << 30  # bytes of weights; of larger models, three parts of each tensor are hashed
+PART = 1 << 14  # elements of a part
+TARGETS = ("num_loss_tokens", "label", "margin")  # columns that the digest of a sample leaves out
+
+
+def identity_of(run, flags) -> Identity:
+    """The identity of a run whose data is loaded, on every rank. `flags` are the groups of its command.
+
+    Only rank 0 gathers contents, since only rank 0 writes and compares them. Raises UserError for a wrong --allow_change.
+    """
+    defaults = flat(type(flags)())
+    allowed = tuple(check_allowed(flags.checkpoint.allow_change or (), type(flags)))
+    record = {"command": run.method.command, "flags": without_secrets(flat(flags))}
+    if run.setup.strategy.is_rank_0():
+        packages = {name: version_of(name) for name in KERNELS}
+        kernels = {"attention": run.setup.attention, "device": device_name(run.setup.strategy.device)}
+        kernels |= {"cpu_matmul": chosen()} if kernels["device"] == "cpu" else {}
+        record |= {"content": contents(run, flags), "versions": versions() | packages, "kernels": kernels}
+    return Identity(sealed(record), defaults, allowed)
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# --- contents
+
+
+def contents(run, flags) -> dict[str, dict]:
+    """{flag: facts} of the models, the code and the targets of a run."""
+    known, setup = knowledge(flags, COMMANDS.values()), run.setup
+    frozen = frozen_folders(run.method.command, known, setup.folder)
+    folders = {"pretrain": setup.folder} | frozen
+    found: dict[str, dict] = {flag: {"config": config_of(path, known)} for flag, path in folders.items()}
+    for flag, path in frozen.items():
+        found[flag]["weights"] = weights_hash(path)
+    if setup.rolls_out:
+        state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
+        found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+    found |= {flag: {"code": code_hash(vars(known)[flag])} for flag in ("reward_func", "env") if vars(known)[flag]}
+    is_stream = known.streaming
+    found["dataset"] = {"files": contents_of_files(known.dataset, known.dataset_split)} if is_stream else {}
+    found["dataset"] |= {} if is_stream else {"targets": targets_hash(run.samples)}
+    return found
+
+
+def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
+    """{flag: folder} of the models whose weights stay as they are. The reference has the flag ref_model."""
+    found = {"pretrain": pretrain} if known.lora_rank else {}
+    has_reference = needs_reference(known.loss) if command == "train_dpo" else known.init_kl_coef > 0
+    if known.teacher:
+        found["teacher"] = resolve_model_folder(known.teacher, "--teacher")
+    elif has_reference:
+        found["ref_model"] = resolve_model_folder(known.ref_model, "--ref_model") if known.ref_model else pretrain
+    for number, name in enumerate((known.reward_pretrain or "").split(",")):
+        if name.strip():
+            found["reward_pretrain" + f" {number + 1}" * bool(number)] = resolve_model_folder(
+                name.strip(), "--reward_pretrain"
+            )
+    if known.lora_rank and known.critic_pretrain:
+        found["critic_pretrain"] = resolve_model_folder(known.critic_pretrain, "--critic_pretrain")
+    return found
+
+
+def config_of(folder: str, known) -> dict[str, Any]:
+    """The config of a model with all its defaults, without what changes no number."""
+    values = read_config(folder, known.trust_remote_code).to_dict()
+    return json.loads(json.dumps(_without(values), default=str))
+
+
+def _without(values: dict) -> dict:
+    return {k: _without(v) if isinstance(v, dict) else v for k, v in values.items() if k not in WITHOUT_EFFECT}
+
+
+def weights_hash(folder: str) -> str:
+    """A hash of the weights in a model folder. Of large ones, it takes the ends and the middle of each tensor."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".bin")))
+    paths = [os.path.join(folder, name) for name in names]
+    is_large = sum(map(os.path.getsize, paths)) > HASHED_WHOLE
+    with ThreadPoolExecutor() as pool:  # hashing frees Python's lock
+        hashes = list(pool.map(_hash_parts if is_large else _hash_whole, paths))
+    return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
+
+
+def _hash_whole(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _hash_parts(path: str) -> str:
+    digest = hashlib.blake2b(str(os.path.getsize(path)).encode(), digest_size=16)
+    for part in _parts(path):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(path: str) -> Iterator[bytes]:
+    """The ends and the middle of each tensor, or of the file if it is no safetensors file."""
+    if not path.endswith(".safetensors"):
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            for start in (0, size // 2, max(0, size - PART)):
+                file.seek(start)
+                yield file.read(PART)
+        return
+    with safe_open(path, framework="pt") as weights:
+        for name in sorted(weights.keys()):
+            part = weights.get_slice(name)
+            rows = part.get_shape()[0] if part.get_shape() else 0
+            yield f"{name} {part.get_shape()} {part.get_dtype()}".encode()
+            for row in {0, rows // 2, rows - 1} if rows else ():
+                yield part[row : row + 1].contiguous().view(torch.uint8).flatten()[: 4 * PART].numpy().tobytes()
+
+
+def code_hash(names: str) -> str:
+    """A hash of the Python files in the value of a flag, and of the other names in it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in names.split(","):
+        path = name.strip().split(":")[0]
+        digest.update(open(path, "rb").read() if os.path.isfile(path) else name.strip().encode())  # noqa: SIM115
+    return digest.hexdigest()
+
+
+def targets_hash(samples) -> str:
+    """A hash of what the samples are trained for, besides their tokens: labels, margins, numbers of loss tokens."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in (name for name in TARGETS if name in samples.column_names):
+        if name == "num_loss_tokens":
+            digest.update(column_of(samples, name).tobytes())
+            continue
+        column = samples.select_columns([name]) if hasattr(samples, "select_columns") else {name: samples[name]}
+        digest.update(repr(list(column[name])).encode())
+    return digest.hexdigest()
