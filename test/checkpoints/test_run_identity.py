@@ -100,6 +100,37 @@ def test_what_is_told_and_refused_in_words():
         compare(record("train_sft", **streamed), record("train_sft", **streamed, max_len=64))
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "given"),
+    [
+        ("train_sft", {"lora_rank": 8}, {"lora_alpha": 16}),
+        ("train_sft", {"lora_rank": 8, "target_modules": "q_proj,v_proj"}, {"target_modules": "v_proj, q_proj"}),
+        ("train_sft", {}, {"zero_stage": 3}),
+        ("train_sft", {"backend": "deepspeed"}, {"zero_stage": 2}),
+        ("train_dpo", {"loss": "dpo,ipo"}, {"loss_weights": [1.0, 1.0]}),
+        ("train_dpo", {"beta": 1.0}, {"beta": 1}),
+        ("train_kd", {}, {"kd_coef": 1.0}),
+        ("train_kd", {"teacher_answers": True}, {"kd_coef": 0.0}),
+        ("train_ppo", {"eps_clip": 0.3}, {"eps_clip_high": 0.3}),
+        ("train_ppo", {}, {"reward_weights": [1.0]}),
+    ],
+)
+def test_a_flag_given_with_the_value_that_it_has_anyway_is_no_change(command, flags, given):
+    without, with_it = record(command, **flags), record(command, **flags | given)
+    assert compare(without, with_it) == compare(with_it, without) == []
+    [(name, value)] = given.items()
+    another = [2.0, 3.0] if isinstance(value, list) else "k_proj" if isinstance(value, str) else value + 1
+    try:
+        assert [line.split()[0] for line in compare(without, record(command, **flags | {name: another}))] == [name]
+    except UserError as error:
+        assert error.where == f"--{name}"
+
+
+def test_a_change_that_is_allowed_allows_what_follows_from_it():
+    told = compare(record("train_ppo"), record("train_ppo", eps_clip=0.3), "eps_clip")
+    assert told == ["eps_clip 0.2 -> 0.3"]
+
+
 def test_another_field_of_the_model_is_refused_by_name(demo, tmp_path):
     known = SimpleNamespace(trust_remote_code=False)
     before = record("train_sft", {"pretrain": {"config": run_record.config_of(str(demo / "model"), known)}})
@@ -134,13 +165,14 @@ def test_frozen_models_by_command(demo):
 
     def frozen(command, **values):
         flags = {"lora_rank": None, "teacher": None, "ref_model": None, "reward_pretrain": None, "loss": "dpo"}
-        flags |= {"critic_pretrain": None, "init_kl_coef": 0.0, **values}
+        flags |= {"critic_pretrain": None, "init_kl_coef": 0.0, "advantage_estimator": "gae", **values}
         return sorted(run_record.frozen_folders(command, SimpleNamespace(**flags), model))
 
     assert frozen("train_sft") == [] and frozen("train_sft", lora_rank=4) == ["pretrain"]
     assert frozen("train_dpo") == ["ref_model"] and frozen("train_dpo", loss="simpo") == []
     assert frozen("train_ppo", reward_pretrain=f"{model},{model}") == ["reward_pretrain", "reward_pretrain 2"]
     assert frozen("train_ppo", init_kl_coef=0.1, ref_model=model) == ["ref_model"]
+    assert frozen("train_ppo", lora_rank=4) == frozen("train_ppo", lora_rank=4, critic_pretrain=model)
     assert frozen("train_kd", teacher=model) == ["teacher"]
 
 

@@ -11,11 +11,11 @@ The effects, from the strictest on:
 - OUTPUT: what is written, and when. Not told.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.flags.parse_flags import flags_of, flat
+from trainer.flags.parse_flags import flags_of
 
 FIXED, OBJECTIVE, CONTENT, SAMPLES, COURSE, LAYOUT, OUTPUT = [
     "fixed",
@@ -45,11 +45,12 @@ EFFECTS: dict[str, str] = {
     CONTENT: "pretrain dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
     SAMPLES: """
         dataset_split dataset_probs max_samples input_template apply_chat_template tokenizer_chat_template max_len
-        template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key rejected_key completion_key""",
+        ignore_columns template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key
+        rejected_key completion_key""",
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
         lr_warmup_ratio min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
-        reduce_dtype deterministic trust_remote_code remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
+        reduce_dtype exact deterministic trust_remote_code remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_split best_metric_key""",
     LAYOUT: """
@@ -69,6 +70,27 @@ EFFECTS: dict[str, str] = {
 
 EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() for flag in flags.split()}
 
+# what a run uses if a flag without a default is not given, from its other flags
+FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "lora_alpha": lambda flags: flags["lora_rank"] and 2 * flags["lora_rank"],
+    "kd_coef": lambda flags: float(not flags["teacher_answers"]),
+    "eps_clip_high": lambda flags: flags["eps_clip"],
+    "zero_stage": lambda flags: 2 if flags["backend"] == "deepspeed" else 3,
+    "engine_tensor_parallel_size": lambda flags: flags["tensor_parallel_size"],
+}
+WEIGHTS = ("loss_weights", "reward_weights")  # each is 1 if they are not given
+
+
+def in_effect(flags: dict[str, Any]) -> dict[str, Any]:
+    """The values that a run uses. So a flag that is given with the value that it has anyway is no change."""
+    used = dict(flags)
+    for name in used.keys() & FOLLOWS.keys():
+        used[name] = FOLLOWS[name](flags) if flags[name] is None else flags[name]
+    used |= {name: None for name in used.keys() & set(WEIGHTS) if set(used[name] or ()) == {1}}
+    if names := used.get("target_modules"):
+        used["target_modules"] = ",".join(sorted({name.strip() for name in names.split(",") if name.strip()}))
+    return used
+
 
 def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
     """The names of --allow_change, without dashes. Raises UserError for one that is no flag of the command or is fixed."""
@@ -80,8 +102,3 @@ def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
         if EFFECT_OF[name] == FIXED:
             raise UserError("--allow_change", f"{name}: the checkpoint would not fit the run", "a new run")
     return names
-
-
-def defaults(command: type) -> dict[str, Any]:
-    """The default value of every flag of a command."""
-    return flat(command())

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.checkpoints.resume_effects import EFFECT_OF, FIXED, OBJECTIVE, OUTPUT, SAMPLES
+from trainer.checkpoints.resume_effects import EFFECT_OF, FIXED, OBJECTIVE, OUTPUT, SAMPLES, in_effect
 from trainer.errors import UserError
 
 NO_VALUE = "nothing"
@@ -74,10 +74,12 @@ def changes(folder: str, before: dict, now: dict, defaults: dict, allowed: Itera
     if before["command"] != now["command"]:
         found = f"{folder} is of {before['command']}, not of {now['command']}"
         raise UserError("--load_checkpoint", found, "a checkpoint of this command; --pretrain takes the model of any")
+    given = {name: before["flags"].get(name, defaults[name]) for name in now["flags"]}
+    old, new = in_effect(given), in_effect(now["flags"])
     flags = [
-        Change(name, before["flags"].get(name, defaults[name]), value)
+        Change(name, old[name], new[name])
         for name, value in now["flags"].items()
-        if EFFECT_OF[name] != OUTPUT and not _same(before["flags"].get(name, defaults[name]), value)
+        if EFFECT_OF[name] != OUTPUT and not _same(given[name], value) and not _same(old[name], new[name])
     ]
     for change in flags:
         if EFFECT_OF[change.name] == FIXED:
@@ -132,7 +134,15 @@ def _leaves(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one) == json.dumps(other)  # 1 and True differ, tuples and lists do not
+    """Whether two values are the same JSON: 1 and True differ, 1 and 1.0 do not, tuples and lists do not."""
+    one, other = (
+        json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True) for value in (one, other)
+    )
+    return one == other
+
+
+def _number(text: str) -> float:
+    return int(float(text)) if float(text).is_integer() else float(text)
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ def contents(run, flags) -> dict[str, dict]:
     frozen = frozen_folders(run.method.command, known, setup.folder)
     folders = {"pretrain": setup.folder} | frozen
     found: dict[str, dict] = {flag: {"config": config_of(path, known)} for flag, path in folders.items()}
+    hashes = {path: weights_hash(path) for path in set(frozen.values())}
     for flag, path in frozen.items():
-        found[flag]["weights"] = weights_hash(path)
+        found[flag]["weights"] = hashes[path]
     if setup.rolls_out:
         state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
         found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
@@ -109,8 +110,9 @@ def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
             found["reward_pretrain" + f" {number + 1}" * bool(number)] = resolve_model_folder(
                 name.strip(), "--reward_pretrain"
             )
-    if known.lora_rank and known.critic_pretrain:
-        found["critic_pretrain"] = resolve_model_folder(known.critic_pretrain, "--critic_pretrain")
+    if known.lora_rank and command == "train_ppo" and known.advantage_estimator == "gae":
+        named = known.critic_pretrain
+        found["critic_pretrain"] = resolve_model_folder(named, "--critic_pretrain") if named else pretrain
     return found
 
 
