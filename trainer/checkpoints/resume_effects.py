@@ -75,7 +75,6 @@ FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lora_alpha": lambda flags: flags["lora_rank"] and 2 * flags["lora_rank"],
     "kd_coef": lambda flags: float(not flags["teacher_answers"]),
     "eps_clip_high": lambda flags: flags["eps_clip"],
-    "zero_stage": lambda flags: 2 if flags["backend"] == "deepspeed" else 3,
     "engine_tensor_parallel_size": lambda flags: flags["tensor_parallel_size"],
 }
 WEIGHTS = ("loss_weights", "reward_weights")  # each is 1 if they are not given
