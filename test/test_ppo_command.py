@@ -102,7 +102,7 @@ def test_what_the_choices_do(chosen):
     assert all(row["critic_grad_norm"] > 0 and row["value_loss"] > 0 for row in gae)
     assert gae[0]["kl_coef"] == 0.05 > gae[2]["kl_coef"]  # far below its target
     assert gae[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert chosen["rloo"][1]["ratio_deviation"] == 0 < chosen["rloo"][2]["ratio_deviation"]  # at rate 0 nothing moved
+    assert chosen["rloo"][0]["ratio_deviation"] == 0 < chosen["rloo"][1]["ratio_deviation"]  # the first step moved it
     assert chosen["stop"][0]["response_length"] < chosen["rloo"][0]["response_length"]
     assert all(row["truncated_fraction"] == 1 and row["tokens"] == row["loss"] == 0 for row in chosen["preset"])
     assert chosen["dapo"][0]["prompts_drawn"] >= 4 and chosen["dapo"][0]["reward"] < 0.2

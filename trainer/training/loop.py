@@ -248,7 +248,8 @@ class StepLog:
             self.metrics.row(step, **values, eval_time=time.perf_counter() - started)
             shown = (f"{name} {value:.{digits}g}" for name, value in values.items() if name.startswith("eval_"))
             tqdm.write(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}")
-        broken = [f"{name} {value}" for name, value in values.items() if not math.isfinite(value)]
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        broken = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if broken:
             found = f"the evaluation gives {broken[0]}, so no model is saved"
             raise UserError(f"step {self.progress.step}", found, instead=IF_NOT_FINITE)
