@@ -11,6 +11,7 @@ from launch import ROOT
 
 from trainer.errors import UserError
 from trainer.flags.names.peer_names import PEERS, ROWS
+from trainer.flags.names.suggestions import misspelled
 from trainer.flags.parse_flags import flags_of, parse_arguments
 from trainer.flags.rules import COMMANDS
 
@@ -35,7 +36,7 @@ def named(text: str) -> set[str]:
 def test_every_flag_in_the_table_is_a_flag_of_its_commands():
     for row in ROWS:
         for command in row.commands:
-            assert named(f"{row.ours} {row.words}") <= FLAGS[command], (row.names, command)
+            assert named(f"{row.ours} {row.words} {row.off}") <= FLAGS[command], (row.names, command)
         assert row.ours or row.words, row.names
         assert set(row.peers) <= PEERS.keys(), row.names
 
@@ -63,6 +64,17 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
         ("train_sft", "actor_rollout_ref.actor.optim.lr=1e-6", ["--learning_rate"]),
         ("train_ppo", "critic.optim.lr=1e-6", ["--critic_learning_rate"]),
         ("train_sft", "data.seed=1", ["did you mean --seed?"]),
+        # a switch that is off, and one whose off is not our default
+        ("train_sft", "load_in_8bit=false", ["leave it out"]),
+        ("train_sft", "bf16=False", ["--param_dtype fp32"]),
+        ("train_sft", "mask_history=false", ["--multiturn"]),
+        ("train_sft", "freeze_vit=false", ["--freeze_vision false"]),
+        # a family of names, and a path that is about something else than its last part
+        ("train_sft", "galore_target=all", ["no counterpart"]),
+        ("train_ppo", "critic.optim.weight_decay=0.1", ["no counterpart", "--critic_learning_rate"]),
+        ("train_ppo", "actor_rollout_ref.rollout.val_kwargs.top_p=1", ["answered greedily"]),
+        ("train_ppo", "actor_rollout_ref.rollout.temperature=1", ["did you mean --temperature?"]),
+        ("train_ppo", "global_profiler.save_path=x", ["no counterpart"]),
     ],
 )
 def test_the_answer_to_a_name(command, name, parts):
@@ -73,6 +85,10 @@ def test_the_answer_to_a_name(command, name, parts):
 def test_a_name_like_another_of_another_meaning_is_no_guess():
     assert "did you mean" not in refused("train_sft", "--max_stoppers", "1")
     assert "see --help" in refused("train_sft", "--frobnicate", "1")
+    assert misspelled("param_offload", FLAGS["train_ppo"]) == ""  # not --adam_offload
+    assert misspelled("top_n", FLAGS["train_ppo"]) == ""  # --top_p and --top_k are as near
+    assert misspelled("learningrate", FLAGS["train_sft"]) == "learning_rate"
+    assert misspelled("gradeint_checkpoiting", FLAGS["train_sft"]) == "gradient_checkpointing"
 
 
 def test_several_unknown_flags_are_told_at_once():

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.flags.names.peer_names import ALL, FIXED, PEERS, RL, ROWS, PeerName
+from trainer.flags.names.peer_names import PEERS, ROWS, PeerName
+from trainer.flags.names.peer_row import ALL, FIXED, LEAVE_OUT, RL
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from.md"
-HEAD = """<!-- Written by scripts/docs/coming_from_page.py from trainer/flags/names/peer_names.py. Do not edit. -->
+HEAD = """<!-- Written by scripts/docs/coming_from_page.py from the tables in trainer/flags/names/. Do not edit. -->
 
 # Coming from TRL / LLaMA-Factory / axolotl / OpenRLHF / verl / ms-swift
 
@@ -48,7 +49,9 @@ def entry(row: PeerName) -> str:
     names = ", ".join(f"`{name}`" for name in row.names.split())
     ours = f"`{row.ours}`" if row.ours and " and " not in row.ours else as_code(row.ours)
     commands = OF.get(row.commands, ", ".join(f"`{command}`" for command in row.commands))
-    return f"| {names} | {ours or 'no counterpart'} | {as_code(row.words)} | {commands} |"
+    off = "" if row.off == LEAVE_OUT else f"false: {row.off}"
+    words = as_code("; ".join(filter(None, [row.words, off])))
+    return f"| {names} | {ours or 'no counterpart'} | {words} | {commands} |"
 
 
 def page() -> str:

@@ -17,7 +17,7 @@ from jsonargparse import typing as restricted
 
 from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, with_flags
-from trainer.flags.names.suggestions import leaves, suggestion
+from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
@@ -107,7 +107,9 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
         unknown = list(leaves(values, known)) if isinstance(values, dict) else []
         if unknown:
             what = "a key that is no flag" if len(unknown) == 1 else f"{len(unknown)} keys that are no flags"
-            listed = _listed(unknown, [suggestion(key, command, fields) for key in unknown])
+            listed = _listed(
+                [key for key, _ in unknown], [suggestion(key, command, known, value) for key, value in unknown]
+            )
             raise UserError(f"--config {path}", f"{what} of {command}: {listed}")
 
 
@@ -169,12 +171,20 @@ def _plain(value):
     return value
 
 
+def _value_of(words: list[str], place: int):
+    """The value of a flag that the parser does not know: after its "=", or the next word."""
+    _, is_joined, value = words[place].partition("=")
+    following = words[place + 1 : place + 2]
+    return value if is_joined else next((word for word in following if word[0] != "-"), GIVEN)
+
+
 def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Field]) -> UserError:
     """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
     if unknown := re.search(r"unrecognized arguments: (.*)|Option '([^']+)' is not accepted", message):
         words = (unknown.group(1) or unknown.group(2)).split()
-        names = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))) or words[:1]
-        hints = [suggestion(name.lstrip("-"), command, fields) for name in names]
+        named = {word.partition("=")[0]: _value_of(words, place) for place, word in enumerate(words) if word[0] == "-"}
+        names = list(named) or words[:1]
+        hints = [suggestion(name.lstrip("-"), command, fields, named.get(name, GIVEN)) for name in names]
         if len(names) == 1:
             return UserError(names[0], f"no such flag; {hints[0]}")
         return UserError(f"{len(names)} flags that {command} lacks", _listed(names, hints))

@@ -1,40 +1,100 @@
 """What to write instead of a name that is no flag: the table of other trainers first, then our commands, then spelling."""
 
-import difflib
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.flags.groups import flags_of
 from trainer.flags.names.peer_names import ROWS, PeerName
+from trainer.flags.names.peer_row import LEAVE_OUT
 from trainer.flags.rules import COMMANDS
 
-CLOSE = 0.84  # of difflib's ratio: one or two letters differ. Below it, a name like another often means something else
+# parts of a path under which a name means what it means alone; and parts that say that it is about something else
+SECTIONS = frozenset(
+    [
+        "actor",
+        "adam",
+        "advantage",
+        "algo",
+        "algorithm",
+        "ckpt",
+        "data",
+        "ds",
+        "env",
+        "logger",
+        "mixed_precision",
+        "model",
+        "optim",
+        "reward",
+        "rollout",
+        "train",
+        "trainer",
+        "trl",
+    ]
+)
+FOREIGN = frozenset(
+    [
+        "critic",
+        "ref",
+        "reward_model",
+        "reward_manager",
+        "teacher",
+        "val_kwargs",
+        "profiler",
+        "trace",
+        "megatron",
+        "vllm",
+        "ebft",
+    ]
+)
+GIVEN: Any = object()  # a value that is not known
 
 
-def suggestion(name: str, command: str, known: Iterable[str]) -> str:
+def suggestion(name: str, command: str, known: Iterable[str], value: Any = GIVEN) -> str:
     """What to say about `name`, which `command` with the flags `known` lacks. A path of verl is "a.b.c"."""
-    rows = rows_of(name) if command in COMMANDS else []  # the small commands have no counterparts elsewhere
-    if here := [row for row in rows if command in row.commands]:
-        return "; ".join(translation(row) for row in here)
-    leaf = name.rpartition(".")[2]
-    if leaf in known:
+    if value is None or (isinstance(value, (str, list, dict)) and not value):
+        return "empty; leave it out"
+    exact = rows_of(name) if command in COMMANDS else []  # the small commands have no counterparts elsewhere
+    if here := [row for row in exact if command in row.commands]:
+        return _said(here, value)
+    *path, leaf = name.split(".")
+    means_leaf = not path or (path[-1] in SECTIONS and not FOREIGN.intersection(path))
+    if path and means_leaf and leaf in known:
         return f"did you mean --{leaf}?"
-    elsewhere = [f"{translation(row)} ({_of(row.commands)})" for row in rows]
-    if owners := [other for other, kind in COMMANDS.items() if leaf in {field.name for field, _ in flags_of(kind)}]:
+    elsewhere = [f"{translation(row)} ({_of(row.commands)})" for row in exact]
+    owners = [other for other, kind in COMMANDS.items() if leaf in {field.name for field, _ in flags_of(kind)}]
+    if owners and means_leaf:
         elsewhere.append(f"--{leaf} is {_of(owners)}")
     if elsewhere:
         return "; ".join(elsewhere)
-    nearest = difflib.get_close_matches(leaf, known, n=1, cutoff=CLOSE)
-    return f"did you mean --{nearest[0]}?" if nearest else "see --help"
+    if not path and (nearest := misspelled(leaf, known)):
+        return f"did you mean --{nearest}?"
+    families = families_of(name) if command in COMMANDS else []
+    if here := [row for row in families if command in row.commands]:
+        return _said(here, value)
+    return "; ".join(f"{translation(row)} ({_of(row.commands)})" for row in families) or "see --help"
 
 
 def rows_of(name: str) -> list[PeerName]:
     """The rows for a name. Of a path, the longest end that the table has decides: `critic.optim.lr` before `optim.lr`."""
-    parts = name.split(".")
-    for start in range(len(parts)):
-        end = ".".join(parts[start:])
+    for end in _ends(name):
         if found := [row for row in ROWS if end in row.names.split()]:
             return found
+    return []
+
+
+def families_of(name: str) -> list[PeerName]:
+    """The rows that have `name` by a pattern such as vllm_*. Of several patterns, the longest decides."""
+    for end in _ends(name):
+        fits = [
+            (pattern, row)
+            for row in ROWS
+            for pattern in row.names.split()
+            if "*" in pattern and fnmatchcase(end, pattern)
+        ]
+        if fits:
+            longest = max((pattern for pattern, _ in fits), key=len)
+            return [row for pattern, row in fits if pattern == longest]
     return []
 
 
@@ -45,14 +105,62 @@ def translation(row: PeerName) -> str:
     return f"{row.words}: {row.ours}" if row.words else row.ours
 
 
-def leaves(values: dict[str, Any], known: Iterable[str], path: str = "") -> Iterator[str]:
-    """The keys of a YAML mapping that are no flags. Those of nested mappings are paths, unless the table has the mapping."""
+def misspelled(name: str, known: Iterable[str]) -> str:
+    """The one flag that `name` differs from by a letter, or by two if it is long and begins alike. Else "".
+
+    A name that is farther from a flag often means something else: --warmup_steps is not --max_steps.
+    """
+    plain = {flag: flag.replace("_", "") for flag in known}
+    wanted = name.lower().replace("-", "").replace("_", "")
+    for letters in (0, 1, 2):
+        near = [flag for flag, text in plain.items() if _edits(wanted, text) == letters]
+        if near and (letters < 2 or len(wanted) >= 10):
+            near = [flag for flag in near if letters < 2 or flag[0] == name[0]]
+            return near[0] if len(near) == 1 else ""
+    return ""
+
+
+def leaves(values: dict[str, Any], known: Iterable[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of a YAML mapping's keys that are no flags. Those of nested mappings are paths, unless the table has the mapping."""
     for name, value in values.items():
         full = f"{path}{name}"
         if isinstance(value, dict) and value and not any(full in row.names.split() for row in ROWS):
             yield from leaves(value, (), f"{full}.")
         elif full not in known:
-            yield full
+            yield full, value
+
+
+def _said(rows: list[PeerName], value: Any) -> str:
+    is_off = value is False or (isinstance(value, str) and value.lower() == "false")
+    return "; ".join(_off(row) if is_off else translation(row) for row in rows)
+
+
+def _off(row: PeerName) -> str:
+    return f"{row.off}; true is {row.ours}" if row.ours and row.off == LEAVE_OUT else row.off
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The ends of a path, the whole path first. All of them have what says that the name is about something else."""
+    parts = name.split(".")
+    foreign = [place for place, part in enumerate(parts[:-1]) if part in FOREIGN]
+    last = min(foreign, default=len(parts) - 1)
+    return (".".join(parts[start:]) for start in range(last + 1))
+
+
+def _edits(one: str, other: str) -> int:
+    """Letters to change, add, drop or swap between two texts (Damerau-Levenshtein, optimal string alignment); 3 or more is 3."""
+    if abs(len(one) - len(other)) > 2:
+        return 3
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return min(rows[-1][-1], 3)
 
 
 def _of(commands: Iterable[str]) -> str:
