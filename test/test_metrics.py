@@ -1,10 +1,15 @@
-"""Facts in metrics.jsonl that no run on a CPU shows: the peak of a GPU, the size of a parameter that is not whole."""
+"""metrics.jsonl on a full disk and with damaged lines, and facts that no run on a CPU shows."""
+
+import errno
+import json
+import os
 
 import pytest
 import torch
 import transformers
 
-from trainer.metrics import MetricSum, flops_per_token, full_size, peak_flops
+from trainer.errors import UserError
+from trainer.metrics import METRICS_FILE, MOST_WAITING, MetricsLog, MetricSum, flops_per_token, full_size, peak_flops
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,
@@ -36,3 +41,59 @@ def test_a_metric_says_what_it_is_a_mean_over():
 
 def test_a_model_without_attention_has_flops_of_its_parameters_alone():
     assert flops_per_token(transformers.FalconMambaConfig(num_hidden_layers=2), 10.0, 100.0) == 60.0
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that is full while `disk["is_full"]`: half of what is written fits."""
+    real, state = os.write, {"is_full": False}
+
+    def write(handle: int, data: bytes) -> int:
+        if state["is_full"]:
+            real(handle, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+    return state
+
+
+def test_rows_wait_for_a_full_disk_and_none_is_lost_or_torn(tmp_path, disk, capsys):
+    with MetricsLog(str(tmp_path)) as log:
+        for step in range(6):
+            disk["is_full"] = step in (2, 3)
+            log.row(step, loss=0.5)
+            assert len(log.waiting) == {2: 1, 3: 2}.get(step, 0) and not log.is_stuck
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert rows == [{"step": step, "loss": 0.5} for step in range(6)]
+    first, second = capsys.readouterr().out.splitlines()
+    assert "No space left on device" in first and "written again" in second
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_its_checkpoint_has_the_rows(tmp_path, disk):
+    log = MetricsLog(str(tmp_path))
+    log.row(0)
+    disk["is_full"] = True
+    for step in range(1, MOST_WAITING + 2):
+        assert not log.is_stuck
+        log.row(step)
+    assert log.is_stuck
+    kept = list(log.waiting)  # what a checkpoint holds
+    with pytest.raises(UserError, match=f"{METRICS_FILE}: {len(kept)} rows cannot be written: No space left"), log:
+        pass
+    disk["is_full"] = False
+    again = MetricsLog(str(tmp_path))
+    again.add_missing(kept)
+    again.add_missing(kept)
+    again.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert steps == list(range(MOST_WAITING + 2))
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"[2]", b"\xff\xfe", b"null", b"[" * 100_000])
+def test_a_damaged_line_is_told_at_the_start(tmp_path, damage, capsys):
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n')
+    MetricsLog(str(tmp_path)).close()
+    assert "metrics.jsonl line 2 is damaged: it is no row of a run" in capsys.readouterr().out
+    with pytest.raises(UserError, match="line 2: is damaged"):
+        MetricsLog(str(tmp_path), needs_whole=True)

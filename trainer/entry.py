@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -20,6 +21,10 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same comm
 OTHER_RANKS_WAIT_SECONDS = 10
 # a rank that only lost its connection waits this long, so that the rank that knows the cause reports first
 LOST_PEER_WAIT_SECONDS = 20
+# the disk is full, broken, gone or closed to this user: nothing that a traceback explains
+DISK_FAULTS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENODEV,
+}  # fmt: skip
 MEMORY_FLAGS = (
     "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, "
     "more ranks"
@@ -52,6 +57,13 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
             _leave(EXIT_USER_ERROR)
         if "does not have a deterministic implementation" in str(error):  # torch's words
             _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
+            _leave(EXIT_USER_ERROR)
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+            where = error.filename2 or error.filename or "a file of the run"
+            _tell(
+                f"{where}: cannot be read or written: {error.strerror}. --load_checkpoint resumes from the last checkpoint."
+            )
             _leave(EXIT_USER_ERROR)
         if _is_lost_peer(error):
             _wait_for_other_ranks(LOST_PEER_WAIT_SECONDS, rank_0_too=True)

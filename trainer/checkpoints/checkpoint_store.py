@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -134,24 +135,45 @@ def _read_manifest(folder: str) -> dict:
             written = file.read()
         content = json.loads(written)
         del content["blake2b"]
-        if _manifest_bytes(content) == written and {"files", "written_at"} <= content.keys():
+        if _manifest_bytes(content) == written and _is_manifest(content):
             return content
     except FileNotFoundError:
         raise DamagedFile(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise DamagedFile(f"{MANIFEST} is damaged")
 
 
+def _is_manifest(content: dict) -> bool:
+    """Whether a manifest with its own hash has the values of one. Its names stay in the folder of the checkpoint."""
+    entries = content["files"].items()
+    return (
+        isinstance(content["written_at"], float)
+        and isinstance(content.get("number", 0), int)
+        and all(
+            is_inside(name) and isinstance(entry["size"], int) and isinstance(entry["blake2b"], str)
+            for name, entry in entries
+        )
+    )
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path is a plain one below its folder: relative, and without `..`."""
+    return name == os.path.normpath(name) and not os.path.isabs(name) and name.split(os.sep)[0] not in ("..", ".")
+
+
 def file_damage(folder: str, name: str, wanted: dict) -> Optional[str]:
     """What is wrong with a file of a checkpoint, whose entry in the manifest is `wanted`, or None. Hashes the file."""
+    path = os.path.join(folder, name)
     try:
-        found = hash_file(os.path.join(folder, name))
+        facts = os.stat(path)
+        if not stat.S_ISREG(facts.st_mode):  # a pipe would wait, and a device may never end
+            return f"{name} is no regular file"
+        if facts.st_size != wanted["size"]:
+            return f"{name} has {facts.st_size} bytes instead of {wanted['size']}"
+        return None if hash_file(path) == wanted else f"{name} does not have the bytes that were written"
     except OSError as error:
         return f"{name}: {error.strerror}"
-    if found["size"] != wanted["size"]:
-        return f"{name} has {found['size']} bytes instead of {wanted['size']}"
-    return None if found == wanted else f"{name} does not have the bytes that were written"
 
 
 def find_damage(folder: str, part: int = 0, num_parts: int = 1, without: Iterable[str] = ()) -> Optional[str]:

@@ -79,6 +79,8 @@ class PieceIndex:
         facts = {name: json.loads(text) for name, text in handle.metadata().items()}
         shapes = {key: tuple(shape) for key, shape in facts["shapes"].items()}
         rows, counts = handle.get_slice("rows"), facts.get("counts")
+        if outside := next((name for name in facts["files"] if not store.is_inside(name)), None):
+            raise store.DamagedFile(f"{INDEX} names a file outside of its folder: {outside}")
         return cls(shapes, facts["files"], handle.get_tensor("firsts"), rows, counts)
 
     def write(self, folder: str) -> dict:
@@ -94,6 +96,9 @@ class PieceIndex:
         rows = self._rows[int(self._firsts[number]) : int(self._firsts[number + 1])]
         lows, sizes = np.split(rows[:, 3:], 2, axis=1)
         lows, sizes = lows[:, :dims], sizes[:, :dims]
+        room, ends = np.array(self.shapes[key]) - lows, np.maximum(rows[:, 1], 0) + rows[:, 2]
+        if (lows < 0).any() or (sizes < 0).any() or (sizes > room).any() or (ends > sizes.prod(1)).any():
+            raise store.DamagedFile(f"{INDEX}: a piece of {key} does not fit its shape {self.shapes[key]}")
         first, last = lows.copy(), lows + sizes
         flat, row_length = rows[:, 1] != NOT_FLAT, np.maximum(sizes[:, 1:].prod(1), 1)
         starts, stops = rows[:, 1], rows[:, 1] + rows[:, 2]  # a stretch of a box covers some of its rows

@@ -24,7 +24,7 @@ from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX, Piece, PieceIndex
 from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, write_shards
 from trainer.distributed.collectives import gather_objects, make_patient_group, together
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 
 STATE = "state.json"
 FORMAT = 1
@@ -280,23 +280,26 @@ def _check(folder: str, shards: list[TensorShard]) -> set[str]:
 
 def read_intact_state(folder: str) -> dict:
     """`read_state`, after a look at the hash of its file. Raises DamagedCheckpoint."""
-    try:
-        damage = store.file_damage(folder, STATE, store.read_manifest(folder)[STATE])
-    except KeyError:
-        damage = f"{STATE} is missing"
-    except store.DamagedFile as error:
-        damage = str(error)
-    if damage:
+    state: dict = {}
+
+    def read() -> None:
+        entry = store.read_manifest(folder).get(STATE)
+        if damage := f"{STATE} is missing" if entry is None else store.file_damage(folder, STATE, entry):
+            raise store.DamagedFile(damage)
+        state.update(read_state(folder))
+
+    if damage := _fault(read):
         raise DamagedCheckpoint("--load_checkpoint", f"{folder} is damaged: {damage}")
-    return read_state(folder)
+    return state
 
 
 def read_state(folder: str) -> dict:
     """The JSON state of a checkpoint. Raises UserError if this version cannot read it."""
     with open(os.path.join(folder, STATE)) as file:
         state = json.load(file)
-    if state["format"] != FORMAT:
-        raise UserError("--load_checkpoint", f"{folder} has format {state['format']}", f"format {FORMAT}")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else None
+        raise UserError("--load_checkpoint", f"{folder} has format {found}", f"format {FORMAT}")
     return state
 
 
@@ -333,23 +336,50 @@ def load(folder: str, shards: Iterable[TensorShard], device: torch.device, optim
     """
     shards = list(shards)
     own = _check(folder, shards)
-    state, reader = read_state(folder), ShardReader(folder)
+    state, reader, randoms = _open_all(folder, own)
     written = state.get("optim", "adamw")  # older checkpoints do not name it, and have only adamw
     if written != optim:
         raise UserError("--optim", f"{optim}, but {folder} was written with {written}", f"--optim {written}")
-    entries = store.read_manifest(folder)
-    reader.hash_while_reading({name: entries[name] for name in own})
 
-    def read() -> Optional[str]:
-        try:
-            for shard in shards:
-                _fill(shard, reader)
-        except store.DamagedFile as damage:
-            return str(damage)
-        return None
+    def fill_all() -> None:
+        for shard in shards:
+            _fill(shard, reader)
 
-    _refuse_damage(folder, read)
-    if state["world_size"] == dist.get_world_size():
-        with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:
-            restore_random_states(json.load(file), device)
+    _refuse_damage(folder, lambda: _fault(fill_all))
+    if randoms is not None:
+        _refuse_damage(folder, lambda: _fault(lambda: restore_random_states(randoms, device)))
     return state
+
+
+def _open_all(folder: str, own: set[str]) -> tuple[dict, ShardReader, Optional[dict]]:
+    """State, reader, and this rank's random states (None for another number of ranks). Files of `own` are hashed later."""
+    found = []
+
+    def read() -> None:
+        entries, reader, state = store.read_manifest(folder), ShardReader(folder), read_state(folder)
+        reader.hash_while_reading({name: entries[name] for name in own})
+        found[:] = [state, reader, None]
+        if state["world_size"] == dist.get_world_size():
+            with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:
+                found[2] = json.load(file)
+
+    _refuse_damage(folder, lambda: _fault(read))
+    return tuple(found)
+
+
+def _fault(read: Callable[[], None]) -> Optional[str]:
+    """What is wrong with files that `read` reads, or None. Their hashes fit, but a stranger may have made them.
+
+    Raises UserError as `read` does.
+    """
+    try:
+        read()
+    except UserError:
+        raise
+    except store.DamagedFile as damage:
+        return str(damage)
+    except OSError as error:
+        return f"{os.path.basename(error.filename or 'a file')}: {error.strerror}"
+    except Exception as error:  # of any type: each reader has its own
+        return f"its files do not fit each other: {type(error).__name__}: {one_line(error)}"
+    return None

@@ -1,17 +1,21 @@
 """When a run saves, which checkpoints it keeps, which checkpoint it resumes from, and which signals stop it."""
 
+import contextlib
+import json
 import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from typing import Optional
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.run_identity import Change, Identity
-from trainer.checkpoints.run_state import MAIN, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
-from trainer.distributed.collectives import broadcast_object, max_over_all_ranks
-from trainer.errors import Interrupted, UserError
+from trainer.checkpoints.run_state import MAIN, STATE, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
+from trainer.distributed.collectives import broadcast_object, max_over_all_ranks, together
+from trainer.errors import Interrupted, UserError, one_line
 from trainer.metrics import METRICS_FILE, MetricsLog
 
 FOLDER = "checkpoints"
@@ -116,22 +120,25 @@ class Checkpoints:
         """Restore the run as it was when it saved `folder`. Raises UserError if that is damaged or is of another run."""
         t = self.trained
         self.changes = self._compare(folder)
-        state = t.strategy.load_ckpt(folder, t.roles(), t.further())
-        t.loader.load_state_dict(state["position"])
-        t.strategy.print(f"resumed from {folder} at step {state['progress']['step']}")
+        with of_its_state(folder):
+            state = t.strategy.load_ckpt(folder, t.roles(), t.further())
+            progress, self.kept_rows = progress_of(state), rows_of(state)
+            t.loader.load_state_dict(state["position"])
+        t.strategy.print(f"resumed from {folder} at step {progress.step}")
         if "identity" not in state:
             t.strategy.print("this checkpoint is of an older version: only its data was compared with the run")
-        self.kept_rows = state.get("waiting_rows", [])
         if self.changes:
             t.strategy.print(f"changed since the checkpoint: {'; '.join(map(str, self.changes))}")
-        return Progress(**state["progress"])
+        return progress
 
     def _compare(self, folder: str) -> list[Change]:
         """What changed since `folder` was saved: rank 0 looks, and all ranks raise what it raises (broadcast)."""
         found: list[Change] | UserError = []
         if self.trained.strategy.is_rank_0():
             try:
-                found = self.identity.compare(folder, read_intact_state(folder), self.trained.loader.fingerprint())
+                state = read_intact_state(folder)
+                with of_its_state(folder):
+                    found = self.identity.compare(folder, state, self.trained.loader.fingerprint())
             except UserError as error:
                 found = error
         found = broadcast_object(found)
@@ -213,11 +220,42 @@ class Checkpoints:
             return
         (pending, is_best), self._pending = self._pending, None
         folder = pending.finish()
-        if self.trained.strategy.is_rank_0():
+        gigabytes = self.policy.max_gigabytes
+
+        def tidy() -> None:
             if is_best:
                 store.set_best(self.root, folder)
-            gigabytes = self.policy.max_gigabytes
             store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9)
+
+        together(lambda: tidy() if self.trained.strategy.is_rank_0() else None, self.root, "cannot be changed")
+
+
+@contextlib.contextmanager
+def of_its_state(folder: str) -> Iterator[None]:
+    """Raise DamagedCheckpoint for values in the state of a checkpoint that no run writes. A stranger may have."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        found = f"{folder}: {STATE} holds values that no run writes: {type(error).__name__}: {one_line(error)}"
+        raise DamagedCheckpoint("--load_checkpoint", found) from None
+
+
+def progress_of(state: dict) -> Progress:
+    """The progress in the state of a checkpoint. Raises TypeError for other keys, or for values of other types."""
+    progress = Progress(**state["progress"])
+    for own in fields(Progress):
+        value, kinds = getattr(progress, own.name), typing.get_args(own.type) or (own.type,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
+            raise TypeError(f"progress has {own.name} {str(value)[:40]!r}")
+    return progress
+
+
+def rows_of(state: dict) -> list[str]:
+    """The rows of metrics.jsonl that waited. Raises TypeError or ValueError for what is no row."""
+    rows = state.get("waiting_rows", [])
+    if not all(row.endswith("\n") and isinstance(json.loads(row), dict) for row in rows):
+        raise ValueError("waiting_rows has a line that is no row")
+    return rows
 
 
 def is_better_when_lower(key: str) -> bool:
