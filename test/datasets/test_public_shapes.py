@@ -147,6 +147,8 @@ REFUSED = {
     "one message of a tree": ({"text": "b", "role": "prompter"}, "column role: would change the text"),
     "no answer": ({"question": "a", "answer": None}, "column answer: no value"),
     "texts as an answer": ({"question": "a", "answer": ["b", "c"]}, "column answer message 1: no role"),
+    "two texts": (talk({**ANSWER, "value": "c"}), "message 2: two different texts"),
+    "a mask": (talk({**ANSWER, "mask": True}), "message 2: the chat template does not read its key 'mask'"),
     "a broken call": (talk({"role": "function_call", "content": "tide()"}), "a call of a tool that cannot be read"),
 }
 
@@ -185,10 +187,20 @@ def test_what_is_left_of_an_object_is_refused_or_named(tmp_path):
 def test_functions_are_tools():
     tide = {"name": "tide", "description": "x", "parameters": {"type": "object", "properties": {}}}
     wanted = [{"type": "function", "function": tide}]
-    for tools in ([tide], json.dumps([tide]), wanted):
+    for tools in ([tide], json.dumps([tide]), wanted, tide, [json.dumps(tide)]):
         assert tools_of({"tools": tools}) == wanted
     columns = Columns({"functions": [tide]})
     assert columns.find(TOOLS) == "functions"
+
+
+@pytest.mark.parametrize("task", ["pairs", "answer", "sft"])
+def test_two_answers_in_a_row_are_refused(task, tmp_path):
+    row = {**talk(ANSWER), "chosen": "c", "rejected": "d", "completion": "c"} | (
+        {"label": 1} if task == "answer" else {}
+    )
+    keys = {"input_key": "messages", "output_key": "completion", "apply_chat_template": True} if task == "sft" else {}
+    with pytest.raises(UserError, match=r"row 1: --(input|prompt)_key messages: ends with an assistant message"):
+        tokenize(task, [row], tmp_path, "BPE", **keys)
 
 
 def test_an_object_is_no_label_to_compare_with(tmp_path):

@@ -27,10 +27,25 @@ PAIR_KEYS = {"system": ("system",)}
 PAIR_KEYS["user"] = ("human", "user", "prompt", "instruction", "question", "input")
 PAIR_KEYS["assistant"] = ("assistant", "gpt", "bot", "response", "answer", "output")
 TRAIN = "train"  # the key of a message that says whether its turn has a loss
-TRAIN_FLAGS = ("weight", "loss", "loss_scale", TRAIN)
+CONTENTS = ("content", "value", "text")
+TEXT_PARTS = ("text", "input_text", "output_text")
+TRAIN_FLAGS = ("weight", "loss", "loss_scale", TRAIN, "training", "trainable", "train_on_turn")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 # keys that would change the text or the loss: never merely named
-REFUSED_KEYS = {"train_detail", "prefix", "refusal", "image", "images", "video", "videos", "audio"}
+REFUSED_KEYS = {
+    "train_detail",
+    "mask",
+    "masked",
+    "loss_mask",
+    "ignore",
+    "prefix",
+    "refusal",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+}
 REFUSED_KEYS |= {"audios", "files", "documents", *THOUGHTS}
 IGNORE = "--ignore_columns"
 
@@ -86,21 +101,26 @@ def _pair(item: dict) -> list[dict] | None:
 
 
 def tools_of(row: Any) -> list[dict] | None:
-    """Return the JSON schemas of functions in the column `tools`, or None. A row has a list or its JSON text."""
-    value = row.get("tools")
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, object_hook=AsWritten) if value.strip() else None
-        except json.JSONDecodeError as error:
-            raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    """Return the JSON schemas of functions in the column `tools`, or None. A row has a list or its JSON text.
+
+    One tool may stand for a list, its JSON for a tool, and a bare function, as in OpenAI's `functions`, for its schema.
+    """
+    value = _parsed_tools(row.get("tools"))
+    tools = [_parsed_tools(tool) for tool in (value if isinstance(value, list) else [value])] if value else []
+    if not all(isinstance(tool, dict) for tool in tools):
         raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
-    tools = [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in value]
-    # a bare function, as in OpenAI's `functions` and in LLaMA-Factory
+    tools = [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in tools]
     is_bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in tools]
-    return [{"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, is_bare)]
+    return [{"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, is_bare)] or None
+
+
+def _parsed_tools(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, object_hook=AsWritten) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
 
 
 def _message(message: Any, where: str, notes: Notes, template: str | None) -> dict:
@@ -113,7 +133,10 @@ def _message(message: Any, where: str, notes: Notes, template: str | None) -> di
     elif role is None:
         found = f"no role was recognised: {message.get('role', message.get('from'))}"
         raise UserError(where, found, ", ".join(ROLES))
-    content = message.get("content", message.get("value"))
+    contents = [message[key] for key in CONTENTS if key in message]
+    if any(other != contents[0] for other in contents):
+        raise UserError(where, "two different texts", f"one of {', '.join(CONTENTS)}")
+    content = contents[0] if contents else None
     if role == CALL:
         kept = {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     else:
@@ -125,7 +148,7 @@ def _message(message: Any, where: str, notes: Notes, template: str | None) -> di
     return kept | _other_keys(others, where, notes, template)
 
 
-_READ = {"role", "from", "content", "value", "tool_calls", CALL, *TRAIN_FLAGS}
+_READ = {"role", "from", *CONTENTS, "tool_calls", CALL, *TRAIN_FLAGS}
 
 
 def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
@@ -135,7 +158,7 @@ def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
         other = next((part.get("type") for part in content if not isinstance(part.get("text"), str)), None)
         if other is not None:
             raise UserError(where, f"a part of type {other!r}", "text; or image, in rows with a column images")
-        if all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content):
+        if all(part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str) for part in content):
             notes.keys |= {key for part in content for key in part if part[key] is not None} - {"type", "text"}
             return "".join(part["text"] for part in content)
     if not isinstance(content, str):
@@ -199,7 +222,7 @@ def _other_keys(others: dict, where: str, notes: Notes, template: str | None) ->
         if name and (name == key or name not in others):
             kept[name] = value
         elif key in REFUSED_KEYS and value is not False and value not in ("", []):
-            found = f"the chat template does not read its key {key!r}, which would change the text"
+            found = f"the chat template does not read its key {key!r}, which would change the text or the loss"
             raise UserError(where, found, f"a template that does, or {IGNORE} {key}")
         elif key != "tool_call_id":
             notes.keys.add(key)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from trainer.datasets.conversations.messages import CALL, as_single_messages, role_of
+from trainer.datasets.conversations.messages import CALL, CONTENTS, as_single_messages, role_of
 from trainer.datasets.rows import AsWritten, kind_of, lookup, text_value
 from trainer.datasets.shapes.columns import (
     CONVERSATIONS,
@@ -82,6 +82,7 @@ def add_system(found: PromptPart, columns: Columns) -> None:
     if turns and isinstance(turns[0], dict) and role_of(turns[0]) == "system":
         raise UserError(f"column {name}", "another system text than that of the conversation", "one of them")
     found.value = [{"role": "system", "content": text}, *turns]
+    found.where = found.where or f"column {name}"
     found.says.insert(0, (name, "system"))
     found.is_chat = True
 
@@ -131,7 +132,8 @@ def is_answer(message: Any) -> bool:
 
 def content_of(message: Any) -> Any:
     """The text of a raw message, also of one in parts."""
-    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
+    message = message if isinstance(message, dict) else {}
+    content = next((message[key] for key in CONTENTS if message.get(key) is not None), None)
     if isinstance(content, list):
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.datasets.conversations.messages import CALL, IGNORE, messages_of, role_of
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
-from trainer.datasets.rows import column_of_key, lookup, text_value
+from trainer.datasets.rows import column_of_key, text_value
 from trainer.datasets.shapes.columns import (
     ANSWERS,
     CHOSEN,
@@ -35,6 +35,7 @@ from trainer.errors import UserError
 
 SFT, PAIRS, ANSWER, PROMPT = "sft", "pairs", "answer", "prompt"  # what a row is read for
 NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+ENDS_WITH_ANSWER = "ends with an assistant message, and its answer is beside it"
 AS_TEXTS = "no chat template is applied: texts are joined as they are. --apply_chat_template makes them turns of a conversation"
 
 
@@ -133,8 +134,8 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     named = reader.prompt_key is not None or bool(reader.answer_keys)
     if reader.pretrain:
         return _text(reader, columns)
-    if named and reader.chat is False and not isinstance(lookup(columns.row, reader.prompt_key or ""), str):
-        text_value(columns.take(reader.prompt_key or ""), f"{reader.prompt_flag} {reader.prompt_key}")
+    if reader.prompt_key is not None and reader.chat is False:
+        text_value(columns.take(reader.prompt_key), f"{reader.prompt_flag} {reader.prompt_key}")
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
     if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
         return _text(reader, columns)
@@ -151,6 +152,8 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
             raise _no_answer(reader, columns, prompt)
         return _whole(columns, prompt, notes, named)
     where = f"--output_key {answer}" if reader.answer_keys else f"column {answer}"
+    if whole:
+        raise UserError(prompt.where, ENDS_WITH_ANSWER, f"a conversation without {answer}, or one without an answer")
     found = _Found(
         "alpaca" if prompt.columns[:1] == ("instruction",) and answer == "output" else "",
         {"prompt": prompt.value, "answer": _answer(columns.take(answer), where)},
@@ -236,10 +239,25 @@ def _with_answers(
     for value in answers.values():
         if isinstance(value, list) and value and not is_answer(value[0]):
             prompt.value = _without_shared(prompt, value)
+        elif value is not None:
+            prompt.value = _without_answer(prompt, answers)
     says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
     where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
     where["prompt"] = prompt.where
     return _Found("", {"prompt": prompt.value, **answers}, where, says, _is_chat(reader, prompt))
+
+
+def _without_answer(prompt: PromptPart, answers: dict[str, Any]) -> Any:
+    """The prompt without its last message if that is one of the answers. Raises UserError if it is another answer."""
+    turns = prompt.value
+    if not isinstance(turns, list) or not turns or not is_answer(turns[-1]):
+        return turns
+    known = [
+        [{"role": "assistant", "content": value}] if isinstance(value, str) else value for value in answers.values()
+    ]
+    if texts_of(turns[-1:]) not in [texts_of(value) for value in known if value is not None]:
+        raise UserError(prompt.where, ENDS_WITH_ANSWER, "turns up to the one that is answered")
+    return turns[:-1]
 
 
 def _without_shared(prompt: PromptPart, whole: list) -> Any:
@@ -305,11 +323,12 @@ def _no_answer(reader: RowReader, columns: Columns, prompt: PromptPart) -> UserE
     conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
     if conversation and not columns.row:
         return UserError(f"{reader.prompt_flag} {conversation}", "no value", "a list of messages")
-    missing = next((name for name in ANSWERS if name in columns.names), None)
-    if prompt.value is not None and missing:
+    wanted = ("text",) if prompt.value is None else ANSWERS
+    missing = next((name for name in wanted if name in columns.names and name not in columns.row), None)
+    if missing:
         return UserError(f"column {missing}", "no value", "a text")
     pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
-    found = f"nothing says what to learn from the columns {', '.join(columns.row)}"
+    found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
     return UserError(prompt.where or "its columns", found, pairs + NEEDED)
 
 
