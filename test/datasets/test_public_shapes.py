@@ -33,6 +33,8 @@ FLAGS = {
     "answer": {"prompt_key": None, "completion_key": "completion", "label_key": "label"},
     "prompt": {"input_key": None, "label_key": None},
 }
+COMMANDS = {"sft": "train_sft", "pairs": "train_dpo", "answer": "train_dpo --loss kto", "prompt": "train_ppo"}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TASKS = {"sft": tokenize_sft, "pairs": tokenize_preference, "answer": tokenize_unpaired, "prompt": tokenize_prompts}
 BODY = "{% for m in messages %}{{ HEAD + m.role + '\n' + m.content + END + '\n' }}{% endfor %}"
 BODY += "{% if add_generation_prompt %}{{ HEAD + 'assistant\n' }}{% endif %}"
@@ -83,13 +85,29 @@ def tokenize(task: str, rows: list[dict], folder: Path, kind: str, **flags):
     return TASKS[task](loaded, tokenizer_of(kind), **COMMON | FLAGS[task] | flags)
 
 
+def start_of_table_row(shape: dict) -> str:
+    """The first two cells of a shape in the table of the page: its columns, and the command with its flags."""
+    flags = "".join(f" --{flag}" + ("" if value is True else f" {value}") for flag, value in shape["flags"].items())
+    flags = flags.replace("--drop_answer", "--teacher MODEL")
+    columns = ", ".join(f"`{column}`" for column in shape["rows"][0])
+    return f"| {columns} | `{COMMANDS[shape['task']]}{flags}` | "
+
+
+def test_the_page_has_a_row_for_each_shape_and_no_other():
+    table = PAGE.read_text().split("<!-- shapes -->\n")[1].split("\n<!-- /shapes -->")[0].splitlines()
+    starts = {start_of_table_row(json.loads((FOLDER / f"{name}.json").read_text())) for name in SHAPES}
+    assert {row[: row.rindex("| ", 0, -2) + 2] for row in table[2:]} == starts
+
+
 @pytest.mark.parametrize("kind", MARKS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
     shape = json.loads((FOLDER / f"{name}.json").read_text())
     task = shape["task"]
     samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, **shape["flags"])
-    assert len(samples) == len(shape["want"]) and ledger.lines
+    assert len(samples) == len(shape["want"])
+    said = ledger.lines[0].partition(" of them: ")[2] or ledger.lines[0]
+    assert f"{start_of_table_row(shape)}{said} |" in PAGE.read_text()
     for sample, want in zip(samples, shape["want"], strict=True):
         if task == "pairs":
             for side, turns in want.items():

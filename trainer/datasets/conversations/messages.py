@@ -105,22 +105,21 @@ def tools_of(row: Any) -> list[dict] | None:
 
     One tool may stand for a list, its JSON for a tool, and a bare function, as in OpenAI's `functions`, for its schema.
     """
-    value = _parsed_tools(row.get("tools"))
-    tools = [_parsed_tools(tool) for tool in (value if isinstance(value, list) else [value])] if value else []
+    value = row.get("tools")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_hook=AsWritten) if value.strip() else None
+        except json.JSONDecodeError as error:
+            raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
+    if not value:
+        return None
+    items = value if isinstance(value, list) else [value]
+    tools = [_parsed_object(tool) if isinstance(tool, str) else tool for tool in items]
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
     tools = [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in tools]
     is_bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in tools]
     return [{"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, is_bare)] or None
-
-
-def _parsed_tools(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value, object_hook=AsWritten) if value.strip() else None
-    except json.JSONDecodeError as error:
-        raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
 
 
 def _message(message: Any, where: str, notes: Notes, template: str | None) -> dict:
