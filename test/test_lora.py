@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import from_flat
+from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_training import check_flags
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
@@ -172,7 +173,8 @@ def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
     (base / "generation_config.json").write_text('{"temperature": 0.6}')  # which transformers reads and would not write
     shutil.copytree(runs / "fsdp2-dp2" / "model", tmp_path / "adapter")
     config = tmp_path / "adapter" / "config.json"  # as --load_in_4bit leaves it
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"load_in_4bit": True}}))
+    of_base = json.loads((base / "config.json").read_text())
+    config.write_text(json.dumps({**of_base, "quantization_config": {"load_in_4bit": True}}))
     merge(tmp_path / "adapter", tmp_path / "merged", "--base", str(base))
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["temperature"] == 0.6
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -184,6 +186,22 @@ def test_the_merged_model_is_base_plus_adapter(runs, shared_data, tmp_path):
             plain = adapted(input_ids=ids).logits
     assert (logits - expected).norm() <= 1e-5 * expected.norm()
     assert (plain - expected).norm() > 1e-2 * expected.norm()  # the adapter does something
+
+
+def test_transformers_loads_the_adapter_folder_as_it_is(runs, shared_data):
+    """From another working directory too: the base's folder is named by its whole path."""
+    folder = runs / "fsdp2-dp2" / "model"
+    assert not (folder / "config.json").exists()
+    loaded, adapted = AutoModelForCausalLM.from_pretrained(folder), peft_model(folder, shared_data)
+    ids = AutoTokenizer.from_pretrained(folder)("Lily went to the park.", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert os.path.isabs(base)
+    with pytest.raises(UserError, match=r"is an adapter, not a model.* Merge it: python -m trainer.cli.export"):
+        resolve_model_folder(str(folder), "--ref_model")
+    with pytest.raises(UserError, match=r"Did you mean .*fsdp2-dp2/model"):
+        resolve_model_folder(str(folder.parent), "--pretrain")
 
 
 def test_an_adapter_of_another_depth_does_not_fit(runs, shared_data, tmp_path):

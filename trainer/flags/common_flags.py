@@ -47,7 +47,7 @@ class LoraArguments:
         0.0, "dropout before the adapter; above 0, layouts draw different random numbers", type="ClosedUnitInterval"
     )
     target_modules: Optional[str] = arg(
-        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all linear layers except the head)"
+        None, "comma-separated names of the layers, such as q_proj,v_proj (default: all-linear, without the head)"
     )
     lora_experts: bool = arg(False, "also adapt the experts of a mixture, each one with its own matrices")
     load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")

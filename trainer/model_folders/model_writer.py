@@ -219,8 +219,10 @@ def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
     config.dtype = dtype
     # fully_shard renames the class of a module to FSDP<class>
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(folder)
-    if adapter_tensors.adapter_config(model) is not None:
+    adapter = adapter_tensors.adapter_config(model)
+    if adapter is None or adapter.modules_to_save:  # a config.json beside an adapter would hide its base from
+        config.save_pretrained(folder)  # AutoModelForCausalLM; a reward head needs its number of labels
+    if adapter is not None:
         adapter_tensors.save_adapter_config(model, folder)
     elif model.can_generate():  # its save_pretrained refuses older configs with a temperature without do_sample
         model.generation_config.to_json_file(os.path.join(folder, GENERATION_CONFIG), use_diff=True)

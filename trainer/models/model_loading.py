@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trainer.errors import UserError, one_line
+from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
 from trainer.model_folders.model_folder import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
@@ -25,9 +26,15 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
         UserError: there is no such model, or a file is broken. `flag` is the flag that named it.
     """
     if os.path.isdir(name):
+        if os.path.exists(os.path.join(name, ADAPTER_CONFIG)) and not os.path.exists(os.path.join(name, SINGLE)):
+            raise UserError(
+                flag,
+                f"{name} is an adapter, not a model",
+                instead=f"Merge it: python -m trainer.cli.export {name} MODEL",
+            )
         if not os.path.exists(os.path.join(name, "config.json")):
             found, inner = f"{name} contains no config.json", os.path.join(name, "model")  # where a run saves its model
-            if os.path.exists(os.path.join(inner, "config.json")):
+            if any(os.path.exists(os.path.join(inner, file)) for file in ("config.json", ADAPTER_CONFIG)):
                 raise UserError(flag, found, instead=f"Did you mean {inner}?")
             raise UserError(flag, found, "a Hugging Face model folder")
         return _readable(name, flag)

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trainer.checkpoints import checkpoint_store as store
@@ -248,7 +249,7 @@ def write_merged_model(
 
 def merged_model(base: str, source: str) -> torch.nn.Module:
     """Load the model of `base`, add the adapter of `source`, and return it in the dtype of `base`."""
-    from peft import PeftConfig, PeftModel  # an optional extra
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # an optional extra
 
     is_classifier = PeftConfig.from_pretrained(source).task_type == "SEQ_CLS"
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
@@ -264,7 +265,12 @@ def merged_model(base: str, source: str) -> torch.nn.Module:
         odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
         if odd:
             raise ValueError(f"{len(odd)} weights are in only one of the two, such as {min(odd)}")
-        model = PeftModel.from_pretrained(model, source).merge_and_unload(safe_merge=True)
+        adapted = PeftModel.from_pretrained(model, source)
+        with safe_open(os.path.join(source, ADAPTER_WEIGHTS), framework="pt") as file:  # peft drops what has no place
+            odd = set(file.keys()) ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+        if odd:
+            raise ValueError(f"{len(odd)} tensors of the adapter are in only one of the two, such as {min(odd)}")
+        model = adapted.merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise UserError("SOURCE", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None
     return model.to(AutoConfig.from_pretrained(base, trust_remote_code=False).dtype or torch.float32)

@@ -1,6 +1,7 @@
 """`--lora_rank`: the adapter of low-rank matrices that the flags describe."""
 
 import importlib.util
+import os
 
 from trainer.errors import UserError
 from trainer.flags.common_flags import LoraArguments
@@ -10,10 +11,11 @@ from trainer.runs.feature import Feature
 
 def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str) -> None:
     """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters."""
-    targets = names_of(flags.target_modules) if flags.target_modules else None
+    names = names_of(flags.target_modules or "")
+    targets = None if names in ((), ("all-linear",), ("all",)) else names  # peft's and LLaMA-Factory's names for all
     alpha = flags.lora_alpha or 2 * flags.lora_rank
     options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts)
-    add_adapter(model, options, pretrain)
+    add_adapter(model, options, os.path.abspath(pretrain) if os.path.isdir(pretrain) else pretrain)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters")
 
