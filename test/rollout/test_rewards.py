@@ -414,3 +414,85 @@ def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_
     finally:
         dist.destroy_process_group()
     assert told == [True, True, False, False] and [sample.score for sample in samples] == [0.0] * 4
+
+
+# --- functions of other trainers, built-in forms, None
+
+TRL = "def reward(completions, prompts, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]"
+OPENRLHF = """
+def reward_func(queries, prompts, labels, **kwargs):
+    scores = [float(query == prompt + label) for query, prompt, label in zip(queries, prompts, labels)]
+    return {"rewards": scores, "scores": scores, "extra_logs": {"length": [len(query) for query in queries]}}
+"""
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "metrics"),
+    [
+        (TRL, ":reward", {}),
+        (OPENRLHF, "", {"length": [2.0, 2.0]}),
+        (VERL, "", {"acc": [1.0, 0.0]}),
+        (VERL, ":compute_score", {"acc": [1.0, 0.0]}),
+    ],
+)
+def test_functions_of_other_trainers_work_as_they_are(tmp_path, code, function, metrics):
+    (tmp_path / "theirs.py").write_text(code)
+    name = f"{tmp_path}/theirs.py{function}"
+    functions = load_reward_functions(name)
+    columns = {"answer": ["7", "8"], "data_source": ["gsm8k", "gsm8k"]}
+    wanted = wanted_columns(functions, list(columns), "--dataset")
+    given = {key: columns[key] for key in wanted}
+    score = function_scorer(name, functions[name], 5)
+    assert score(["p", "p"], ["7", "9"], ["7", "8"], [True, True], given) == ([1.0, 0.0], metrics)
+    if code == TRL:
+        with pytest.raises(UserError, match="takes answer, which is no column"):
+            wanted_columns(functions, ["question"], "--dataset")
+
+
+def test_a_function_that_the_file_lacks_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("def reward_func(prompts, responses, labels):\n    return [0.0] * len(prompts)")
+    with pytest.raises(UserError, match="has no function length"):
+        load_reward_function(f"{tmp_path}/own.py:length")
+
+
+def test_none_is_a_sample_of_another_function():
+    def of(*scores):
+        return lambda prompts, responses, labels: list(scores)
+
+    texts = (["p", "p"], ["a", "b"], ["", ""], [True, True])
+    scorers = {
+        "one": function_scorer("one", of(1.0, None), 5, alone=False),
+        "two": function_scorer("two", of(None, 3), 5, alone=False),
+    }
+    assert weighted_scorer(scorers, [2.0, 0.5])(*texts) == ([2.0, 1.5], {"one": [1.0, 0.0], "two": [0.0, 3.0]})
+    with pytest.raises(UserError, match="gave None for response 2 of 2"):
+        function_scorer("one", of(1.0, None), 5)(*texts)
+    scorers["two"] = function_scorer("two", of(1.0, None), 5, alone=False)
+    with pytest.raises(UserError, match="every function gave None for response 2"):
+        weighted_scorer(scorers, [1.0, 1.0])(*texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "score"),
+    [
+        ("format", "<think>\nwhy\n</think>\n<answer>7</answer>\n", None, 1),
+        ("format", "<answer>7</answer>", None, 0),
+        ("format", "<think>a</think><think>b</think><answer>7</answer>", None, 0),
+        ("format", "<think>a</think><answer>7</answer> and more", None, 0),
+        ("answer", "<answer>3</answer> no, <answer> 7.0 </answer>", "7", 1),
+        ("answer", "7", "7", 0),
+        ("answer", "<answer>8</answer>", "<answer>7</answer>", 0),
+        ("multiple_choice", "I think so. The answer is (B).", "B", 1),
+        ("multiple_choice", "A is wrong.\nSo Answer: C", "C", 1),
+        ("multiple_choice", "<answer>D</answer>", "(D)", 1),
+        ("multiple_choice", "A dog barks", "A", 0),
+        ("multiple_choice", "The answer is A\nNo, the answer is B", "A", 0),
+        ("multiple_choice", r"so \boxed{B}", "B", 1),
+    ],
+)
+def test_built_in_forms(name, response, label, score):
+    assert load_reward_function(name)(["p"], [response], [label]) == [score]

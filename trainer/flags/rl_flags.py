@@ -105,8 +105,9 @@ class ScoreArguments:
 
     reward_func: Optional[str] = arg(
         None,
-        "math (compares the label with the last number, #### or boxed), exact_match, or a Python file with reward_func; "
-        "or several of these (comma-separated)",
+        "math (compares the label with the last number, #### or boxed), exact_match, answer (in <answer>), multiple_choice, "
+        "format (<think> and <answer>), or FILE.py or FILE.py:FUNCTION, also of TRL, OpenRLHF and verl; or several of these "
+        "(comma-separated)",
     )
     reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import numbers
 import os
 import threading
@@ -9,11 +10,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import exact_match, math_reward
+from trainer.rollout.rewards.other_signatures import adapted
 from trainer.rollout.user_code import describe_error, import_code
 
-BUILT_IN = {"math": math_reward, "exact_match": exact_match}
+BUILT_IN = {
+    "math": math_reward,
+    "exact_match": exact_match,
+    "format": format_reward,
+    "answer": answer_reward,
+    "multiple_choice": multiple_choice_reward,
+}
+WITHOUT_LABELS = ("format",)
 FLAG = "--reward_func"
+OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
 ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column with one of these names is not passed
 RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
@@ -27,7 +38,7 @@ def function_names(reward_func: str | None) -> list[str]:
 
 
 def needs_labels(reward_func: str | None) -> bool:
-    return any(name in BUILT_IN for name in function_names(reward_func))
+    return any(name in BUILT_IN and name not in WITHOUT_LABELS for name in function_names(reward_func))
 
 
 def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
@@ -40,8 +51,15 @@ def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
 
 
 def short_name(name: str) -> str:
-    """The name of a reward function in the log: math, or `style` of rewards/style.py."""
-    return os.path.basename(name).removesuffix(".py")
+    """The name of a reward function in the log: math, `style` of rewards/style.py, or `length` of rewards/style.py:length."""
+    path, function = path_and_function(name)
+    return os.path.basename(path).removesuffix(".py") if function == OWN else function
+
+
+def path_and_function(name: str) -> tuple[str, str]:
+    """rewards/style.py:length is (rewards/style.py, length). Without a name, the function is reward_func."""
+    path, mark, function = name.rpartition(":")
+    return (path, function) if mark and path.endswith(".py") else (name, OWN)
 
 
 def extra_arguments(function: Callable) -> tuple[list[str], list[str], bool]:
@@ -72,21 +90,26 @@ def wanted_columns(functions: dict[str, Callable], columns: list[str], flag: str
 
 
 def load_reward_function(name: str) -> Callable:
-    """A built-in reward, or `reward_func` of a Python file. Raises UserError if there is none."""
+    """A built-in reward, or a function of a Python file: reward_func, or F of FILE.py:F. Raises UserError if there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if not (name.endswith(".py") and os.path.isfile(name)):
-        raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, or the path of a .py file")
-    function = vars(import_code(name, FLAG)).get("reward_func")
-    if not callable(function):
-        raise UserError(FLAG, f"{name} has no function reward_func", "reward_func(prompts, responses, labels)")
-    return function
+    path, own = path_and_function(name)
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, FILE.py or FILE.py:FUNCTION")
+    found = vars(import_code(path, FLAG))
+    if own == OWN and OWN not in found:
+        own = "compute_score"  # verl's name
+    if not callable(found.get(own)):
+        wanted = own if path != name else OWN
+        raise UserError(FLAG, f"{path} has no function {wanted}", f"{wanted}(prompts, responses, labels)")
+    return adapted(found[own])
 
 
-def function_scorer(name: str, function: Callable, timeout: float) -> Scorer:
+def function_scorer(name: str, function: Callable, timeout: float, alone: bool = True) -> Scorer:
     """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
 
-    The function also gets `finished` and the columns of the dataset for which it has arguments.
+    The function also gets `finished` and the columns of the dataset for which it has arguments. If it is not `alone`, a score
+    of None says that the response is not for this function. Such a score is NaN.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
@@ -96,19 +119,42 @@ def function_scorer(name: str, function: Callable, timeout: float) -> Scorer:
         values = {**(columns or {}), "finished": finished}
         extra = {key: value for key, value in values.items() if takes_any or key in names}
         result = _call(where, timeout, function, prompts, responses, labels, **extra)
-        return check_scores(where, result, len(responses))
+        result, passed = _without_none(result)
+        if passed and alone:
+            found = f"gave None for response {min(passed) + 1} of {len(responses)}, and no other function scores it"
+            raise UserError(where, found, "a number for each response")
+        scores, metrics = check_scores(where, result, len(responses))
+        return [math.nan if place in passed else score for place, score in enumerate(scores)], metrics
 
     return score
 
 
+def _without_none(result: Any) -> tuple[Any, set[int]]:
+    """A reward's result with 0 in place of each score of None, and the places of these."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    scores = result[0] if is_pair else result
+    if not isinstance(scores, (list, tuple)):
+        return result, set()
+    passed = {place for place, score in enumerate(scores) if score is None}
+    scores = [0.0 if score is None else score for score in scores] if passed else scores
+    return ((scores, result[1]) if is_pair else scores), passed
+
+
 def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
-    """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name."""
+    """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name.
+
+    A function that gave None for a response adds 0 to its sum, as in TRL. Raises UserError if all of them gave None.
+    """
 
     def score(*arguments):
         scores, metrics = {}, {}
         for name, scorer in scorers.items():
             scores[name], own = scorer(*arguments)
             metrics |= {f"{name}_{metric}": values for metric, values in own.items()}
+        for place, values in enumerate(zip(*scores.values())):
+            if all(map(math.isnan, values)):
+                raise UserError(FLAG, f"every function gave None for response {place + 1}", "one that scores it")
+        scores = {name: [0.0 if math.isnan(value) else value for value in values] for name, values in scores.items()}
         totals = [sum(w * value for w, value in zip(weights, values)) for values in zip(*scores.values())]
         return check_scores("--reward_weights", totals, len(totals))[0], scores | metrics
 

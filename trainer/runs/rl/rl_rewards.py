@@ -31,7 +31,8 @@ def build_reward(run, make_batches: Callable) -> Callable:
         )
     elif functions:
         scorers = {
-            short_name(name): function_scorer(name, f, args.scores.reward_timeout) for name, f in functions.items()
+            short_name(name): function_scorer(name, f, args.scores.reward_timeout, alone=len(functions) == 1)
+            for name, f in functions.items()
         }
         [scorer, *others] = scorers.values()
         if others or args.scores.reward_weights:
