@@ -194,7 +194,8 @@ def test_tensorboard_mirrors_the_metrics(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(runs / "fsdp2" / "tensorboard")).Reload()
-    losses = [event.value for event in events.Scalars("loss")]
+    assert {"train/learning_rate", "train/grad_norm", "eval/loss"} <= set(events.Tags()["scalars"])
+    losses = [event.value for event in events.Scalars("train/loss")]
     assert losses == pytest.approx([row["loss"] for row in read_steps(runs / "fsdp2")], rel=1e-6)
 
 

@@ -36,6 +36,7 @@ class MetricsLog:
         wandb_project: Optional[str] = None,
         config: Optional[dict] = None,
         wandb_run_id: Optional[str] = None,
+        run_name: Optional[str] = None,
         needs_whole: bool = False,
     ):
         """`needs_whole`: a damaged row in the file is a UserError, since a certificate cannot be written of it."""
@@ -51,7 +52,7 @@ class MetricsLog:
             raise UserError(self._path, f"cannot be opened: {error.strerror}", "a file that can be written") from None
         self._mirrors, self.wandb_run_id = None, None
         if use_tensorboard or wandb_project:
-            self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id)
+            self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id, run_name)
             self.wandb_run_id = self._mirrors.wandb_run_id
 
     @property

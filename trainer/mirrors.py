@@ -5,6 +5,16 @@ from typing import Optional
 
 from trainer.errors import UserError
 
+SHARED_NAMES = {
+    "lr": "learning_rate",
+    "reward_accuracy": "rewards/accuracies",
+    "chosen_rewards": "rewards/chosen",
+    "rejected_rewards": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "chosen_logps": "logps/chosen",
+    "rejected_logps": "logps/rejected",
+}
+
 
 class Mirrors:
     """Copies for --use_tensorboard and --use_wandb. Only rank 0 makes one."""
@@ -16,6 +26,7 @@ class Mirrors:
         wandb_project: Optional[str],
         config: Optional[dict],
         wandb_run_id: Optional[str],
+        run_name: Optional[str] = None,
     ):
         self._tensorboard = self._wandb = None
         if use_tensorboard:
@@ -26,6 +37,7 @@ class Mirrors:
             import wandb  # an optional package
 
             options = {"dir": output_dir, "config": config, "id": wandb_run_id, "resume": "allow"}
+            options["name"] = run_name or os.path.basename(os.path.realpath(output_dir))
             try:
                 self._wandb = wandb.init(project=wandb_project, **options)
             except wandb.Error as error:
@@ -35,12 +47,12 @@ class Mirrors:
 
     def row(self, step: int, values: dict) -> None:
         """Copy the numbers of a step or of an evaluation."""
-        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        numbers = {shared_name(key): value for key, value in values.items() if isinstance(value, (int, float))}
         if self._tensorboard:
             for key, value in numbers.items():
                 self._tensorboard.add_scalar(key, value, step)
         if self._wandb:
-            self._wandb.log({"step": step, **numbers}, step=step)
+            self._wandb.log({"train/global_step": step, **numbers}, step=step)
 
     def table(self, name: str, step: int, rows: list[dict]) -> None:
         """Show rows of texts and numbers."""
@@ -57,6 +69,14 @@ class Mirrors:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def shared_name(key: str) -> str:
+    """The name of a metric where curves of several trainers lie over each other: those of HF Trainer and TRL."""
+    if key.startswith("eval_"):
+        key = key.removeprefix("eval_")
+        return f"eval/{SHARED_NAMES.get(key, key)}"
+    return f"train/{SHARED_NAMES.get(key, key)}"
 
 
 def _markdown_table(rows: list[dict]) -> str:

@@ -98,9 +98,10 @@ def test_padding_changes_no_logits():
         torch.testing.assert_close(logits[row, : len(ids)], expected, rtol=1e-4, atol=1e-5)
 
 
-def rates_of(name: str, total_steps: int, warmup_ratio: float) -> list[float]:
+def rates_of(name: str, total_steps: int, warmup_ratio: float, warmup_steps: int | None = None) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     options = {"total_steps": total_steps, "warmup_ratio": warmup_ratio, "min_lr_ratio": 0.2}
+    options["warmup_steps"] = warmup_steps
     scheduler, rates = build_scheduler(name, optimizer, **options), []
     for _ in range(total_steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -114,6 +115,7 @@ def test_a_warm_up_begins_above_0(name):
     """Step i of n has i/(n+1) of the peak, and the step after them the peak, also if all steps are of the warm-up."""
     rates = rates_of(name, total_steps=50, warmup_ratio=0.1)
     assert rates[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0], rel=1e-3) and min(rates) > 0
+    assert rates_of(name, 50, 0.5, warmup_steps=5) == rates and rates_of(name, 50, 0.1, 0) == rates_of(name, 50, 0.0)
     assert rates_of(name, total_steps=1, warmup_ratio=0.03) == [0.5]
     assert rates_of(name, total_steps=3, warmup_ratio=1.0) == pytest.approx([0.25, 0.5, 0.75])
     assert rates_of(name, total_steps=20, warmup_ratio=0.0)[0] == pytest.approx(1.0, abs=0.01)

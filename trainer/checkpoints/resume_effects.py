@@ -49,7 +49,7 @@ EFFECTS: dict[str, str] = {
         rejected_key completion_key""",
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
-        lr_warmup_ratio min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
+        lr_warmup_ratio warmup_steps min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype exact deterministic trust_remote_code remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_split best_metric_key""",
@@ -63,7 +63,7 @@ EFFECTS: dict[str, str] = {
         remote_rm_api_key engine_api_key""",
     OUTPUT: """
         print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
-        certificate eval_steps logging_steps use_wandb wandb_project use_tensorboard parity_dump save_steps
+        certificate eval_steps logging_steps use_wandb wandb_project run_name use_tensorboard parity_dump save_steps
         save_interval_minutes max_ckpt_num max_ckpt_mem load_checkpoint allow_change ckpt_format async_save save_hf_ckpt
         verify_resume parity_trace certify sample_pages timeline""",
 }

@@ -161,6 +161,9 @@ class OptimizerArguments:
         "n warm-up steps, as a share of all steps; they have 1/(n+1), 2/(n+1) ... of the peak",
         type="ClosedUnitInterval",
     )
+    warmup_steps: Optional[int] = arg(
+        None, "number of warm-up steps (default: from --lr_warmup_ratio)", type="NonNegativeInt"
+    )
     min_lr_ratio: float = arg(
         0.1, "lowest learning rate of *_with_min_lr schedulers, as a share of the peak", type="ClosedUnitInterval"
     )
@@ -238,6 +241,7 @@ class OutputArguments:
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
     use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
     wandb_project: str = arg("trainer", "wandb project")
+    run_name: Optional[str] = arg(None, "name of the run in wandb (default: the name of --output_dir)")
     use_tensorboard: bool = arg(False, "also write the metrics for TensorBoard, to <output_dir>/tensorboard")
     parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
 

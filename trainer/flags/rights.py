@@ -33,6 +33,7 @@ PLAIN_TEXTS = frozenset(
         "stop",
         "best_metric_key",
         "wandb_project",
+        "run_name",
     ]
 )
 # read, never run or written: accepted if they are here, so that nothing is fetched

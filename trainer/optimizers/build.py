@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -51,12 +52,25 @@ def has_min_lr(name: str) -> bool:
     return name.endswith("with_min_lr") or name == "warmup_stable_decay"
 
 
-def build_scheduler(name: str, optimizer, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float):
-    """Build the scheduler of `transformers.get_scheduler`, with n = ceil(warmup_ratio * total_steps) warm-up steps.
+def build_scheduler(
+    name: str,
+    optimizer,
+    *,
+    total_steps: int,
+    warmup_ratio: float,
+    min_lr_ratio: float,
+    warmup_steps: Optional[int] = None,
+):
+    """Build the scheduler of `transformers.get_scheduler`, with n = `warmup_steps` warm-up steps.
+
+    None means ceil(warmup_ratio * total_steps).
 
     Step i of the warm-up, counted from 1, has i / (n + 1) of the peak. transformers begins at 0, which wastes a step.
     """
-    warmup_steps = 0 if name == "constant" else math.ceil(warmup_ratio * total_steps)
+    if name == "constant":
+        warmup_steps = 0
+    elif warmup_steps is None:
+        warmup_steps = math.ceil(warmup_ratio * total_steps)
     specific = {}
     if name == "warmup_stable_decay":  # decays over the last tenth of the run
         specific.update(num_decay_steps=math.ceil(total_steps / 10), min_lr_ratio=min_lr_ratio)

@@ -197,6 +197,7 @@ def start_metrics(
         folder,
         use_tensorboard=output.use_tensorboard,
         wandb_project=output.wandb_project if output.use_wandb else None,
+        run_name=output.run_name,
         config=config,
         wandb_run_id=progress.wandb_run_id,
         needs_whole=output.certificate,

@@ -108,6 +108,7 @@ def shard_model(
     if tower_lr:
         set_learning_rate(adam, model, tower_lr)
     ends = {"warmup_ratio": optimizer.lr_warmup_ratio, "min_lr_ratio": optimizer.min_lr_ratio}
+    ends["warmup_steps"] = optimizer.warmup_steps
     scheduler = build_scheduler(optimizer.lr_scheduler, adam, total_steps=total_steps, **ends)
     with reading(setup.resumes):
         prepared = strategy.prepare((model, adam, scheduler))

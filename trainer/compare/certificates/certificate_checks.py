@@ -18,7 +18,7 @@ from trainer.optimizers.build import build_scheduler
 from trainer.reports import certificate
 
 SHOWN = 5  # differences of one kind that are listed
-SCHEDULE_FLAGS = ("learning_rate", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio")
+SCHEDULE_FLAGS = ("learning_rate", "lr_scheduler", "lr_warmup_ratio", "warmup_steps", "min_lr_ratio")
 
 
 def check_seal(content: dict) -> list[str]:
@@ -127,13 +127,13 @@ def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> li
 def check_schedule(content: dict, starts: list[dict], rows: list[dict]) -> list[str] | None:
     """The learning rate of each step, computed again from the flags."""
     arguments = content["arguments"]
-    changed = any(start["config"][name] != arguments[name] for start in starts for name in SCHEDULE_FLAGS)
+    changed = any(start["config"].get(name) != arguments.get(name) for start in starts for name in SCHEDULE_FLAGS)
     if changed or any(row.get("skipped") for row in rows) or certificate.has_rollouts(content):
         return None
     rate = arguments["learning_rate"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     options = {"warmup_ratio": arguments["lr_warmup_ratio"], "min_lr_ratio": arguments["min_lr_ratio"]}
-    total = content["total_steps"]
+    options["warmup_steps"], total = arguments.get("warmup_steps"), content["total_steps"]
     schedule = build_scheduler(arguments["lr_scheduler"], optimizer, total_steps=total, **options).lr_lambdas[0]
     wrong = [row for row in rows if abs(row["lr"] - rate * schedule(row["step"] - 1)) > 1e-9 * rate]
     return [
