@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from launch import run_until_gone, train_many
@@ -16,6 +17,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.runs.outputs import make_writable
 from trainer.runs.run_training import check_outputs
+from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 GENERATION = {
     "eos_token_id": [2, 5],
@@ -117,6 +119,48 @@ def test_only_models_of_runs_are_replaced(flags, expected, tmp_path, monkeypatch
     check_outputs(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj", "--overwrite"))
     (tmp_path / "proj/metrics.jsonl").write_text("{}\n")
     check_outputs(args_of(train_sft, "--pretrain", "base", "--output_dir", "proj"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        ("/", "is /"),
+        ("/tmp/..", "is /"),
+        ("~home", "a folder within it"),
+        ("base", "is the folder of --pretrain"),
+        ("./linked/", "is the folder of --pretrain"),
+        ("data", "is the folder of --dataset"),
+        ("other", "holds a model"),
+    ],
+)
+def test_a_run_folder_is_no_other_folder(tmp_path, monkeypatch, folder, found):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "~home"))
+    for name in ("base", "data", "~home", "other", "good"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other/config.json").write_text("{}")
+    (tmp_path / "linked").symlink_to("base")
+    sources = ["--pretrain", "base", "--dataset", "x.jsonl,data"]
+    with pytest.raises(UserError, match=f"^--output_dir: .*{found}"):
+        check_outputs(args_of(train_sft, *sources, "--output_dir", folder))
+    check_outputs(args_of(train_sft, *sources, "--output_dir", "good"))
+
+
+def test_a_run_folder_that_was_moved_does_not_come_back(tmp_path):
+    """Also one that was replaced by another folder."""
+    run, policy = tmp_path / "run", SavePolicy()
+    run.mkdir()
+    strategy = SimpleNamespace(is_rank_0=lambda: True)
+    checkpoints = Checkpoints(str(run), SimpleNamespace(strategy=strategy), policy, None)
+    checkpoints.check_place()
+    run.rename(tmp_path / "elsewhere")
+    for action in (checkpoints.save, checkpoints.end):
+        with pytest.raises(UserError, match="moved or replaced"):
+            action(Progress())
+    assert not run.exists()
+    run.mkdir()
+    with pytest.raises(UserError, match="moved or replaced"):
+        checkpoints.check_place()
 
 
 def test_the_average_has_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,23 @@ MEMORY_FLAGS = (
 )
 
 
+class PlainStream:
+    """A stream that shows control characters of texts, which could drive the terminal. Bars may move as they do."""
+
+    BARS = re.compile(r"(\r|\x1b\[A)")  # of tqdm
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        shown = self.BARS.split(text)
+        self._stream.write("".join(part if number % 2 else plain(part) for number, part in enumerate(shown)))
+        return len(text)
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
     """Run `main(argv)` and end the process with the exit code that fits.
 
@@ -41,6 +59,7 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+    sys.stdout, sys.stderr = PlainStream(sys.stdout), PlainStream(sys.stderr)
     try:
         main(sys.argv[1:] if argv is None else argv)
     except Interrupted as reason:

@@ -70,3 +70,8 @@ def is_regular(path: str) -> bool:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
         return False
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path is a plain one below its folder: relative, and without `..`."""
+    return name == os.path.normpath(name) and not os.path.isabs(name) and name.split(os.sep)[0] not in ("..", ".")

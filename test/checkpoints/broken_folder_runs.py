@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.cli import train_sft
@@ -67,7 +68,45 @@ def shrink_the_vocabulary(folder: Path) -> None:
     change_json(folder / "config.json", vocab_size=size)
 
 
+def index_outside(folder: Path, place: str) -> None:
+    """The weights are in a file beside the folder, and the index names it."""
+    (folder / SINGLE).rename(folder.parent / f"{folder.name}.safetensors")
+    names = load_file(folder.parent / f"{folder.name}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, place.format(folder))}))
+
+
+def need_code(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="strange", auto_map={"AutoConfig": "code.Config"})
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+
+
+class Code:
+    """Its pickle makes a file when it is loaded."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return Path.touch, (self.folder / "ran",)
+
+
+def pickle_code(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    torch.save({"weight": Code(folder)}, folder / "pytorch_model.bin")
+
+
+def enlarge_the_embeddings(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    name = "model.embed_tokens.weight"
+    save_file(tensors | {name: torch.cat([tensors[name], tensors[name][:16]])}, folder / SINGLE)
+
+
 FAULTS = {
+    "index outside": lambda folder: index_outside(folder, "../{0.name}.safetensors"),
+    "absolute index": lambda folder: index_outside(folder, "{0}.safetensors"),
+    "code": need_code,
+    "pickled code": pickle_code,
+    "small vocabulary": enlarge_the_embeddings,
     "half a file": lambda folder: cut(folder / SINGLE, (folder / SINGLE).stat().st_size // 2),
     "one byte short": lambda folder: cut(folder / SINGLE, (folder / SINGLE).stat().st_size - 1),
     "half a header": lambda folder: cut(folder / SINGLE, 100),
@@ -116,6 +155,7 @@ def main() -> None:
         flags += ["--output_dir", str(folder / "run"), *BACKENDS[number % 2]]
         log = here / f"{folder.name}.log"
         ending = run_ranks(lambda flags=flags: train_sft.run(flags), 1, log, timeout=60)
+        assert not (folder / "ran").exists(), f"code ran: {fault}"
         endings[fault] = [ending.kind, ending.text, log.read_text()]
     print(json.dumps(endings))
 

@@ -7,6 +7,11 @@ import pytest
 from launch import ROOT, run_process
 
 FOUND = {
+    "index outside": "names a file outside of its folder: ../index_outside.safetensors",
+    "absolute index": "names a file outside of its folder: /",
+    "code": "is a strange, which only its own code reads (allowed: --trust_remote_code",
+    "pickled code": "has a .bin file with more than tensors in it, which would run code",
+    "small vocabulary": "model.embed_tokens.weight",
     "half a file": "model.safetensors is cut off: ",
     "one byte short": "model.safetensors is cut off: ",
     "half a header": "model.safetensors is cut off in its header",

@@ -1,5 +1,6 @@
 """A resume knows its run: each change of a flag, a model, a reward or the data is refused, told, or without effect."""
 
+import io
 import json
 import shutil
 from collections import Counter
@@ -15,6 +16,7 @@ from trainer.checkpoints.resume_effects import EFFECT_OF, EFFECTS, FIXED, OBJECT
 from trainer.checkpoints.run_identity import Identity, changes, sealed
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import contents_of_files
+from trainer.entry import PlainStream
 from trainer.errors import UserError, has_left_out, plain, without_secrets
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import check_secrets, flags_of, flat
@@ -205,6 +207,15 @@ def test_secrets_of_addresses_are_left_out_and_must_be_given_again():
 
 def test_control_characters_are_shown_not_sent():
     assert plain("a\x1b[2Jb\rc\td\n\u202ee é") == "a\\x1b[2Jb\\rc\td\n\\u202ee é"
+
+
+def test_no_output_of_a_command_sends_control_characters():
+    out = io.StringIO()
+    stream = PlainStream(out)
+    print("name \x1b]0;title\x07 of \x9b2J data", file=stream)
+    stream.write("\r 50 %\x1b[A\n")  # a bar
+    assert out.getvalue() == "name \\x1b]0;title\\x07 of \\x9b2J data\n\r 50 %\x1b[A\n"
+    assert stream.closed is False
 
 
 def test_a_resume_with_other_flags_writes_a_numbered_config(tmp_path):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
 from trainer.errors import UserError
+from trainer.limits import is_inside
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # what --load_checkpoint means without a value
@@ -157,11 +158,6 @@ def _is_manifest(content: dict) -> bool:
     )
 
 
-def is_inside(name: str) -> bool:
-    """Whether a path is a plain one below its folder: relative, and without `..`."""
-    return name == os.path.normpath(name) and not os.path.isabs(name) and name.split(os.sep)[0] not in ("..", ".")
-
-
 def file_damage(folder: str, name: str, wanted: dict) -> Optional[str]:
     """What is wrong with a file of a checkpoint, whose entry in the manifest is `wanted`, or None. Hashes the file."""
     path = os.path.join(folder, name)
@@ -267,16 +263,16 @@ def folder_bytes(folder: str) -> int:
     return sum(os.path.getsize(os.path.join(folder, name)) for name in files_below(folder))
 
 
-def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float]) -> list[str]:
-    """Remove the oldest checkpoints beyond a number or a size. Call it when a new one is complete.
+def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float], written: str = "") -> list[str]:
+    """Remove the oldest checkpoints beyond a number or a size. Call it when a new one, `written`, is complete.
 
-    The newest and the best are never removed. Returns the removed folders.
+    That one, the newest and the best are never removed. Returns the removed folders.
     """
     best = os.path.realpath(os.path.join(root, BEST))
     kept = list_checkpoints(root)
     sizes = {path: folder_bytes(path) for path in kept} if max_bytes is not None else {}
     removed = []
-    for path in _removable(list(kept), best):
+    for path in _removable([path for path in kept if path != written], best):
         too_many = max_num is not None and len(kept) > max_num
         too_large = max_bytes is not None and sum(sizes[other] for other in kept) > max_bytes
         if not (too_many or too_large):

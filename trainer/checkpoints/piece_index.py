@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.limits import is_inside
 
 INDEX = "pieces.index"  # safetensors. Other programs read every *.safetensors as weights, so it has another ending
 NOT_FLAT = -1  # in the column of starts
@@ -79,7 +80,7 @@ class PieceIndex:
         facts = {name: json.loads(text) for name, text in handle.metadata().items()}
         shapes = {key: tuple(shape) for key, shape in facts["shapes"].items()}
         rows, counts = handle.get_slice("rows"), facts.get("counts")
-        if outside := next((name for name in facts["files"] if not store.is_inside(name)), None):
+        if outside := next((name for name in facts["files"] if not is_inside(name)), None):
             raise store.DamagedFile(f"{INDEX} names a file outside of its folder: {outside}")
         return cls(shapes, facts["files"], handle.get_tensor("firsts"), rows, counts)
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from trainer.errors import UserError
+from trainer.limits import is_inside
 from trainer.model_folders import adapter_tensors
 from trainer.model_folders.other_weights import UnreadWeights, load_bin
 from trainer.model_folders.published_names import PublishedWeights, check_fit
@@ -35,6 +36,8 @@ class SafetensorsFolder:
                 files = sorted(set(json.load(file)["weight_map"].values()))
         else:
             files = [SINGLE]
+        if outside := next((file for file in files if not is_inside(file)), None):
+            raise UserError(index, f"names a file outside of its folder: {outside}", "names of files beside it")
         self._open = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
         self._where = {name: handle for handle in self._open for name in handle.keys()}  # noqa: SIM118 (no mapping)
 

@@ -3,6 +3,7 @@
 Both classes have the methods of a SafetensorsFolder that a strategy calls.
 """
 
+import pickle
 from typing import Optional
 
 import torch
@@ -31,9 +32,13 @@ def load_bin(kind: type, config, folder: str, names: list[str]) -> LoadedWeights
 
     transformers loads all of them to host memory. Raises UserError if one of `names` is missing.
     """
-    loaded, info = kind.from_pretrained(
-        folder, config=config, dtype=torch.float32, weights_only=True, output_loading_info=True
-    )
+    try:
+        loaded, info = kind.from_pretrained(
+            folder, config=config, dtype=torch.float32, weights_only=True, output_loading_info=True
+        )
+    except pickle.UnpicklingError:
+        found = "has a .bin file with more than tensors in it, which would run code"
+        raise UserError(folder, found, "safetensors, or .bin files of tensors only") from None
     missing = [name for name in names if name in info["missing_keys"]]
     if missing:
         raise UserError(folder, f"has no weight {missing[0]}", "a complete model")

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
 
 from trainer.errors import UserError, one_line
+from trainer.limits import is_inside
 from trainer.model_folders.model_folder import check_weights
 
 LFS_POINTER = b"version https://git-lfs"
@@ -92,6 +93,8 @@ def _fault_of_index(folder: str, name: str) -> str | None:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         return f"{name} holds no weight_map of names and files"
     files = sorted(set(weight_map.values()))
+    if outside := next((file for file in files if not is_inside(file)), None):
+        return f"{name} names a file outside of its folder: {outside}"
     missing = [file for file in files if not os.path.exists(os.path.join(folder, file))]
     if missing:
         return f"{len(missing)} of the {len(files)} files of {name} are missing, such as {missing[0]}"

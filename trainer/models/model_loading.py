@@ -9,9 +9,10 @@ from typing import Optional
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trainer.errors import UserError, one_line
+from trainer.limits import is_inside
 from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
 from trainer.model_folders.model_folder import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
@@ -58,6 +59,9 @@ def _readable(folder: str, flag: str) -> str:
         if contents["config.json"].get("model_type") == "cpmant":
             raise ValueError("it wants padding on the left")
         listed = contents[INDEX]["weight_map"] if INDEX in contents else {}
+        indexes = [json.loads(Path(folder, name).read_text("utf-8")) for name in held if name.endswith(".index.json")]
+        if not all(is_inside(file) for index in indexes for file in index.get("weight_map", {}).values()):
+            raise ValueError("its index names a file outside of its folder")
         for name in set(listed.values()) or ({SINGLE} & set(held)):
             with safe_open(os.path.join(folder, name), framework="pt") as weights:
                 stored |= {(tensor, name) for tensor in weights.keys()}  # noqa: SIM118 (no mapping)
@@ -70,6 +74,14 @@ def _readable(folder: str, flag: str) -> str:
     except Exception as error:  # of many types: each reader has its own
         raise unreadable(folder, flag, error) from None
     return folder
+
+
+def check_code(folder: str, flag: str, trust_remote_code: bool) -> None:
+    """Raise UserError if the config of a model can only be read by code of its folder, which nobody has allowed."""
+    config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+        found = f"{folder} is a {config.get('model_type')}, which only its own code reads"
+        raise UserError(flag, found, "--trust_remote_code after a look at that code, or another model")
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):

@@ -50,6 +50,25 @@ def open_run(output: OutputArguments, strategy, command: str, resumes: bool, sav
     return folder
 
 
+def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]]) -> None:
+    """Raise UserError for a run folder that is no place to write and remove files in.
+
+    `sources` are the flags that name models and data, comma-separated.
+    """
+    if not output_dir:
+        return
+    place = os.path.realpath(output_dir)
+    if place in ("/", os.path.realpath(os.path.expanduser("~"))):
+        raise UserError("--output_dir", f"{output_dir} is {place}", "a folder within it")
+    for name, value in sources.items():
+        if any(os.path.realpath(source.strip()) == place for source in (value or "").split(",") if source.strip()):
+            raise UserError(
+                "--output_dir", f"{output_dir} is the folder of --{name}", "another folder, or one within it"
+            )
+    if os.path.exists(os.path.join(place, "config.json")):
+        raise UserError("--output_dir", f"{output_dir} holds a model", "another folder, or one within it")
+
+
 def _open(folder: str, overwrite: bool, resumes: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError("--output_dir", f"{folder} is a file", "a folder")

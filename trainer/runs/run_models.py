@@ -21,7 +21,7 @@ from trainer.models.layers.compiled import compile_layers
 from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
 from trainer.models.layers.rotary_lengths import fit_rotary
 from trainer.models.layers.vision import set_learning_rate
-from trainer.models.model_loading import disable_dropout, has_sdpa
+from trainer.models.model_loading import check_code, disable_dropout, has_sdpa
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
 from trainer.runs.run_setup import Setup
@@ -46,6 +46,7 @@ def load_model(
     """Load the model of `folder`, which `flag` named, and change its layers. `trained`: a checkpoint has its weights."""
     model_folder.find_weights(folder, flag)
     strategy, attention, remote_code = setup.strategy, setup.attention, flags.trust_remote_code
+    check_code(folder, flag, remote_code)
     if attention == "sdpa" and not has_sdpa(folder, auto_class, remote_code):
         if flags.attn_implementation == "sdpa":
             raise UserError("--attn_implementation", f"sdpa, which the model of {folder} does not have", "auto, eager")

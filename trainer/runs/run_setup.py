@@ -16,7 +16,7 @@ from trainer.flags.rules import refuse
 from trainer.models.attention.choice import resolve_attention, setup_attention
 from trainer.models.attention.packed_masks import no_search_for_packed_rows
 from trainer.models.cpu_matmul import choose_cpu_matmul
-from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.models.model_loading import check_code, load_tokenizer, resolve_model_folder
 from trainer.strategies import get_strategy
 from trainer.strategies.options import StrategyOptions
 from trainer.training.checkpointing import FOLDER
@@ -59,6 +59,7 @@ def set_up(
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
         rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.model.pretrain)), None
+    check_code(folder, "--pretrain", args.model.trust_remote_code)
     if is_packed or args.layout.ring_attn_size > 1:
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
         kind["trust_remote_code"] = args.model.trust_remote_code

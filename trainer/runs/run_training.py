@@ -25,6 +25,7 @@ from trainer.training.loop import train as run_loop
 from trainer.training.verify_resume import verify_resume
 
 MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain")  # they name folders of models
+SOURCE_FLAGS = (*MODEL_FLAGS, "teacher", "dataset", "eval_dataset")
 
 
 def train(args, method: Method, is_demo: bool = False) -> None:
@@ -92,8 +93,9 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], **facts) -> N
 
 
 def check_outputs(args) -> None:
-    """Raise UserError if the folder of a trained model holds anything but a model to replace."""
+    """Raise UserError if a folder that the run writes to holds anything else."""
     flags = knowledge(args, COMMANDS.values())
+    outputs.check_run_folder(args.output.output_dir, {name: vars(flags)[name] for name in SOURCE_FLAGS})
     saved = outputs.saved_models(args.output, args.output.output_dir, flags.ema_beta is not None)
     outputs.check_saved_models(args.output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
 

@@ -14,7 +14,7 @@ from typing import Optional
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.run_identity import Change, Identity
 from trainer.checkpoints.run_state import MAIN, STATE, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
-from trainer.distributed.collectives import broadcast_object, max_over_all_ranks, together
+from trainer.distributed.collectives import broadcast_object, gather_objects, max_over_all_ranks, together
 from trainer.errors import Interrupted, UserError, one_line
 from trainer.metrics import METRICS_FILE, MetricsLog
 
@@ -81,6 +81,7 @@ class Checkpoints:
         self.metrics: Optional[MetricsLog] = None
         self._pending: Optional[tuple[PendingSave, bool]] = None
         self._saved_at = time.monotonic()
+        self._place = (output_dir, _identity_on_disk(output_dir))
         if trained.strategy.is_rank_0():
             for folder in (output_dir, self.root):
                 store.remove_temporaries(folder)
@@ -174,6 +175,7 @@ class Checkpoints:
     def end(self, progress: Progress) -> None:
         """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint."""
         self.finish()
+        self.check_place()
         waits = self.metrics is not None and bool(self.metrics.waiting)
         if max_over_all_ranks([waits], self.trained.strategy.device)[0]:
             self.save(progress)
@@ -182,6 +184,14 @@ class Checkpoints:
         fault = broadcast_object(self.metrics.fault if self.metrics else None)
         found = f"cannot be written: {fault}; the checkpoint of step {progress.step} has its rows"
         raise UserError(METRICS_FILE, found, instead="Free disk space, and resume with --load_checkpoint.")
+
+    def check_place(self) -> None:
+        """Raise UserError on all ranks if the run folder was moved or replaced meanwhile: a save would make a new one."""
+        folder, was = self._place
+        is_there = not self.trained.strategy.is_rank_0() or _identity_on_disk(folder) == was
+        if not all(gather_objects(is_there)):
+            found = f"{folder} was moved or replaced while the run wrote to it"
+            raise UserError("--output_dir", found, instead="Move it back, and resume with --load_checkpoint.")
 
     def _is_best(self, progress: Progress, eval_metrics: Optional[dict]) -> bool:
         key = self.policy.best_metric_key
@@ -197,6 +207,7 @@ class Checkpoints:
     def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
         """Write step_N and return its folder. In the background, the folder appears later."""
         self.finish()
+        self.check_place()
         t, policy = self.trained, self.policy
         state = {
             "progress": asdict(progress),
@@ -225,9 +236,18 @@ class Checkpoints:
         def tidy() -> None:
             if is_best:
                 store.set_best(self.root, folder)
-            store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9)
+            store.rotate(self.root, self.policy.max_num, None if gigabytes is None else gigabytes * 1e9, folder)
 
         together(lambda: tidy() if self.trained.strategy.is_rank_0() else None, self.root, "cannot be changed")
+
+
+def _identity_on_disk(folder: str) -> Optional[tuple[int, int]]:
+    """What stays the same of a folder while it has other names. None: there is none."""
+    try:
+        facts = os.stat(folder)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 @contextlib.contextmanager
