@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.datasets.conversations.messages import messages_of
-from trainer.datasets.files.loading import load_rows
+from trainer.datasets.files.loading import load_rows, local_paths
 from trainer.datasets.files.read_faults import find_json_fault
 from trainer.errors import UserError
 
@@ -374,8 +374,9 @@ def test_what_is_not_there(tmp_path):
 
 
 def test_files_of_the_wrong_kind(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    assert ".jsonl" in error_of(tmp_path / "x.txt").allowed
+    for name in ("x.doc", "x.csv.gz"):
+        (tmp_path / name).write_text("text")
+        assert ".jsonl" in error_of(tmp_path / name).allowed
     (tmp_path / "x.parquet").write_text("no parquet")
     error = error_of(tmp_path / "x.parquet")
     assert error.where.endswith("x.parquet") and "cannot be read" in error.found
@@ -456,6 +457,39 @@ def test_compressed_files_are_read(tmp_path):
     with gzip.open(tmp_path / "x.jsonl", "wt") as file:
         file.write('{"a": "x", "l": [1]}\n')
     assert load(tmp_path / "x.jsonl").to_list() == [{"a": "x", "l": [1]}]
+
+
+def test_lines_of_a_text_are_rows(tmp_path):
+    (tmp_path / "x.txt").write_text("first\n\nthird, with a comma\n")
+    assert load(tmp_path / "x.txt").to_list() == [{"text": t} for t in ("first", "", "third, with a comma")]
+
+
+def test_compressed_names_patterns_and_first_rows(tmp_path):
+    for name, text in (("a", "1"), ("b", "2"), ("c", "3")):
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
+            file.write(f'{{"x": "{text}"}}\n' * 3)
+    write_jsonl(tmp_path / "d.jsonl", [{"x": "4"}, {"x": "5"}])
+    assert load(tmp_path / "b.jsonl.gz")["x"][:] == ["2"] * 3
+    assert load(tmp_path / "[ac].*.gz")["x"][:] == ["1"] * 3 + ["3"] * 3
+    assert load(f"{tmp_path}/*.jsonl#1,{tmp_path}/a.jsonl.gz#2")["x"][:] == ["4", "1", "1"]
+    assert load(tmp_path / "d.jsonl#9")["x"][:] == ["4", "5"]
+    assert local_paths(f"{tmp_path}/*.jsonl#1") == ([f"{tmp_path}/d.jsonl"], 1)
+    (tmp_path / "set#1").mkdir()
+    write_jsonl(tmp_path / "set#1" / "train.jsonl", [{"x": "6"}, {"x": "7"}])  # a name that exists is that name
+    assert load(tmp_path / "set#1")["x"][:] == ["6", "7"]
+    (tmp_path / "d.csv").write_text("x\n1\n")
+    assert "several kinds: csv, json" in error_of(tmp_path / "d.*").found
+    assert error_of(tmp_path / "no*.jsonl").found == "file not found"
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    assert "broken.jsonl.gz" in error_of(tmp_path / "broken.jsonl.gz").where
+
+
+def test_a_configuration_of_a_hub_set(monkeypatch):
+    asked = []
+    rows = {"train": datasets.Dataset.from_dict({"x": ["1", "2"]})}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or rows)
+    assert load("org/name:main#1")["x"][:] == ["1"] and load("org/name")["x"][:] == ["1", "2"]
+    assert asked == [("org/name", "main"), ("org/name", None)]
 
 
 def test_columns_that_grow_are_found_once(tmp_path, monkeypatch):

@@ -57,7 +57,9 @@ class LoraArguments:
 class DataArguments:
     """Data"""
 
-    dataset: Optional[str] = arg(None, "training data or prompts: comma-separated files, folders or hub names")
+    dataset: Optional[str] = arg(
+        None, "training data or prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows"
+    )
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE
 from trainer.reports.run_rows import up_to
@@ -97,9 +98,12 @@ def list_files(folder: str) -> list[str]:
 
 
 def data_paths(arguments: dict) -> dict[str, str]:
-    """{name as in the flag: path} of every local file and folder of --dataset and --eval_dataset."""
-    names = [name.strip() for flag in DATA_FLAGS for name in (arguments.get(flag) or "").split(",")]
-    return {name: path for name in names if name and os.path.exists(path := os.path.expanduser(name))}
+    """{name: path} of every local file and folder of --dataset and --eval_dataset. A pattern names each of its files."""
+    found = {}
+    for name in (name.strip() for flag in DATA_FLAGS for name in (arguments.get(flag) or "").split(",")):
+        paths = local_paths(name)[0] if name else []
+        found |= {name: paths[0]} if paths == [os.path.expanduser(name)] else {path: path for path in paths}
+    return found
 
 
 def hash_data(arguments: dict) -> dict[str, dict]:

@@ -1,5 +1,6 @@
 """Rows from files, folders and the hub, mixed into one dataset."""
 
+import glob
 import os
 import re
 
@@ -8,11 +9,12 @@ import datasets
 from trainer.datasets.files.folders import read_folder
 from trainer.datasets.files.image_files import has_images, with_folder
 from trainer.datasets.files.mixing import mix, parse_probs
-from trainer.datasets.files.read_files import FORMATS, read_files
+from trainer.datasets.files.read_files import kind_of_file, read_files
 from trainer.datasets.library import one_line, quiet
 from trainer.errors import UserError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
+FIRST_ROWS = re.compile(r"(?P<path>.+)#(?P<rows>[1-9]\d*)")  # data.jsonl#500
 
 
 def load_rows(
@@ -26,8 +28,9 @@ def load_rows(
 ) -> datasets.Dataset:
     """Load one or several sets and return their rows as one dataset.
 
-    names: separated by commas. Each is a file (.json, .jsonl, .parquet, .csv or .arrow), a folder of files, a folder
-    written by `save_to_disk`, or a hub name. A single file has one split, "train".
+    names: separated by commas. Each is a file (.json, .jsonl, .parquet, .csv, .arrow or .txt), a pattern of files such
+    as data/*.jsonl, a folder of files, a folder written by `save_to_disk`, or a hub name, also with a configuration
+    (org/name:config). Files have one split, "train". A number after # takes only so many first rows: data.jsonl#500.
     max_samples: use only this many first rows of each set. CSV values stay texts as written: "007", "NA" and "".
 
     Without probs, several sets follow each other. With probs (one per set, any positive scale), each next row comes
@@ -51,27 +54,40 @@ def load_rows(
 
 def _load_set(path: str, flag: str, split: str) -> datasets.Dataset:
     where = f"{flag} {path}"
-    local = os.path.expanduser(path)
-    if "::" in local and os.path.exists(local):
+    paths, num_rows = local_paths(path)
+    if paths and "::" in paths[0]:
         raise UserError(where, "the datasets library reads a name with '::' as an archive", "a name without '::'")
-    if os.path.isdir(local):
-        splits = read_folder(local, where)
-    elif os.path.isfile(local):
-        splits = read_files({"train": [local]}, where)
+    if paths and os.path.isdir(paths[0]):
+        splits = read_folder(paths[0], where)
+    elif paths:
+        splits = read_files({"train": paths}, where)
     else:
-        splits = _read_hub(path, where)
+        splits = _read_hub(path if num_rows is None else path.rpartition("#")[0], where)
     if split not in splits:
         raise UserError(where, f"no split {split!r}", ", ".join(splits))
-    if len(splits[split]) == 0:
+    rows = splits[split]
+    if len(rows) == 0:
         raise UserError(where, "no rows")
-    return with_folder(splits[split], local) if has_images(splits[split]) else splits[split]
+    if num_rows is not None:
+        rows = rows.select(range(min(num_rows, len(rows))))
+    return with_folder(rows, paths[0]) if paths and has_images(rows) else rows
+
+
+def local_paths(name: str) -> tuple[list[str], int | None]:
+    """The files of a set, or its folder, and the number of rows to take. No path: it is not on this machine."""
+    path, first = os.path.expanduser(name), None
+    if not os.path.exists(path) and (first := FIRST_ROWS.fullmatch(path)):
+        path = first["path"]
+    paths = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    return paths, first and int(first["rows"])
 
 
 def _read_hub(name: str, where: str) -> dict[str, datasets.Dataset]:
     """The splits of a dataset on the hub. Raises UserError if the hub does not give it."""
-    if os.path.splitext(name)[1].lower() in FORMATS or not HUB_NAME.fullmatch(name):
+    found = HUB_NAME.fullmatch(name)
+    if kind_of_file(name) or not found:
         raise UserError(where, "file not found")
     try:
-        return datasets.load_dataset(name)
+        return datasets.load_dataset(found["name"], found["config"])
     except Exception as error:  # absent, private, offline or several configurations: the library's message says which
         raise UserError(where, f"no such file or folder, and the hub does not give it: {one_line(error)}") from None

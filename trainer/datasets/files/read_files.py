@@ -10,15 +10,22 @@ from trainer.datasets.files.json_files import read_json_files
 from trainer.datasets.files.read_faults import explain
 from trainer.errors import UserError
 
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # after .json and .jsonl
+LINES = {".txt": "text"}  # each line is a row with the column `text`; only if the file is named, not in a folder
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Dataset]:
     """Read the rows of each split from its files. All files have one format."""
     names = [name for split in files.values() for name in split]
-    kind = FORMATS.get(os.path.splitext(names[0])[1].lower())
-    if kind is None:
-        raise UserError(where, "unknown kind of file", ", ".join(FORMATS))
+    kinds = {kind_of_file(name) for name in names}
+    if None in kinds or len(kinds) > 1:
+        found = "unknown kind of file" if None in kinds else f"files of several kinds: {', '.join(sorted(kinds))}"
+        allowed = f"{', '.join([*FORMATS, *LINES])}; {', '.join(COMPRESSED)} may follow .json and .jsonl"
+        raise UserError(
+            where, found, allowed if None in kinds else "one kind, or several sets with commas between them"
+        )
+    [kind] = kinds
     patterns = {split: [glob.escape(os.path.abspath(name)) for name in names] for split, names in files.items()}
     try:
         splits = _read_kind(kind, patterns, names, where)
@@ -27,8 +34,18 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Da
     except UserError:
         raise
     except Exception as error:  # the reader's errors name neither file nor line: search for them here
-        raise explain(error, kind, names, where) from None
+        plain = [name for name in names if not name.lower().endswith(COMPRESSED)]
+        raise explain(error, kind, plain, where) from None
     return splits
+
+
+def kind_of_file(name: str) -> str | None:
+    """The reader of a file by its name, or None."""
+    stem, end = os.path.splitext(name.lower())
+    if end in COMPRESSED:
+        kind = FORMATS.get(os.path.splitext(stem)[1])
+        return kind if kind == "json" else None
+    return (FORMATS | LINES).get(end)
 
 
 def _validate_once(rows: datasets.Dataset) -> None:
