@@ -84,6 +84,15 @@ def test_the_menu_is_short():
     )
 
 
+def test_the_site_is_dark_and_light_and_asks_no_other_site():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert {palette["scheme"] for palette in site["theme"]["palette"]} == {"default", "slate"}
+    assert site["theme"]["font"] is False and "offline" in site["plugins"]
+    scripts = site["extra"]["polyfills"]  # the plugin `offline` adds one of another site if none of them has this name
+    assert any("iframe-worker" in script for script in scripts)
+    assert all((ROOT / "docs" / script).is_file() for script in scripts)
+
+
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_sentences_are_short(page):
     found = sentences(page.read_text())
