@@ -129,9 +129,10 @@ def write_model_of_checkpoint(source: str, target: str, dtype: Optional[torch.dt
     shutil.rmtree(temporary, ignore_errors=True)
     weight_files = shutil.ignore_patterns("*.safetensors", INDEX)
     shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
-    if dtype:
+    has_config = os.path.exists(os.path.join(temporary, "config.json"))  # an adapter has none, and is in fp32
+    if dtype and has_config:
         set_config_dtype(temporary, dtype)
-    dtype = dtype or config_dtype(temporary)
+    dtype = dtype or (config_dtype(temporary) if has_config else torch.float32)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for key in sorted(key for key in reader.shapes if key.startswith(WEIGHT)):
@@ -245,6 +246,13 @@ def write_merged_model(
     model = model.to(dtype or model.dtype)
     tensors = all_tensors(model).items()
     save_pretrained(tensors, model, tokenizer, target, model.dtype, True, max_shard_bytes)
+    card = os.path.join(source, "README.md")
+    if os.path.exists(card):  # the adapter's, which says how it was trained
+        with (
+            open(card, encoding="utf-8") as file,
+            open(os.path.join(target, "README.md"), "w", encoding="utf-8") as out,
+        ):
+            out.write(file.read().replace("library_name: peft", "library_name: transformers", 1))
 
 
 def merged_model(base: str, source: str) -> torch.nn.Module:
