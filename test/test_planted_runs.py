@@ -25,7 +25,7 @@ from trainer.reports import certificate
 from trainer.reports.live_view import view
 from trainer.reports.report_page import page
 from trainer.reports.run_rows import read_rows
-from trainer.runs.outputs import write_model_card
+from trainer.runs.outputs import final_values, write_model_card
 
 PLANTED = """
 import pathlib
@@ -197,11 +197,43 @@ def test_a_model_card_is_plain_text(tmp_path):
     config = {"pretrain": EVIL, "dataset": EVIL, "lora_rank": None}
     ledger = SimpleNamespace(summary=lambda: EVIL)
     progress = SimpleNamespace(step=1, skipped_steps=0, tokens_seen=2)
-    write_model_card(str(tmp_path), "train_sft", config, progress, ledger)
+    write_model_card(str(tmp_path), "train_sft", config, progress, ledger, {})
     _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["base_model"] == EVIL
     assert "<script" not in card and "\x1b" not in card and card.count("\n# ") == 1
     assert all(line.count("|") - line.count("\\|") == 3 for line in card.splitlines() if line.startswith("|"))
+
+
+def test_a_model_card_says_what_came_out(tmp_path):
+    rows = [{"event": "start"}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "reward": 0.25}]
+    rows += [{"step": 2, "eval_loss": 1.75, "eval_time": 3.0}, {"event": "end"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo')
+    config = {
+        "pretrain": "org/base",
+        "dataset": f"org/data,{tmp_path}",
+        "lora_rank": 8,
+        "loss": "simpo",
+        "reward_func": None,
+    }
+    progress = SimpleNamespace(step=2, skipped_steps=0, tokens_seen=2)
+    for command, tag in (("train_dpo", "text-generation"), ("train_rm", "text-classification")):
+        results = final_values(str(tmp_path))
+        write_model_card(str(tmp_path), command, config, progress, SimpleNamespace(summary=lambda: "2 rows"), results)
+        _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
+        head = yaml.safe_load(front)
+        assert (head["datasets"], head["pipeline_tag"], head["library_name"]) == (["org/data"], tag, "peft")
+        for row in (
+            "lora_rank | 8",
+            "loss | simpo",
+            "final loss | 1.5",
+            "final eval_loss | 1.75",
+            "final reward | 0.25",
+        ):
+            assert f"| {row} |" in card, card
+        assert "reward_func" not in card and "eval_time" not in card
+        code = card.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert ("SequenceClassification" in code) == (command == "train_rm")
 
 
 def test_a_rank_without_an_address_is_one_line(monkeypatch):

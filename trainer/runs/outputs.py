@@ -1,10 +1,12 @@
 """What a run writes: its folder, config.yaml, the start of metrics.jsonl, the trained model with its card."""
 
+import contextlib
 import dataclasses
 import fcntl
 import html
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -283,26 +285,65 @@ CARD_FLAGS = (
 )
 
 
-def save_model(strategy, model, tokenizer, path: str, command: str, config: dict, progress: Progress, ledger) -> None:
+# what says how a method was run, where it is given
+METHOD_FLAGS = (
+    "preset advantage_estimator reward_func reward_pretrain env loss beta teacher ref_model lora_rank lora_alpha target_modules "
+    "load_in_4bit eval_dataset"
+)
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+USAGE = """```python
+from transformers import {auto_class}, AutoTokenizer
+
+folder = "."  # this folder, or its name on the hub
+model, tokenizer = {auto_class}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+```"""
+
+
+def save_model(
+    strategy, model, tokenizer, path: str, command: str, config: dict, progress: Progress, ledger, output_dir: str
+) -> None:
     """Write the trained model and its card, the README.md, to `path` (all ranks)."""
     strategy.save_model(model, tokenizer, path)
     if strategy.is_rank_0():
-        write_model_card(path, command, without_secrets(config), progress, ledger)
+        write_model_card(path, command, without_secrets(config), progress, ledger, final_values(output_dir))
     strategy.print(f"model saved to {path}")
 
 
-def write_model_card(folder: str, command: str, config: dict, progress: Progress, ledger) -> None:
-    """Write the README.md of a saved model: its base, its data and its flags. A command may lack some of CARD_FLAGS."""
+def final_values(output_dir: str) -> dict[str, float]:
+    """The last loss, reward and evaluation of a run, from its metrics.jsonl."""
+    last: dict = {}
+    with open(os.path.join(output_dir, METRICS_FILE), encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError):  # a line that is not whole
+                last |= json.loads(line)
+    named = {name: value for name, value in last.items() if name in ("loss", "reward") or name.startswith("eval_")}
+    return {name: value for name, value in named.items() if isinstance(value, float) and name != "eval_time"}
+
+
+def write_model_card(folder: str, command: str, config: dict, progress: Progress, ledger, results: dict) -> None:
+    """Write the README.md of a saved model: its base, its data, its flags and its last `results`.
+
+    A command may lack some of CARD_FLAGS.
+    """
     facts = {"command": command, **{name: config[name] for name in CARD_FLAGS.split() if name in config}}
+    facts |= {name: config[name] for name in METHOD_FLAGS.split() if config.get(name)}
+    facts |= {f"final {name}": f"{value:.4g}" for name, value in results.items()}
     facts |= {"steps": progress.step, "skipped steps": progress.skipped_steps, "tokens seen": progress.tokens_seen}
-    rows = "".join(f"| {name} | {_plain(value)} |\n" for name, value in facts.items())
+    rows = "".join(f"| {_plain(name)} | {_plain(value)} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     library = "peft" if config["lora_rank"] else "transformers"
-    front = yaml.safe_dump({"base_model": config["pretrain"], "library_name": library, "tags": [command]})
+    scores = command == "train_rm"
+    head = {"base_model": config["pretrain"], "library_name": library, "tags": [command]}
+    head["pipeline_tag"] = "text-classification" if scores else "text-generation"
+    names = [name.strip() for name in str(config["dataset"]).split(",")]
+    if public := [name for name in names if HUB_NAME.fullmatch(name) and not os.path.exists(name)]:
+        head["datasets"] = public
+    front = yaml.safe_dump(head)
+    usage = USAGE.format(auto_class="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM")
     with open(os.path.join(folder, "README.md"), "w", encoding="utf-8", errors="replace") as file:
         file.write(
             f"---\n{front}---\n\n# Trained from {_plain(config['pretrain'])}\n\n| | |\n|---|---|\n{rows}\n"
-            f"Data: {_plain(ledger.summary())}.\n\nMade with {packages}.\n"
+            f"Data: {_plain(ledger.summary())}.\n\n## Use\n\n{usage}\n\nMade with {packages}.\n"
         )
 
 

@@ -130,5 +130,5 @@ def loop_options(args, total_steps: int) -> LoopOptions:
 def save(run: Run) -> None:
     """Write the trained model, unless --no_save is given."""
     for path in outputs.saved_models(run.args.output, run.output_dir):
-        facts = (run.method.command, flat(run.args), run.progress, run.ledger)
+        facts = (run.method.command, flat(run.args), run.progress, run.ledger, run.output_dir)
         outputs.save_model(run.setup.strategy, run.model, run.setup.tokenizer, path, *facts)

@@ -144,7 +144,7 @@ def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
 
 def save(run: RLRun) -> None:
     """Write the policy, and the average of its weights if there is one, unless --no_save is given."""
-    facts = (run.method.command, flat(run.own_flags), run.progress, run.ledger)
+    facts = (run.method.command, flat(run.own_flags), run.progress, run.ledger, run.output_dir)
     for path, is_average in zip(run.saved_models(run.output_dir), (False, True)):
         with run.roles.average.in_place() if is_average else contextlib.nullcontext():
             outputs.save_model(run.setup.strategy, run.roles.actor[0], run.setup.tokenizer, path, *facts)
