@@ -68,5 +68,7 @@ setup(
             "ring-flash-attn",
         ],
     },
-    entry_points={"console_scripts": [f"{name}=trainer.cli.{name}:main" for name in COMMANDS]},
+    entry_points={
+        "console_scripts": ["trainer=trainer.cli.__main__:main", *(f"{n}=trainer.cli.{n}:main" for n in COMMANDS)]
+    },
 )

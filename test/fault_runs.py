@@ -74,7 +74,7 @@ def forked(flags: list[str], log: Path, layer: FaultLayer, at_end: Callable[[], 
         os._exit(0)
 
     Checkpoints.__init__, Checkpoints.after_step = init, after_step
-    entry._leave, entry.end_well = os._exit, end_well
+    entry.leave, entry.end_well = os._exit, end_well
     try:
         entry.run_command(train_sft.run, flags)
     finally:

@@ -26,7 +26,7 @@ def leave(code: int) -> None:
 def run(arguments: list[str], cache: str | None, cwd: str) -> None:
     """What `python ARGUMENTS` does in `cwd`: a script or `-m module`, and its arguments. `cache` is for data sets."""
     os.chdir(cwd)
-    entry._leave = leave
+    entry.leave = leave
     os.environ.pop("HF_DATASETS_CACHE", None)
     os.environ.update({"HF_DATASETS_CACHE": cache} if cache else {})
     try:

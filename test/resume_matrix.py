@@ -20,7 +20,7 @@ from launch import ROOT, forked, read_steps, train_many
 from safetensors.torch import load_file, save_file
 
 from trainer.datasets.demos.demo import make_demo
-from trainer.model_folders.model_folder import SINGLE
+from trainer.model_folders.folder_names import SINGLE
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (1, 2, 3)} | {
     "fsdp2": ["--backend", "fsdp2"]

@@ -84,7 +84,7 @@ def test_there_is_no_import_circle():
 
 
 def test_no_two_files_have_the_same_name():
-    names = Counter(path.name for path in modules().values() if path.name != "__init__.py")
+    names = Counter(path.name for path in modules().values() if path.name not in ("__init__.py", "__main__.py"))
     assert not [name for name, count in names.items() if count > 1]
 
 

@@ -98,6 +98,7 @@ def test_all_ranks_leave_and_one_of_them_speaks(demo, case):
     code, output, seconds = run_until_gone(command, cwd=demo, timeout=120)
     assert code != 0 and "exitcode  : 2" in output  # torchrun leaves with 1 whatever its ranks leave with
     assert_one_line(output, parts)
+    assert output.splitlines()[-1].startswith("error: ")
     assert seconds < 30
 
 

@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import from_flat
 from trainer.models.model_loading import resolve_model_folder
-from trainer.runs.run_training import check_flags
+from trainer.runs.flag_checks import check_flags
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
     "fsdp2": ["--backend", "fsdp2"]

@@ -15,8 +15,8 @@ from test_parity_preference import make_mixture_of_experts
 from trainer.cli import train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.runs.outputs import make_writable
-from trainer.runs.run_training import check_outputs
+from trainer.runs.flag_checks import check_outputs
+from trainer.runs.output_folders import make_writable
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 GENERATION = {

@@ -163,7 +163,7 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
     CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "8")
     batch = ["--train_batch_size", "128", "--micro_train_batch_size", "1", "--max_len", "4096", "--packing_samples"]
-    flags = ["--pretrain", str(tmp_path), "--dataset", "d", "--layout", "auto", *batch]
+    flags = ["--pretrain", str(tmp_path), "--dataset", "d", "--layout", "auto", *batch, "--param_dtype", "bf16"]
 
     def choose(*more: str, gpus: int = 8, kind=SFTArguments) -> tuple[dict, str]:
         args = parse_arguments(kind, "command", [*flags, *more])

@@ -11,8 +11,8 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.load_balance import experts_per_token
 from trainer.models.model_loading import load_tokenizer
+from trainer.runs.flag_checks import check_flags
 from trainer.runs.preference_runs import load_dpo
-from trainer.runs.run_training import check_flags
 
 REFUSED = {
     "--precompute_ref_logps --loss kto": "--precompute_ref_logps with --loss kto: kto pairs prompts",

@@ -1,11 +1,14 @@
 """Start and end of every command: an error gives one line and exit code 2, and no rank stays behind."""
 
 import atexit
+import contextlib
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -17,6 +20,7 @@ from trainer.errors import Interrupted, UserError, plain
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_USER_ERROR = 2
+EXIT_SIGINT = 130  # as a shell reports Ctrl-C
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint resumes
 # other ranks wait this long, so that rank 0 reports first; torchrun ends them when rank 0 exits
 OTHER_RANKS_WAIT_SECONDS = 10
@@ -26,6 +30,10 @@ LOST_PEER_WAIT_SECONDS = 20
 DISK_FAULTS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENODEV,
 }  # fmt: skip
+# torchrun waits up to 30 s for its other ranks before it ends
+LAST_WORD_SECONDS = 60
+BYTES_OF_TABLE = 1500  # torchrun's table and traceback are longer; its warnings are shorter
+LOOK_SECONDS, QUIET_TICKS = 0.05, 3  # of 10 ms: torchrun works for so long without a word when its table is complete
 MEMORY_FLAGS = (
     "a smaller --micro_train_batch_size or --max_len, --gradient_checkpointing, --adam_offload, --zero_stage 3, "
     "more ranks"
@@ -62,35 +70,39 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
     sys.stdout, sys.stderr = PlainStream(sys.stdout), PlainStream(sys.stderr)
     try:
         main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("stopped by SIGINT before the first step", file=sys.stderr)
+        leave(EXIT_SIGINT)
     except Interrupted as reason:
         if int(os.environ.get("RANK", 0)) == 0:
             print(reason, file=sys.stderr)
-        _leave(EXIT_INTERRUPTED)
+        leave(EXIT_INTERRUPTED)
     except UserError as error:
         _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
         _tell(error)
-        _leave(EXIT_USER_ERROR)
+        leave(EXIT_USER_ERROR)
     except Exception as error:
         if _is_out_of_memory(error):
             _tell(f"out of memory: {str(error).splitlines()[0]} (what lowers memory: {MEMORY_FLAGS})")
-            _leave(EXIT_USER_ERROR)
+            leave(EXIT_USER_ERROR)
         if "does not have a deterministic implementation" in str(error):  # torch's words
             _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
-            _leave(EXIT_USER_ERROR)
+            leave(EXIT_USER_ERROR)
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
             where = error.filename2 or error.filename or "a file of the run"
             _tell(
                 f"{where}: cannot be read or written: {error.strerror}. --load_checkpoint resumes from the last checkpoint."
             )
-            _leave(EXIT_USER_ERROR)
+            leave(EXIT_USER_ERROR)
         if _is_lost_peer(error):
             _wait_for_other_ranks(LOST_PEER_WAIT_SECONDS, rank_0_too=True)
             _tell(f"another rank is gone: {str(error).splitlines()[0]}")
         else:
             _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
             traceback.print_exc()
-        _leave(1)
+        leave(1)
     end_well()
 
 
@@ -116,7 +128,7 @@ def end_well() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     atexit._run_exitfuncs()
-    _leave(0)
+    leave(0)
 
 
 def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
@@ -125,12 +137,70 @@ def _wait_for_other_ranks(seconds: float, rank_0_too: bool = False) -> None:
 
 
 def _tell(what) -> None:
+    """Print the error. Under torchrun, a process of its own prints it once torchrun has said what it says at its end."""
     rank = int(os.environ.get("RANK", 0))
+    line = f"error: {plain(str(what))}" + (f" [rank {rank}]" if rank else "")
     sys.stdout.flush()
-    print(f"error: {plain(str(what))}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr)
+    if _parent_is_torchrun():
+        _note_for_torchrun(line)
+        parent = os.getppid()
+        if os.fork() == 0:
+            _say_after(parent, line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> None:
+def _parent_is_torchrun() -> bool:
+    """Whether a torchrun started this rank that will not start it again (Linux only)."""
+    here = os.environ
+    if here.get("TORCHELASTIC_RESTART_COUNT") != here.get("TORCHELASTIC_MAX_RESTARTS") or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    return "TORCHELASTIC_RUN_ID" in here and any(
+        word == b"torch.distributed.run" or os.path.basename(word) == b"torchrun" for word in words[:5]
+    )
+
+
+def _written_and_worked(process: int) -> tuple[int, int]:
+    """(bytes that a process has written, ticks of a CPU that it has had). A busy machine gives few ticks to a process."""
+    with open(f"/proc/{process}/io") as io, open(f"/proc/{process}/stat") as stat:
+        written = next(int(line.split()[1]) for line in io if line.startswith("wchar"))
+        return written, sum(map(int, stat.read().rpartition(")")[2].split()[11:13]))  # utime and stime
+
+
+def _note_for_torchrun(line: str) -> None:
+    """Give torchrun the line for its table of failures, which reads a JSON file of this form."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": line, "timestamp": int(time.time())}, file)
+
+
+def _say_after(torchrun: int, line: str) -> None:
+    """Print the line after torchrun's table of failures, from a session that no signal to the ranks reaches.
+
+    torchrun needs a moment to end after its table. So the line comes before the prompt of a shell in most cases.
+    """
+    os.setsid()
+    with contextlib.suppress(OSError):
+        is_gone, (begin, since) = os.pidfd_open(torchrun), _written_and_worked(torchrun)
+        before = begin
+        for _ in range(int(LAST_WORD_SECONDS / LOOK_SECONDS)):
+            if select.select([is_gone], [], [], LOOK_SECONDS)[0]:
+                break
+            written, worked = _written_and_worked(torchrun)
+            if written > before:
+                before, since = written, worked
+            elif written - begin > BYTES_OF_TABLE and worked - since >= QUIET_TICKS:
+                break
+    os.write(2, f"{line}\n".encode())
+    os._exit(0)
+
+
+def leave(code: int) -> None:
     """Exit without interpreter shutdown. Shutdown could wait for a collective that the other ranks never enter."""
     sys.stdout.flush()
     sys.stderr.flush()

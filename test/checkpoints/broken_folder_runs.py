@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from trainer.cli import train_sft
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.datasets.demos.demo import make_demo
-from trainer.model_folders.model_folder import INDEX, SINGLE
+from trainer.model_folders.folder_names import INDEX, SINGLE
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BACKENDS = (["--backend", "fsdp2"], ["--backend", "deepspeed", "--zero_stage", "2"])

@@ -64,14 +64,14 @@ def test_command_of_a_page(runner, where):
 
 
 def segments(text: str) -> list[list[str]]:
-    """The words of each torchrun or python command in a text, up to a pipe, a redirection and the like."""
+    """The words of each torchrun, python or trainer command in a text, up to a pipe, a redirection and the like."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
     for word in lexer:
         if word in OPERATORS:
             found.append([])
-        elif found[-1] or word in ("torchrun", "python"):
+        elif found[-1] or word in ("torchrun", "python", "trainer"):
             found[-1].append(word)
     return [words for words in found if words]
 
@@ -176,6 +176,9 @@ def test_words_are_those_of_a_shell():
     command = command_of("A=1 torchrun --nproc_per_node=2 -m trainer.cli.train_sft --input_template $'Q: {}\\nA'")
     assert (command.num_ranks, command.env) == (2, {"A": "1"})
     assert command.argv == ["train_sft", "--input_template", "Q: {}\nA"]
+    command = command_of("trainer sft --nproc 2 --max_len 8")
+    assert (command.num_ranks, command.argv) == (2, ["train_sft", "--max_len", "8"])
+    assert command_of("trainer export a b").argv == ["export", "a", "b"]
 
 
 def test_commands_that_need_each_other():

@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config, SchedulerType
 
 from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, shifted_labels
+from trainer.flags.common_flags import SCHEDULES
 from trainer.methods.sft import sft_loss
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
-from trainer.optimizers.build import UNSUPPORTED, build_scheduler
+from trainer.optimizers.build import build_scheduler
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -110,7 +111,11 @@ def rates_of(name: str, total_steps: int, warmup_ratio: float, warmup_steps: int
     return rates
 
 
-@pytest.mark.parametrize("name", sorted({kind.value for kind in SchedulerType} - UNSUPPORTED - {"constant"}))
+def test_all_schedules_of_transformers_that_need_no_metric_are_names_of_the_flag():
+    assert {*SCHEDULES, "reduce_lr_on_plateau", "greedy"} == {kind.value for kind in SchedulerType}
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
 def test_a_warm_up_begins_above_0(name):
     """Step i of n has i/(n+1) of the peak, and the step after them the peak, also if all steps are of the warm-up."""
     rates = rates_of(name, total_steps=50, warmup_ratio=0.1)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from launch import forked
 
 from trainer.datasets.batches.global_batches import GlobalBatchLoader
-from trainer.distributed.mesh import build_meshes, resolve_mesh_sizes, start_process_group
+from trainer.distributed.mesh import build_meshes, start_process_group
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.methods import advantages as adv
 from trainer.rollout import placement
 from trainer.rollout.engines.sampling import Completion, Sampling

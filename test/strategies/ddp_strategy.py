@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import whole_shard
 from trainer.datasets.batches.global_batches import setup_dataloader
-from trainer.distributed import collectives, host_offload, mesh, replicas
+from trainer.distributed import collectives, host_offload, mesh, mesh_sizes, replicas
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.errors import UserError
 from trainer.model_folders import model_folder, model_writer
 from trainer.model_folders.adapter_tensors import merge_adapter
 from trainer.optimizers.adamw import state_tensors, states_of
 from trainer.optimizers.build import build_optimizer
-from trainer.strategies.options import DTYPES, StrategyOptions
+from trainer.strategies.options import StrategyOptions
 
 
 class Engine(DistributedDataParallel):
@@ -38,9 +38,9 @@ class DDPStrategy:
                 raise UserError(f"--{flag}", "with --backend ddp", "leave it out")
         if options.tensor_parallel_size > 1 or options.dp_replicate_size > 1 or options.param_dtype == "fp16":
             raise UserError("--backend", "ddp with tp, hybrid sharding or fp16", "fsdp2, deepspeed")
-        self.options, self.seed, self.param_dtype = options, options.seed, DTYPES[options.param_dtype]
-        self.sizes = mesh.resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), sp=options.ring_attn_size)
-        self.device = mesh.resolve_device(options.device)
+        self.options, self.seed, self.device = options, options.seed, mesh.resolve_device(options.device)
+        self.param_dtype = torch.float32 if options.param_dtype == "fp32" else torch.bfloat16
+        self.sizes = mesh_sizes.resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), sp=options.ring_attn_size)
 
     def setup_distributed(self) -> None:
         mesh.start_process_group(self.device)

@@ -26,7 +26,7 @@ def run(argv: list[str]) -> None:
     # after the flags are read: --help must not import torch
     from trainer.datasets.demos.demo import make_demo
     from trainer.datasets.demos.vision_demo import make_vision_demo
-    from trainer.runs.outputs import make_writable
+    from trainer.runs.output_folders import make_writable
 
     make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
     (make_vision_demo if args.vision else make_demo)(args.output_dir, args.seed)

@@ -42,7 +42,7 @@ def run(argv: list[str]) -> None:
     from trainer.datasets.samples.preparation import prepare_rows
     from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-    from trainer.runs.outputs import make_writable
+    from trainer.runs.output_folders import make_writable
     from trainer.runs.run_data import load_flag_rows
 
     flags, data = flat(args), args.data

@@ -63,7 +63,7 @@ def run(argv: list[str]) -> None:
     from trainer.rollout.rewards.model_scorer import ModelScorer
     from trainer.rollout.rewards.remote_rewards import read_key
     from trainer.rollout.rewards.reward_service import Limits, listen, serve
-    from trainer.strategies.options import DTYPES
+    from trainer.strategies.dtypes import DTYPES
 
     key = read_key("--api_key", args.api_key) if args.api_key else None
     limits = Limits(

@@ -10,6 +10,8 @@ from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import DPOArguments
+from trainer.runs.flag_checks import check_flags
+from trainer.runs.rl import online_checks
 
 COMMAND = "train_dpo"
 EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
@@ -18,6 +20,21 @@ EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
 def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
     """Return the arguments, and whether they are for the embedded demo."""
     return parse_or_demo(DPOArguments, COMMAND, argv, DPO_DEFAULTS)
+
+
+def check(argv: list[str]):
+    """`parse`, and the checks that need no torch."""
+    if "--online" in argv:
+        return online_checks.check(argv)
+    args, is_demo = parse(argv)
+    if args.preference.online:
+        raise UserError("--online", "in a file of --config", "--online on the command line")
+    check_flags(COMMAND, args, metrics_of(args.preference.loss), is_demo)
+    return args, is_demo
+
+
+def metrics_of(loss: str) -> tuple[str, ...]:
+    return EVAL_METRICS[:2] if loss == "kto" else EVAL_METRICS  # kto has no pairs, so no margin
 
 
 def method_of(args: DPOArguments):
@@ -35,7 +52,7 @@ def method_of(args: DPOArguments):
         collate = functools.partial(unpaired.collate_unpaired, packed=packed, max_len=args.length.max_len)
     return Method(
         COMMAND,
-        eval_metrics=EVAL_METRICS[:2] if is_kto else EVAL_METRICS,  # kto has no pairs, so no margin
+        eval_metrics=metrics_of(args.preference.loss),
         facts=check_losses(args.preference),
         load_data=load_dpo,
         render=unpaired.render_answer if is_kto else preference.render_pair,
@@ -48,14 +65,20 @@ def method_of(args: DPOArguments):
     )
 
 
+def run_online(argv: list[str]) -> None:
+    """`--online` is another command, with flags of its own."""
+    args = online_checks.check(argv)
+    # torch is imported from here on: --help and a wrong flag have answered
+    quiet_libraries()
+    from trainer.runs.rl.online_dpo import train
+
+    train(args)
+
+
 def run(argv: list[str]) -> None:
     if "--online" in argv:
-        from trainer.runs.rl.online_dpo import run_online  # another command, with flags of its own
-
         return run_online(argv)
-    args, is_demo = parse(argv)
-    if args.preference.online:
-        raise UserError("--online", "in a file of --config", "--online on the command line")
+    args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
     from trainer.runs.run_training import train

@@ -7,8 +7,10 @@ from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.parse_flags import parse_arguments
+from trainer.runs.flag_checks import check_flags
 
 COMMAND = "train_kd"
+EVAL_METRICS = ("eval_loss", "eval_teacher_kl", "eval_nll")
 
 
 def parse(argv: list[str]) -> KDArguments:
@@ -20,8 +22,15 @@ def parse(argv: list[str]) -> KDArguments:
     return args
 
 
-def run(argv: list[str]) -> None:
+def check(argv: list[str]) -> KDArguments:
+    """`parse`, and the checks that need no torch."""
     args = parse(argv)
+    check_flags(COMMAND, args, EVAL_METRICS)
+    return args
+
+
+def run(argv: list[str]) -> None:
+    args = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
     from transformers import AutoModelForCausalLM
@@ -34,7 +43,7 @@ def run(argv: list[str]) -> None:
 
     method = Method(
         COMMAND,
-        eval_metrics=("eval_loss", "eval_teacher_kl", "eval_nll"),
+        eval_metrics=EVAL_METRICS,
         load_data=load_sft,
         render=render_sample,
         auto_class=AutoModelForCausalLM,

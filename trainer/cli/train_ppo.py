@@ -9,6 +9,7 @@ from trainer.entry import quiet_libraries, run_command
 from trainer.flags.names.presets import with_preset, with_teacher
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.rl_flags import PPOArguments
+from trainer.runs.rl.rl_checks import validate
 
 COMMAND = "train_ppo"
 
@@ -22,14 +23,19 @@ def parse(argv: list[str]) -> tuple[PPOArguments, bool]:
     return with_teacher(*with_preset(parse_flags, argv), parse_flags, argv)
 
 
-def run(argv: list[str]) -> None:
+def check(argv: list[str]) -> tuple[PPOArguments, bool]:
+    """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
+    validate(args, is_demo)
+    return args, is_demo
+
+
+def run(argv: list[str]) -> None:
+    args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
-    from trainer.runs.rl.rl_checks import validate
     from trainer.runs.rl.rl_run import train
 
-    validate(args, is_demo)
     train(args, is_demo)
 
 

@@ -9,8 +9,10 @@ from trainer.datasets.demos.demo_flags import RM_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import RMArguments
+from trainer.runs.flag_checks import check_flags
 
 COMMAND = "train_rm"
+EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
 
 
 def parse(argv: list[str]) -> tuple[RMArguments, bool]:
@@ -18,8 +20,15 @@ def parse(argv: list[str]) -> tuple[RMArguments, bool]:
     return parse_or_demo(RMArguments, COMMAND, argv, RM_DEFAULTS)
 
 
-def run(argv: list[str]) -> None:
+def check(argv: list[str]) -> tuple[RMArguments, bool]:
+    """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
+    check_flags(COMMAND, args, EVAL_METRICS, is_demo)
+    return args, is_demo
+
+
+def run(argv: list[str]) -> None:
+    args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
     from transformers import AutoModelForSequenceClassification
@@ -33,7 +42,7 @@ def run(argv: list[str]) -> None:
     check_loss(args.reward.loss)
     method = Method(
         COMMAND,
-        eval_metrics=("eval_loss", "eval_accuracy", "eval_margin"),
+        eval_metrics=EVAL_METRICS,
         load_data=load_scored_pairs,
         render=render_pair,
         collate=lambda rows: functools.partial(collate_pairs, packed=args.batch.packing_samples, collate=rows),

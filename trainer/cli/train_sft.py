@@ -7,8 +7,10 @@ from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
 from trainer.entry import quiet_libraries, run_command
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import parse_or_demo
+from trainer.runs.flag_checks import check_flags
 
 COMMAND = "train_sft"
+EVAL_METRICS = ("eval_loss",)
 
 
 def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
@@ -16,8 +18,15 @@ def parse(argv: list[str]) -> tuple[SFTArguments, bool]:
     return parse_or_demo(SFTArguments, COMMAND, argv, SFT_DEFAULTS)
 
 
-def run(argv: list[str]) -> None:
+def check(argv: list[str]) -> tuple[SFTArguments, bool]:
+    """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
+    check_flags(COMMAND, args, EVAL_METRICS, is_demo)
+    return args, is_demo
+
+
+def run(argv: list[str]) -> None:
+    args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
     from transformers import AutoModelForCausalLM
@@ -31,7 +40,7 @@ def run(argv: list[str]) -> None:
 
     method = Method(
         COMMAND,
-        eval_metrics=("eval_loss",),
+        eval_metrics=EVAL_METRICS,
         load_data=load_sft,
         render=render_sample,
         auto_class=AutoModelForCausalLM,

@@ -5,6 +5,12 @@ from typing import Literal, Optional
 
 from trainer.flags.groups import arg, group
 
+# of transformers.get_scheduler, without those that need a metric of the run, or the gradients
+SCHEDULES = (
+    "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
+    "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial", "warmup_stable_decay",
+)  # fmt: skip
+
 
 @dataclass
 class ModelArguments:

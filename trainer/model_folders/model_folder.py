@@ -13,12 +13,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from trainer.errors import UserError
 from trainer.limits import is_inside
 from trainer.model_folders import adapter_tensors
+from trainer.model_folders.folder_names import INDEX, SINGLE, find_weights
 from trainer.model_folders.other_weights import UnreadWeights, load_bin
 from trainer.model_folders.published_names import PublishedWeights, check_fit
 from trainer.model_folders.quantized_folder import DequantizedFolder
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 FULL_PRECISION = ("F64", "F32", "F16", "BF16")
 left_out = False  # whether weights are zeros that no file is opened for: a checkpoint will replace them
@@ -230,17 +229,3 @@ def check_weights(model, folder: str, flag: str) -> list[str]:
     if set(weights.names()) == set(all_tensors(model)) and all(map(fits, weights.names())):
         return []
     return check_fit(published_weights(model, folder, flag), FULL_PRECISION)
-
-
-def find_weights(folder: str, flag: str = "") -> str:
-    """The kind of weights in the model folder: 'safetensors' or 'bin'.
-
-    Raises:
-        UserError: there are none; `flag` named the model.
-    """
-    names = os.listdir(folder)
-    if INDEX in names or SINGLE in names:
-        return "safetensors"
-    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")) for name in names):
-        return "bin"
-    raise UserError(flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}")

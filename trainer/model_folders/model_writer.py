@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainer.distributed.collectives import together
 from trainer.errors import UserError
 from trainer.model_folders import adapter_tensors
-from trainer.model_folders.model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_class, published_weights
+from trainer.model_folders.folder_names import INDEX, SINGLE
+from trainer.model_folders.model_folder import GENERATION_CONFIG, plain_class, published_weights
 from trainer.model_folders.safetensors_stream import SafetensorsStream
 from trainer.model_folders.several_writers import new_mark, own_part
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.distributed.gradient_collectives import AllToAll, Sum, SumGradients
-from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.distributed.sharded_tensors import even_dim
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import has_adapter

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationCo
 from trainer.errors import UserError, one_line
 from trainer.limits import is_inside
 from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
-from trainer.model_folders.model_folder import INDEX, SINGLE
+from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trainer.datasets.batches.packing import model_inputs
 from trainer.errors import UserError
-from trainer.model_folders.model_folder import INDEX, SINGLE
+from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.model_loading import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

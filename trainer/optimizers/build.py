@@ -6,16 +6,13 @@ from typing import Optional
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType, get_scheduler
+from transformers import get_scheduler
 
 from trainer.errors import UserError
 from trainer.optimizers.adafactor import build_adafactor
 from trainer.optimizers.adamw import decay_groups
 from trainer.optimizers.adamw_8bit import build_adamw_8bit
 from trainer.optimizers.muon import build_muon
-
-# transformers' schedules that need more than the step number: a metric of the run, or the gradients
-UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
 
 
 def build_optimizer(
@@ -40,12 +37,6 @@ def build_optimizer(
         return build_adafactor(model, lr=lr, weight_decay=weight_decay)
     build = build_muon if name == "muon" else build_adamw_8bit
     return build(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-
-def check_scheduler_name(name: str) -> None:
-    names = sorted(kind.value for kind in SchedulerType if kind.value not in UNSUPPORTED)
-    if name not in names:
-        raise UserError("--lr_scheduler", name, ", ".join(names))
 
 
 def has_min_lr(name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoConfig
 
-from trainer.distributed.mesh import resolve_mesh_sizes
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.errors import UserError, one_line
 from trainer.metrics import full_size
 from trainer.model_folders.model_folder import plain_class

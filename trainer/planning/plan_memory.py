@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.metrics import flops_per_token
 from trainer.model_parallel.expert_parallel import are_experts, validate_experts

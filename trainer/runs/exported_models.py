@@ -20,7 +20,8 @@ from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError
 from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.model_folders.model_folder import INDEX, all_tensors, find_weights, open_files
+from trainer.model_folders.folder_names import INDEX, find_weights
+from trainer.model_folders.model_folder import all_tensors, open_files
 from trainer.model_folders.model_writer import (
     commit_folder,
     fresh_folder,
@@ -31,7 +32,7 @@ from trainer.model_folders.model_writer import (
     save_source_config,
 )
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-from trainer.strategies.options import DTYPES
+from trainer.strategies.dtypes import DTYPES
 
 WEIGHT = "weight/"  # before the names of a model's tensors in a checkpoint
 MAX_SHARD_GB = 2

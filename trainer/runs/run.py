@@ -10,7 +10,7 @@ from typing import Any, Optional
 from trainer.datasets.files.image_files import has_images
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
-from trainer.runs import outputs
+from trainer.runs import output_folders, outputs
 from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
 from trainer.training.checkpointing import Progress
@@ -67,7 +67,7 @@ class Run:
     def saved_models(self) -> Callable[[str], list[str]]:
         """From the run folder to the folders of the trained models; the second one is the average of --ema_beta."""
         has_average = self.flags.ema_beta is not None
-        return functools.partial(outputs.saved_models, self.args.output, has_average=has_average)
+        return functools.partial(output_folders.saved_models, self.args.output, has_average=has_average)
 
     @property
     def flags(self) -> SimpleNamespace:

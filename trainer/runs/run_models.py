@@ -13,6 +13,7 @@ from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.common_flags import LayoutArguments, ModelArguments, OptimizerArguments
 from trainer.model_folders import model_folder
+from trainer.model_folders.folder_names import find_weights
 from trainer.models.attention.choice import fit_attention, validate_model
 from trainer.models.folder_faults import check_tokens, load_fault
 from trainer.models.layers.activation_offload import offload_layer_inputs
@@ -44,7 +45,7 @@ def load_model(
     flags: ModelArguments, setup: Setup, folder: str, auto_class, flag: str = "--pretrain", trained: bool = True
 ):
     """Load the model of `folder`, which `flag` named, and change its layers. `trained`: a checkpoint has its weights."""
-    model_folder.find_weights(folder, flag)
+    find_weights(folder, flag)
     strategy, attention, remote_code = setup.strategy, setup.attention, flags.trust_remote_code
     check_code(folder, flag, remote_code)
     if attention == "sdpa" and not has_sdpa(folder, auto_class, remote_code):

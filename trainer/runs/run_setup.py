@@ -10,7 +10,7 @@ from trainer.checkpoints.checkpoint_store import checkpoints_to_load
 from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, rank_0_first
-from trainer.distributed.mesh import validate_batch_sizes
+from trainer.distributed.mesh_sizes import validate_batch_sizes
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.models.attention.choice import resolve_attention, setup_attention

@@ -5,15 +5,13 @@ import dataclasses
 import functools
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
-from trainer.flags.parse_flags import check_numbers, check_secrets, flat
-from trainer.flags.rule import knowledge
-from trainer.flags.rules import COMMANDS, refuse
+from trainer.flags.parse_flags import flat
+from trainer.flags.rules import refuse
 from trainer.metrics import flops_per_token, full_size
-from trainer.optimizers.build import check_scheduler_name
-from trainer.runs import outputs
+from trainer.runs import output_folders, outputs
 from trainer.runs.feature import apply
 from trainer.runs.feature_list import FEATURES
-from trainer.runs.features.adapter import check_adapter
+from trainer.runs.flag_checks import check_flags
 from trainer.runs.run import Method, Run
 from trainer.runs.run_data import build_loader, load_sets, note_small_data
 from trainer.runs.run_models import shard_model
@@ -23,9 +21,6 @@ from trainer.training.checkpointing import Checkpoints, Trained
 from trainer.training.loop import LoopOptions
 from trainer.training.loop import train as run_loop
 from trainer.training.verify_resume import verify_resume
-
-MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain")  # they name folders of models
-SOURCE_FLAGS = (*MODEL_FLAGS, "teacher", "dataset", "eval_dataset")
 
 
 def train(args, method: Method, is_demo: bool = False) -> None:
@@ -77,29 +72,6 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     apply(features, run, "at_end")
 
 
-def check_flags(command: str, args, eval_metrics: tuple[str, ...], **facts) -> None:
-    """Raise UserError for flags that no run could have, before any rank, data or model is used.
-
-    `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
-    """
-    refuse(command, args, **facts)
-    check_numbers(flat(args))
-    check_secrets(flat(args))
-    check_scheduler_name(args.optimizer.lr_scheduler)
-    check_adapter(args.lora)
-    check_outputs(args)
-    outputs.check_mirrors(args.output.use_wandb, args.output.use_tensorboard)
-    outputs.check_best_metric(args.checkpoint.best_metric_key, eval_metrics)
-
-
-def check_outputs(args) -> None:
-    """Raise UserError if a folder that the run writes to holds anything else."""
-    flags = knowledge(args, COMMANDS.values())
-    outputs.check_run_folder(args.output.output_dir, {name: vars(flags)[name] for name in SOURCE_FLAGS})
-    saved = outputs.saved_models(args.output, args.output.output_dir, flags.ema_beta is not None)
-    outputs.check_saved_models(args.output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
-
-
 def start(run: Run, is_demo: bool) -> None:
     """Set the run up: the strategy, the tokenizer, and what reads and collates the data of its method."""
     run.setup = setup = set_up(run.method.command, run.args, longest=run.args.length.max_len, is_demo=is_demo)
@@ -129,6 +101,6 @@ def loop_options(args, total_steps: int) -> LoopOptions:
 
 def save(run: Run) -> None:
     """Write the trained model, unless --no_save is given."""
-    for path in outputs.saved_models(run.args.output, run.output_dir):
+    for path in output_folders.saved_models(run.args.output, run.output_dir):
         facts = (run.method.command, flat(run.args), run.progress, run.ledger, run.output_dir)
         outputs.save_model(run.setup.strategy, run.model, run.setup.tokenizer, path, *facts)

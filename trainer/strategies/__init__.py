@@ -1,7 +1,13 @@
-"""The two strategies, which have one duck-typed API. Only `get_strategy` chooses between them."""
+"""The two strategies, which have one duck-typed API. Only this file chooses between them."""
 
 from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions
+from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
+
+
+def refuse_options(backend: str, options: StrategyOptions) -> None:
+    """Raise UserError for what `--backend` cannot do. Neither backend is imported."""
+    (refuse_on_deepspeed if backend == "deepspeed" else refuse_on_fsdp2)(options)
 
 
 def get_strategy(backend: str, options: StrategyOptions):

@@ -24,6 +24,7 @@ from trainer.checkpoints.shards import TensorShard
 from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.host_offload import bring_back, take_to_host
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients, clip_coefficient
@@ -32,6 +33,7 @@ from trainer.model_folders.model_writer import save_pretrained
 from trainer.model_parallel import tensor_parallel
 from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
+from trainer.strategies.dtypes import DTYPES
 from trainer.strategies.on_deepspeed import (
     autotp,
     autotp_layers,
@@ -43,7 +45,7 @@ from trainer.strategies.on_deepspeed import (
 )
 from trainer.strategies.on_deepspeed.zero_config import engine_config
 from trainer.strategies.on_deepspeed.zero_weights import merged_weights, weights_to_save
-from trainer.strategies.options import DTYPES, StrategyOptions
+from trainer.strategies.options import StrategyOptions
 from trainer.strategies.refusals import refuse_on_deepspeed
 
 
@@ -54,7 +56,7 @@ class DeepspeedStrategy:
         refuse_on_deepspeed(options, on_cpu=self.device.type == "cpu")
         self.options, self.seed = options, options.seed
         self.param_dtype, self._scaled = DTYPES[options.param_dtype], options.param_dtype == "fp16"
-        self.sizes = mesh.resolve_mesh_sizes(
+        self.sizes = resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=options.dp_replicate_size,
             sp=options.ring_attn_size,

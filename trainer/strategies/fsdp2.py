@@ -22,6 +22,7 @@ from trainer.distributed import collectives, mesh
 from trainer.distributed.bucketed_gather import gathered, piece_of
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.distributed.host_offload import bring_back, take_to_host
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas, replicated_axes
 from trainer.distributed.sharded_tensors import even_placement, local_region, part_of, to_local_if_dtensor, whole
 from trainer.exact.exact_adamw import with_single_roundings
@@ -34,7 +35,8 @@ from trainer.model_parallel.expert_parallel import shard_experts, validate_exper
 from trainer.optimizers.adamw import state_tensors, states_of, use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.optimizers.loss_scale import DynamicLossScale
-from trainer.strategies.options import DTYPES, StrategyOptions
+from trainer.strategies.dtypes import DTYPES
+from trainer.strategies.options import StrategyOptions
 from trainer.strategies.refusals import refuse_on_fsdp2
 
 
@@ -43,7 +45,7 @@ class FSDP2Strategy:
         refuse_on_fsdp2(options)
         self.options, self.seed = options, options.seed
         self.param_dtype = DTYPES[options.param_dtype]
-        self.sizes = mesh.resolve_mesh_sizes(
+        self.sizes = resolve_mesh_sizes(
             int(os.environ.get("WORLD_SIZE", 1)),
             dp_replicate=options.dp_replicate_size,
             sp=options.ring_attn_size,

@@ -224,7 +224,8 @@ def _on_meta(config, attention: str = "eager"):
 def weight_rows(folder: str, configs: list) -> list[tuple]:
     """(name, verdict, note) of the weights of the folder: their form, and whether they fit the config."""
     # not at the top: `import_libraries` sets the environment first
-    from trainer.model_folders.model_folder import check_weights, find_weights, quantization
+    from trainer.model_folders.folder_names import find_weights
+    from trainer.model_folders.model_folder import check_weights, quantization
     from trainer.model_folders.quantized_folder import block_size
     from trainer.models.model_loading import resolve_model_folder
 

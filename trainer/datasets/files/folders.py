@@ -7,7 +7,8 @@ import datasets
 from datasets.data_files import FILES_TO_IGNORE
 from huggingface_hub import DatasetCard
 
-from trainer.datasets.files.read_files import FORMATS, read_files
+from trainer.datasets.files.read_files import read_files
+from trainer.datasets.files.set_names import FORMATS
 from trainer.datasets.library import one_line
 from trainer.errors import UserError
 

@@ -1,20 +1,16 @@
 """Rows from files, folders and the hub, mixed into one dataset."""
 
-import glob
 import os
-import re
 
 import datasets
 
 from trainer.datasets.files.folders import read_folder
 from trainer.datasets.files.image_files import has_images, with_folder
 from trainer.datasets.files.mixing import mix, parse_probs
-from trainer.datasets.files.read_files import kind_of_file, read_files
+from trainer.datasets.files.read_files import read_files
+from trainer.datasets.files.set_names import hub_name, local_paths
 from trainer.datasets.library import one_line, quiet
 from trainer.errors import UserError
-
-HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
-FIRST_ROWS = re.compile(r"(?P<path>.+)#(?P<rows>[1-9]\d*)")  # data.jsonl#500
 
 
 def load_rows(
@@ -73,19 +69,10 @@ def _load_set(path: str, flag: str, split: str) -> datasets.Dataset:
     return with_folder(rows, paths[0]) if paths and has_images(rows) else rows
 
 
-def local_paths(name: str) -> tuple[list[str], int | None]:
-    """The files of a set, or its folder, and the number of rows to take. No path: it is not on this machine."""
-    path, first = os.path.expanduser(name), None
-    if not os.path.exists(path) and (first := FIRST_ROWS.fullmatch(path)):
-        path = first["path"]
-    paths = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    return paths, first and int(first["rows"])
-
-
 def _read_hub(name: str, where: str) -> dict[str, datasets.Dataset]:
     """The splits of a dataset on the hub. Raises UserError if the hub does not give it."""
-    found = HUB_NAME.fullmatch(name)
-    if kind_of_file(name) or not found:
+    found = hub_name(name)
+    if not found:
         raise UserError(where, "file not found")
     try:
         return datasets.load_dataset(found["name"], found["config"])

@@ -8,11 +8,8 @@ import datasets
 from trainer.datasets.files.csv_files import read_csv_files
 from trainer.datasets.files.json_files import read_json_files
 from trainer.datasets.files.read_faults import explain
+from trainer.datasets.files.set_names import COMPRESSED, FORMATS, LINES, kind_of_file
 from trainer.errors import UserError
-
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # after .json and .jsonl
-LINES = {".txt": "text"}  # each line is a row with the column `text`; only if the file is named, not in a folder
-FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Dataset]:
@@ -37,15 +34,6 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Da
         plain = [name for name in names if not name.lower().endswith(COMPRESSED)]
         raise explain(error, kind, plain, where) from None
     return splits
-
-
-def kind_of_file(name: str) -> str | None:
-    """The reader of a file by its name, or None."""
-    stem, end = os.path.splitext(name.lower())
-    if end in COMPRESSED:
-        kind = FORMATS.get(os.path.splitext(stem)[1])
-        return kind if kind == "json" else None
-    return (FORMATS | LINES).get(end)
 
 
 def _validate_once(rows: datasets.Dataset) -> None:

@@ -28,7 +28,7 @@ from trainer.distributed import collectives
 from trainer.model_folders.model_folder import unwrapped
 from trainer.model_parallel.tensor_parallel import copy_on_meta, forward_on_meta
 from trainer.runs.feature import Feature
-from trainer.runs.outputs import make_writable
+from trainer.runs.output_folders import make_writable
 from trainer.training.loop import LoopHooks
 
 TRACE = "trace.safetensors"

@@ -7,39 +7,16 @@ import functools
 from collections.abc import Callable
 
 from trainer.datasets.samples.preference import collate_pairs
-from trainer.entry import quiet_libraries
-from trainer.errors import UserError
 from trainer.flags.online_flags import OnlineDPOArguments
-from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import AdvantageArguments, KLArguments, PPOArguments
+from trainer.flags.rules import refuse
 from trainer.methods.ranked_pairs import PairSet, best_and_worst, make_pair_updates
 from trainer.rollout.placement import move, trained_by
 from trainer.runs.preference_runs import check_losses, needs_reference, pair_loss
 from trainer.runs.rl import rl_run
-from trainer.runs.rl.rl_checks import EVAL_METRICS, check_rewards, check_rollouts, facts_of_rollouts
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
-from trainer.runs.run_training import check_flags
 
 COMMAND = "train_dpo"
-
-
-def parse(argv: list[str]) -> OnlineDPOArguments:
-    args = parse_arguments(OnlineDPOArguments, "train_dpo --online", argv)
-    for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
-        if value is None:
-            raise UserError(flag, "missing", "a path or hub name; --online has no demo")
-    return args
-
-
-def validate(args: OnlineDPOArguments) -> None:
-    """Raise UserError for flags that do not go together."""
-    if not args.preference.online:
-        raise UserError("--online", "false", "leave it out")
-    facts = check_losses(args.preference) | facts_of_rollouts(args.scores)
-    check_flags("train_dpo --online", args, EVAL_METRICS, **facts)
-    check_rollouts(args.rollout)
-    has_other_scores = args.rollout.rollouts_from and not args.data.eval_dataset
-    check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
 
 
 def as_ppo(args: OnlineDPOArguments) -> PPOArguments:
@@ -103,9 +80,8 @@ def make_updates(run: RLRun) -> Callable:
     return make_pair_updates(loss_fn, run.args.rollout.n_samples_per_prompt)
 
 
-def run_online(argv: list[str]) -> None:
-    args = parse(argv)
-    quiet_libraries()
-    validate(args)
+def train(args: OnlineDPOArguments) -> None:
+    """A run on these flags, which `online_checks.check` has checked."""
+    refuse("train_dpo --online", args, **check_losses(args.preference))
     method = RLMethod(COMMAND, make_pairs_of, make_updates, per_prompt=1, rules="train_dpo --online", own_flags=args)
     rl_run.train(as_ppo(args), method=method)

@@ -5,19 +5,16 @@ import os
 
 from trainer.errors import UserError
 from trainer.flags.rl_flags import EnvironmentArguments, PPOArguments, RolloutArguments, ScoreArguments
-from trainer.models.losses.policy_loss import POLICY_LOSSES
 from trainer.rollout.envs.environments import load_environment
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
 from trainer.rollout.rewards.reward_functions import needs_labels
-from trainer.runs.run_training import check_flags
+from trainer.runs.flag_checks import check_flags
 
 EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
 
 
 def validate(args: PPOArguments, is_demo: bool = False) -> None:
     """Raise UserError for flags that no run could have."""
-    if args.advantage.policy_loss not in POLICY_LOSSES:
-        raise UserError("--policy_loss", args.advantage.policy_loss, ", ".join(POLICY_LOSSES))
     check_flags("train_ppo", args, EVAL_METRICS, is_demo=is_demo, **facts_of_rollouts(args.scores))
     if args.advantage.dual_clip is not None and args.advantage.dual_clip <= 1:
         raise UserError("--dual_clip", f"{args.advantage.dual_clip:g}", "above 1")

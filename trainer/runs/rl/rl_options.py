@@ -1,9 +1,10 @@
 """The options of the algorithm, from the flags of `train_ppo`."""
 
+from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
-from trainer.models.losses.policy_loss import PolicyOptions
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 
 
@@ -22,6 +23,12 @@ def sampling_of(args: PPOArguments, stop_ids: tuple[int, ...] = ()):
     return Sampling(
         args.rollout.temperature, args.rollout.generate_max_len, stop_ids, tuple(args.rollout.stop or ()), **truncation
     )
+
+
+def check_policy_loss(name: str) -> None:
+    """Raise UserError for a --policy_loss that is not in the file of policy losses."""
+    if name not in POLICY_LOSSES:
+        raise UserError("--policy_loss", name, ", ".join(POLICY_LOSSES))
 
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):

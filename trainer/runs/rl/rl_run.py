@@ -24,7 +24,7 @@ from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
 from trainer.runs.feature import apply
 from trainer.runs.rl.rl_features import RL_FEATURES
-from trainer.runs.rl.rl_options import ppo_options
+from trainer.runs.rl.rl_options import check_policy_loss, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
 from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, tokenizer_of_rows
@@ -39,6 +39,7 @@ POLICY = RLMethod("train_ppo", make_batches_of)
 
 def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) -> None:
     """One run, in the order of its parts: strategy, prompts, roles, features, state, phases, save. Flags are checked."""
+    check_policy_loss(args.advantage.policy_loss)
     run = RLRun(method=method, args=args, auto_class=AutoModelForCausalLM)
     kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
     run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)

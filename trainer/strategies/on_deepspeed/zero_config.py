@@ -2,7 +2,7 @@
 
 from typing import Optional
 
-from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.strategies.on_deepspeed.autotp_layers import tensor_parallel_config
 from trainer.strategies.options import StrategyOptions
 

@@ -1,0 +1,114 @@
+"""`trainer COMMAND`: every command under one name. A training command takes its ranks along:
+
+trainer sft --nproc 2 --pretrain MODEL --dataset data.jsonl ...
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from trainer.entry import EXIT_INTERRUPTED, leave, run_command
+from trainer.errors import UserError
+
+TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
+OTHERS = (
+    "check", "doctor", "export", "make_demo", "plan", "prepare_data", "report", "serve_engine", "serve_rm", "verify_run",
+    "watch",
+)  # fmt: skip
+# flags of torchrun, for runs on several nodes
+NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
+USAGE = f"""usage: trainer COMMAND [--nproc N] [--flag value ...]
+
+to train:   {", ".join(TRAINING)}
+besides:    {", ".join(OTHERS)}
+
+--nproc N   ranks on this machine (default: 1), for commands that train
+{", ".join(f"--{name}" for name in NODE_FLAGS)}: as torchrun has them, for several machines
+
+example:    trainer sft --nproc 2 --pretrain MODEL --dataset data.jsonl --apply_chat_template
+            trainer sft --help
+"""
+
+
+def run(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    name = TRAINING.get(argv[0], argv[0])
+    if name not in (*TRAINING.values(), *OTHERS):
+        raise UserError(argv[0], "no such command", ", ".join((*TRAINING, *OTHERS)))
+    door = importlib.import_module(f"trainer.cli.{name}")
+    num_ranks, nodes, flags = split(argv[1:]) if name not in OTHERS else (1, {}, argv[1:])
+    if num_ranks > 1 or nodes:
+        with world_size(num_ranks, nodes):
+            door.check(flags)
+        start_ranks(f"trainer.cli.{name}", num_ranks, nodes, flags)
+    else:
+        sys.argv = [name, *flags]
+        door.main()
+
+
+def split(argv: list[str]) -> tuple[int, dict[str, str], list[str]]:
+    """(ranks on this machine, flags for torchrun, flags of the command)."""
+    own, flags, rest = {}, [], iter(argv)
+    for word in rest:
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in ("nproc", "nproc_per_node", *NODE_FLAGS):
+            own[name.removesuffix("_per_node")] = value if has_value else next(rest, "")
+        else:
+            flags.append(word)
+    num_ranks = own.pop("nproc", "1")
+    if not num_ranks.isdecimal() or int(num_ranks) < 1:
+        raise UserError("--nproc", repr(num_ranks), "the number of ranks on this machine")
+    return int(num_ranks), own, flags
+
+
+@contextlib.contextmanager
+def world_size(num_ranks: int, nodes: dict[str, str]) -> Iterator[None]:
+    """Inside, WORLD_SIZE is what the ranks will see, unless the number of nodes may change ("1:4")."""
+    num_nodes = nodes.get("nnodes", "1")
+    os.environ["WORLD_SIZE"] = str(num_ranks * int(num_nodes) if num_nodes.isdecimal() else num_ranks)
+    yield
+    del os.environ["WORLD_SIZE"]
+
+
+def start_ranks(module: str, num_ranks: int, nodes: dict[str, str], flags: list[str]) -> None:
+    """Start the ranks as torchrun does, pass signals on, and end with the exit code of the rank that failed first.
+
+    A rank prints its own error. So nothing is printed here, unless a rank died without a word.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    logging.disable(logging.CRITICAL)  # of torchrun: each rank that is ended
+    # not before the flags are checked: it imports torch
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    where = [f"--{name}={value}" for name, value in nodes.items()] or ["--standalone"]
+    try:
+        torchrun.run(torchrun.parse_args([*where, f"--nproc_per_node={num_ranks}", "-m", module, *flags]))
+    except SignalException:
+        leave(EXIT_INTERRUPTED)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        left = [code for code in codes.values() if code > 0]
+        if not left:
+            # torchrun ends the others by SIGTERM
+            rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, rank))
+            name = signal.Signals(-codes[rank]).name
+            raise UserError(
+                f"rank {rank}", f"ended by {name}", instead="SIGKILL is often for want of memory."
+            ) from None
+        leave(max(left))
+
+
+def main() -> None:
+    run_command(run)
+
+
+if __name__ == "__main__":
+    main()

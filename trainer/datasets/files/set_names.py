@@ -1,0 +1,46 @@
+"""The names of data sets, as flags have them: which are files, and which may be names on the hub. No library is used."""
+
+import glob
+import os
+import re
+
+from trainer.errors import UserError
+
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # after .json and .jsonl
+LINES = {".txt": "text"}  # each line is a row with the column `text`; only if the file is named, not in a folder
+HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
+FIRST_ROWS = re.compile(r"(?P<path>.+)#(?P<rows>[1-9]\d*)")  # data.jsonl#500
+
+
+def check_files(names: str | None, flag: str) -> None:
+    """Raise UserError for a comma-separated name that is neither there nor a name on the hub, or for an empty file."""
+    for name in filter(None, map(str.strip, (names or "").split(","))):
+        paths, num_rows = local_paths(name)
+        if not paths and hub_name(name if num_rows is None else name.rpartition("#")[0]) is None:
+            raise UserError(f"{flag} {name}", "file not found")
+        if len(paths) == 1 and os.path.isfile(paths[0]) and not os.path.getsize(paths[0]):
+            raise UserError(f"{flag} {name}", "no rows")
+
+
+def local_paths(name: str) -> tuple[list[str], int | None]:
+    """The files of a set, or its folder, and the number of rows to take. No path: it is not on this machine."""
+    path, first = os.path.expanduser(name), None
+    if not os.path.exists(path) and (first := FIRST_ROWS.fullmatch(path)):
+        path = first["path"]
+    paths = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    return paths, first and int(first["rows"])
+
+
+def hub_name(name: str) -> re.Match | None:
+    """The parts `name` and `config` of what the hub might have, or None."""
+    return None if kind_of_file(name) else HUB_NAME.fullmatch(name)
+
+
+def kind_of_file(name: str) -> str | None:
+    """The reader of a file by its name, or None."""
+    stem, end = os.path.splitext(name.lower())
+    if end in COMPRESSED:
+        kind = FORMATS.get(os.path.splitext(stem)[1])
+        return kind if kind == "json" else None
+    return (FORMATS | LINES).get(end)

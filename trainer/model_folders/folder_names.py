@@ -1,0 +1,39 @@
+"""What the names of the files in a model folder tell. Nothing is opened, and no library is used."""
+
+import os
+
+from trainer.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def check_model_name(name: str, flag: str) -> None:
+    """Raise UserError for a path without a model, which `flag` names. A name on the hub passes."""
+    if os.path.isdir(name):
+        held = os.listdir(name)
+        if "config.json" in held and "adapter_config.json" not in held:
+            find_weights(name, flag)
+        elif "adapter_config.json" not in held:
+            inner = os.path.join(name, "model")
+            is_run = os.path.isfile(os.path.join(inner, "config.json"))
+            instead = f"Did you mean {inner}?" if is_run else ""
+            raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder", instead)
+    elif os.path.exists(name):
+        raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
+    elif name.startswith((".", "/", "~")):
+        raise UserError(flag, f"{name} is not found", "a Hugging Face model folder or hub name")
+
+
+def find_weights(folder: str, flag: str = "") -> str:
+    """The kind of weights in the model folder: 'safetensors' or 'bin'.
+
+    Raises:
+        UserError: there are none; `flag` named the model.
+    """
+    names = os.listdir(folder)
+    if INDEX in names or SINGLE in names:
+        return "safetensors"
+    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")) for name in names):
+        return "bin"
+    raise UserError(flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}")

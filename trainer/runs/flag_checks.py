@@ -1,0 +1,108 @@
+"""Checks of the flags of a run that need no torch, from the cheapest on: before ranks start, before libraries load."""
+
+import importlib.util
+import json
+import os
+
+from trainer.datasets.files.set_names import check_files
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes, validate_batch_sizes
+from trainer.errors import UserError
+from trainer.flags.common_flags import SCHEDULES, LoraArguments
+from trainer.flags.parse_flags import check_numbers, check_secrets, flat
+from trainer.flags.rule import knowledge
+from trainer.flags.rules import COMMANDS, refuse
+from trainer.model_folders.folder_names import check_model_name
+from trainer.runs import output_folders
+from trainer.strategies import refuse_options
+from trainer.strategies.options import StrategyOptions
+
+MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")  # they name folders of models
+SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
+
+
+def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
+    """Raise UserError for flags that no run could have, before any rank, data or model is used.
+
+    `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
+    """
+    refuse(command, args, is_demo=is_demo, **facts)
+    check_numbers(flat(args))
+    check_secrets(flat(args))
+    if args.optimizer.lr_scheduler not in SCHEDULES:
+        raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))
+    check_adapter(args.lora)
+    output_folders.check_mirrors(args.output.use_wandb, args.output.use_tensorboard)
+    output_folders.check_best_metric(args.checkpoint.best_metric_key, eval_metrics)
+    check_layout(args)
+    check_outputs(args)
+    if not is_demo:
+        check_inputs(args)
+
+
+def check_adapter(flags: LoraArguments) -> None:
+    """Raise UserError for a missing package, or for values that no adapter can have."""
+    needed = {
+        "--lora_rank": ("peft", "lora", flags.lora_rank),
+        "--load_in_4bit": ("bitsandbytes", "qlora", flags.load_in_4bit),
+    }
+    for flag, (package, extra, is_used) in needed.items():
+        if is_used and importlib.util.find_spec(package) is None:
+            raise UserError(flag, f"{package} is not installed", f"pip install -e '.[{extra}]'")
+    if flags.lora_dropout == 1:
+        raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
+    if flags.target_modules is not None and not names_of(flags.target_modules):
+        raise UserError("--target_modules", repr(flags.target_modules), "comma-separated names of layers")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated text."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def check_layout(args) -> None:
+    """Raise UserError for flags that the backend refuses, or that do not fit the number of ranks."""
+    flags, layout, batch = flat(args), args.layout, args.batch
+    if layout.layout == "auto":
+        return
+    refuse_options(layout.backend, StrategyOptions.from_flags(flags))
+    axes = {"dp_replicate": layout.dp_replicate_size, "sp": layout.ring_attn_size, "tp": layout.tensor_parallel_size}
+    sizes = resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), **axes)
+    if not batch.max_tokens_per_micro_batch:
+        validate_batch_sizes(batch.train_batch_size, batch.micro_train_batch_size, sizes.dp)
+
+
+def check_outputs(args) -> None:
+    """Raise UserError if the run folder, or that of a trained model, holds what must not be replaced."""
+    flags, output = knowledge(args, COMMANDS.values()), args.output
+    output_folders.check_run_folder(output.output_dir, {name: vars(flags)[name] for name in SOURCE_FLAGS})
+    saved = output_folders.saved_models(output, output.output_dir, flags.ema_beta is not None)
+    output_folders.check_saved_models(output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
+    if output.output_dir:
+        resumes = args.checkpoint.load_checkpoint is not None
+        output_folders.check_free(output.output_dir, output.overwrite, resumes)
+
+
+def check_inputs(args) -> None:
+    """Raise UserError for files that are absent, folders that hold no model, or texts beyond the model's positions."""
+    flags = knowledge(args, COMMANDS.values())
+    for name in ("dataset", "eval_dataset"):
+        check_files(vars(flags)[name], f"--{name}")
+    for name in MODEL_FLAGS:
+        for folder in filter(None, (vars(flags)[name] or "").split(",")):
+            check_model_name(folder, f"--{name}")
+    if "rollout" in vars(args):
+        check_length(args)
+
+
+def check_length(args) -> None:
+    """Raise UserError for texts that are longer than the positions of a model in a local folder."""
+    path = os.path.join(args.model.pretrain, "config.json")
+    if not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
+    if limit and prompt + response > limit:
+        found = f"{prompt} + {response} tokens, more than the model's {limit} positions"
+        raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")

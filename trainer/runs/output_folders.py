@@ -1,0 +1,145 @@
+"""The folders that a run writes: the checks before it starts, and their locks. It imports no torch."""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import socket
+import tempfile
+import time
+from typing import Optional
+
+from trainer.errors import UserError
+from trainer.flags.common_flags import OutputArguments
+from trainer.metrics import METRICS_FILE
+
+LOCK_FILE = ".lock"
+_locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
+
+
+def check_free(folder: str, overwrite: bool, resumes: bool) -> None:
+    """Raise UserError for a file, or for a folder with a run that is neither resumed nor overwritten."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError("--output_dir", f"{folder} is a file", "a folder")
+    if holds_run(folder) and not (resumes or overwrite):
+        allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
+        raise UserError("--output_dir", f"{folder} holds another run", allowed)
+
+
+def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]]) -> None:
+    """Raise UserError for a run folder that is no place to write and remove files in.
+
+    `sources` are the flags that name models and data, comma-separated.
+    """
+    if not output_dir:
+        return
+    place = os.path.realpath(output_dir)
+    if place in ("/", os.path.realpath(os.path.expanduser("~"))):
+        raise UserError("--output_dir", f"{output_dir} is {place}", "a folder within it")
+    for name, value in sources.items():
+        if any(os.path.realpath(source.strip()) == place for source in (value or "").split(",") if source.strip()):
+            raise UserError(
+                "--output_dir", f"{output_dir} is the folder of --{name}", "another folder, or one within it"
+            )
+    if os.path.exists(os.path.join(place, "config.json")):
+        raise UserError("--output_dir", f"{output_dir} holds a model", "another folder, or one within it")
+
+
+def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
+    """Make the run folder and lock it. A run that is overwritten is removed. Raises like `check_free`."""
+    check_free(folder, overwrite, resumes)
+    if holds_run(folder) and not resumes:
+        lock_folder(folder)
+        for name in f"{METRICS_FILE} config.yaml certificate.json tensorboard checkpoints rollouts.jsonl ahead".split():
+            path = os.path.join(folder, name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    make_writable("--output_dir", folder)
+    lock_folder(folder)
+
+
+def lock_folder(folder: str) -> None:
+    """Make this process the only writer of a run folder until it ends. Raises UserError if another run writes there.
+
+    The kernel frees the lock when its process dies, so no lock is ever stale. The file says who holds it.
+    """
+    path = os.path.realpath(os.path.join(folder, LOCK_FILE))
+    if path in _locks:
+        return
+    lock = _locks[path] = os.open(path, os.O_RDWR | os.O_CREAT)
+    for seconds in [0.25] * 20 + [0]:  # a run that was just killed may need a moment to go
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            time.sleep(seconds)
+        except OSError:
+            return  # a file system without locks
+    else:
+        found = f"{folder} is being written by another run ({os.read(lock, 500).decode()})"
+        raise UserError("--output_dir", found, "another folder, or end that run first")
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def holds_run(folder: str) -> bool:
+    """Whether a run has written there. A run with --verify_resume leaves only checkpoints."""
+    checkpoints = os.path.join(folder, "checkpoints")
+    return os.path.exists(os.path.join(folder, METRICS_FILE)) or (
+        os.path.isdir(checkpoints) and any(os.scandir(checkpoints))
+    )
+
+
+def make_writable(flag: str, folder: str) -> None:
+    """Make `folder` and write a temporary file in it. Raises UserError if that fails."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(flag, f"{folder}: {error.strerror}", "a folder that can be written") from None
+
+
+def saved_models(output: OutputArguments, output_dir: Optional[str], has_average: bool = False) -> list[str]:
+    """The folder of the trained model, from the flags or under `output_dir`; a second one for the average of --ema_beta."""
+    if output.no_save or not (output.save_path or output_dir):
+        return []
+    path = (output.save_path or os.path.join(output_dir, "model")).rstrip("/") or "/"
+    return [path, f"{path}_ema"] if has_average else [path]
+
+
+def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[str, Optional[str]]) -> None:
+    """Raise UserError if saving would replace anything but an old model. Saving replaces the whole folder.
+
+    `sources` are the flags that name folders of models, comma-separated.
+    """
+    flag, other = "--save_path", "a new or empty folder, or a model to replace"
+    if not output.save_path:
+        flag, other = "--output_dir", "another folder, or --save_path"
+    for path in saved:
+        target = os.path.realpath(path)
+        for name, value in {"output_dir": output.output_dir, **sources}.items():
+            for folder in filter(None, (value or "").split(",")):
+                if os.path.commonpath([target, os.path.realpath(folder)]) == target:
+                    raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
+        if os.path.isfile(target):
+            raise UserError(flag, f"{path} is a file", "a folder")
+        if os.path.ismount(target):
+            raise UserError(flag, f"{path} is a mount point, which cannot be replaced", "a folder within it")
+        held = set(os.listdir(target)) if os.path.isdir(target) else set()
+        if held and not held & {"config.json", "adapter_config.json"}:
+            raise UserError(flag, f"{path} holds no model", other)
+        if held and not (output.save_path or output.overwrite or holds_run(output.output_dir)):
+            raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
+
+
+def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
+    """Raise UserError, with the pip extra, for a requested metrics package that is not installed."""
+    for flag, used, package in (("use_wandb", use_wandb, "wandb"), ("use_tensorboard", use_tensorboard, "tensorboard")):
+        if used and importlib.util.find_spec(package) is None:
+            raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{package}]'")
+
+
+def check_best_metric(key: Optional[str], eval_metrics: tuple[str, ...]) -> None:
+    """Raise UserError for a --best_metric_key that no evaluation gives."""
+    if key and key not in eval_metrics:
+        raise UserError("--best_metric_key", f"{key}, which no evaluation gives", ", ".join(eval_metrics))
