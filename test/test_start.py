@@ -1,13 +1,17 @@
-"""The command `trainer`: it checks flags before ranks start, and its ranks end with it."""
+"""The command `trainer`: it checks flags before ranks start, and its ranks end with it. The first line of a run."""
 # ruff: noqa: F811 (a fixture of another file)
 
+import json
 import signal
 import subprocess
 import sys
 
 import pytest
 from launch import run_until_gone
+from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
+
+from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "missing file", "broken line"])
@@ -36,5 +40,40 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
             process.send_signal(signal.SIGINT)
             break
     rest = process.communicate(timeout=120)[0]  # the pipe closes when every rank is gone
+    assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, to stopped\n"), lines[0]
     assert process.returncode == 75 and "Traceback" not in rest, "".join(lines)[-2000:] + rest
     assert rest.count("SIGINT") == 1 and rest.splitlines()[-1].startswith("stopped by SIGINT"), rest
+
+
+@pytest.mark.parametrize(
+    ("facts", "fast"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw\n", False),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd atomics\n", False),
+        ("Features\t: fp asimd i8mm bf16\n", True),
+        ("model name\t: A CPU with bf16\nflags\t\t: avx2\n", False),
+    ],
+)
+def test_auto_is_bf16_only_where_the_cpu_has_its_instructions(tmp_path, monkeypatch, facts, fast):
+    (tmp_path / "cpuinfo").write_text(facts)
+    assert multiplies_bf16("cpu", str(tmp_path / "cpuinfo")) is fast
+    monkeypatch.setattr("trainer.runs.start_line.multiplies_bf16", lambda device: fast)
+    assert resolve_dtype("auto", "cpu") == ("bf16" if fast else "fp32")
+    assert [resolve_dtype(name, "cpu") for name in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
+
+
+def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path):
+    weights = load_file(demo / "demo/model/model.safetensors")
+    total = sum(tensor.numel() for tensor in weights.values())
+    assert count_parameters(demo / "demo/model") == total > 0
+    (tmp_path / "config.json").write_text("{}")
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    where = {name: names[i % 2] for i, name in enumerate(weights)}
+    for file in names:
+        save_file({name: weights[name] for name in weights if where[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert count_parameters(tmp_path) == total
+    (tmp_path / names[0]).write_bytes(b"broken")
+    assert count_parameters(tmp_path) is None and count_parameters(tmp_path / "none") is None

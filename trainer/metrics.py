@@ -193,6 +193,14 @@ def host_peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def shown_number(count: float) -> str:
+    """12345 as "12.35 thousand"."""
+    for unit, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.3g}"
+
+
 def step_line(row: dict, total_steps: int) -> str:
     """The readable line of a training step."""
     skipped = " | skipped: not finite" if row.get("skipped") else ""

@@ -18,7 +18,7 @@ from trainer.datasets.batches.global_batches import (
     contiguous_slice,
     epoch_order,
 )
-from trainer.distributed.mesh import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
+from trainer.distributed.mesh_sizes import MeshSizes, resolve_mesh_sizes, validate_batch_sizes
 from trainer.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)

@@ -12,7 +12,8 @@ from odd_plan_models import EXTRA, LAYOUTS, MODELS, SIZES, make_config
 from tensor_parallel_checks import make_samples, plain_run, strategy_run
 from transformers import AutoModelForCausalLM
 
-from trainer.distributed.mesh import build_meshes, resolve_device, resolve_mesh_sizes
+from trainer.distributed.mesh import build_meshes, resolve_device
+from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.entry import end_well
 from trainer.errors import UserError
 from trainer.model_parallel import tensor_parallel

@@ -9,7 +9,7 @@ from launch import ROOT, run_process
 from transformers import AutoModelForCausalLM
 
 from trainer.compare.zoo.zoo_models import tiny_config
-from trainer.distributed.mesh import MeshSizes
+from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import validate_experts
 from trainer.model_parallel.tensor_parallel import resolve_tp_plan

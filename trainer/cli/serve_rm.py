@@ -28,7 +28,7 @@ class ServeArguments:
     max_text_kb: int = arg(4096, "longest text of a prompt or a response, in KB", type="PositiveInt")
     read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
     max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
-    param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype")
+    param_dtype: Literal["auto", "bf16", "fp32"] = arg("auto", "compute dtype; auto as in training")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
@@ -63,6 +63,7 @@ def run(argv: list[str]) -> None:
     from trainer.rollout.rewards.model_scorer import ModelScorer
     from trainer.rollout.rewards.remote_rewards import read_key
     from trainer.rollout.rewards.reward_service import Limits, listen, serve
+    from trainer.runs.start_line import resolve_dtype
     from trainer.strategies.dtypes import DTYPES
 
     key = read_key("--api_key", args.api_key) if args.api_key else None
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> None:
     listening = listen(args.host, args.port)
     scorer = ModelScorer(
         args.reward_pretrain,
-        dtype=DTYPES[args.param_dtype],
+        dtype=DTYPES[resolve_dtype(args.param_dtype, args.device)],
         device=args.device,
         batch_size=args.batch_size,
         max_len=args.max_len,

@@ -6,12 +6,13 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_dpo --backend fsdp2 --pretrain 
 import functools
 
 from trainer.datasets.demos.demo_flags import DPO_DEFAULTS
-from trainer.entry import quiet_libraries, run_command
+from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import DPOArguments
 from trainer.runs.flag_checks import check_flags
 from trainer.runs.rl import online_checks
+from trainer.runs.start_line import begin
 
 COMMAND = "train_dpo"
 EVAL_METRICS = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin")
@@ -69,7 +70,7 @@ def run_online(argv: list[str]) -> None:
     """`--online` is another command, with flags of its own."""
     args = online_checks.check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from trainer.runs.rl.online_dpo import train
 
     train(args)
@@ -80,7 +81,7 @@ def run(argv: list[str]) -> None:
         return run_online(argv)
     args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from trainer.runs.run_training import train
 
     train(args, method_of(args), is_demo)

@@ -3,11 +3,12 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain MODEL --teacher MODEL --dataset data.jsonl ...
 """
 
-from trainer.entry import quiet_libraries, run_command
+from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.runs.flag_checks import check_flags
+from trainer.runs.start_line import begin
 
 COMMAND = "train_kd"
 EVAL_METRICS = ("eval_loss", "eval_teacher_kl", "eval_nll")
@@ -32,7 +33,7 @@ def check(argv: list[str]) -> KDArguments:
 def run(argv: list[str]) -> None:
     args = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from transformers import AutoModelForCausalLM
 
     from trainer.datasets.samples.sft_samples import render_sample

@@ -5,11 +5,12 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 """
 
 from trainer.datasets.demos.demo_flags import PPO_DEFAULTS
-from trainer.entry import quiet_libraries, run_command
+from trainer.entry import run_command
 from trainer.flags.names.presets import with_preset, with_teacher
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.rl_flags import PPOArguments
 from trainer.runs.rl.rl_checks import validate
+from trainer.runs.start_line import begin
 
 COMMAND = "train_ppo"
 
@@ -33,7 +34,7 @@ def check(argv: list[str]) -> tuple[PPOArguments, bool]:
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from trainer.runs.rl.rl_run import train
 
     train(args, is_demo)

@@ -6,10 +6,11 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_rm --backend fsdp2 --pretrain M
 import functools
 
 from trainer.datasets.demos.demo_flags import RM_DEFAULTS
-from trainer.entry import quiet_libraries, run_command
+from trainer.entry import run_command
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import RMArguments
 from trainer.runs.flag_checks import check_flags
+from trainer.runs.start_line import begin
 
 COMMAND = "train_rm"
 EVAL_METRICS = ("eval_loss", "eval_accuracy", "eval_margin")
@@ -30,7 +31,7 @@ def check(argv: list[str]) -> tuple[RMArguments, bool]:
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from transformers import AutoModelForSequenceClassification
 
     from trainer.datasets.samples.preference import collate_pairs, render_pair

@@ -4,10 +4,11 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain 
 """
 
 from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
-from trainer.entry import quiet_libraries, run_command
+from trainer.entry import run_command
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.runs.flag_checks import check_flags
+from trainer.runs.start_line import begin
 
 COMMAND = "train_sft"
 EVAL_METRICS = ("eval_loss",)
@@ -28,7 +29,7 @@ def check(argv: list[str]) -> tuple[SFTArguments, bool]:
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
+    begin(COMMAND, args)
     from transformers import AutoModelForCausalLM
 
     from trainer.compare.certificates.plain_replay import REPLAY

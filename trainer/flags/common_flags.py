@@ -17,8 +17,10 @@ class ModelArguments:
     """Model"""
 
     pretrain: Optional[str] = arg(None, "model folder or hub name; without this and --dataset, the embedded demo")
-    param_dtype: Literal["bf16", "fp16", "fp32"] = arg(
-        "bf16", "compute dtype; master weights, Adam and reduction stay fp32"
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = arg(
+        "auto",
+        "compute dtype; auto: bf16, or fp32 on a CPU without bf16 instructions; "
+        "master weights, Adam and reduction stay fp32",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = arg(
         "auto", "attention kernel; auto: sdpa, or eager for a model that has no sdpa"

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.errors import UserError
+from trainer.metrics import shown_number
 from trainer.model_folders.model_folder import read_config
 from trainer.planning.plan_inputs import GB, Machine, Work
 from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, sizes_of
@@ -145,7 +146,7 @@ def report(model: torch.nn.Module, name: str, machine: Machine, gpu_memory: floa
     s, choices = sizes_of(model), make_plan(model, machine, work)
     fits, unfit = [c for c in choices if not c.problem], [c for c in choices if c.problem]
     parts = [
-        f"{s.num_params / 1e9:.2f} billion parameters, {s.active_params / 1e9:.2f} of them for each token; "
+        f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; "
         f"{machine.gpus} GPUs of {gpu_memory:g} GB on {machine.nodes} nodes; "
         f"{work.samples} packed samples of {work.max_len} tokens a step",
         f"{len(fits)} of {len(choices)} layouts fit. The quickest:",

@@ -13,6 +13,7 @@ from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.model_folders.folder_names import check_model_name
 from trainer.runs import output_folders
+from trainer.runs.start_line import resolve_dtype
 from trainer.strategies import refuse_options
 from trainer.strategies.options import StrategyOptions
 
@@ -21,10 +22,11 @@ SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 
 
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
-    """Raise UserError for flags that no run could have, before any rank, data or model is used.
+    """Raise UserError for flags that no run could have, before any rank, data or model is used. Sets --param_dtype auto.
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
+    args.model.param_dtype = resolve_dtype(args.model.param_dtype, args.layout.device)
     refuse(command, args, is_demo=is_demo, **facts)
     check_numbers(flat(args))
     check_secrets(flat(args))

@@ -152,14 +152,14 @@ def check_args(where: str, argv: tuple[str, ...] | list[str]) -> None:
 
 
 def given_param_dtype(argv: list[str]) -> str | None:
-    """The value of the last --param_dtype in the arguments. None if there is none."""
+    """The value of the last --param_dtype in the arguments. None if there is none, or auto."""
     dtype = None
     for i, arg in enumerate(argv):
         if arg == "--param_dtype" and i + 1 < len(argv):
             dtype = argv[i + 1]
         elif arg.startswith("--param_dtype="):
             dtype = arg.partition("=")[2]
-    return dtype
+    return None if dtype == "auto" else dtype
 
 
 def matrix_thresholds(dtype: str, loss: float | None, grad_norm: float | None, dump: float | None) -> Thresholds:

@@ -1,0 +1,87 @@
+"""The first line of a run, and the dtype that this machine multiplies fast. Both are known before torch is imported."""
+
+import importlib.metadata
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+from trainer.entry import quiet_libraries
+from trainer.metrics import shown_number
+from trainer.model_folders.folder_names import INDEX, SINGLE
+
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
+NO_BF16 = "this CPU has no bf16 instructions"
+
+
+def resolve_dtype(wanted: str, device: str) -> str:
+    """--param_dtype, where auto is bf16 if the device multiplies it fast, else fp32.
+
+    Without bf16 instructions, a step in bf16 took more than 20 times as long as one in fp32.
+    """
+    return ("bf16" if multiplies_bf16(device) else "fp32") if wanted == "auto" else wanted
+
+
+def multiplies_bf16(device: str, cpu_facts: str = "/proc/cpuinfo") -> bool:
+    """Whether a run on `--device` has fast products in bf16. GPUs are not told apart."""
+    if device == "cuda" or (device == "auto" and has_gpu()):
+        return True
+    try:
+        with open(cpu_facts) as lines:
+            return any(
+                line.partition(":")[0].strip() in ("flags", "Features") and BF16_INSTRUCTIONS & set(line.split())
+                for line in lines
+            )
+    except OSError:  # not Linux
+        return True
+
+
+def has_gpu() -> bool:
+    """Whether torch will find a GPU, as far as this is seen without torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return os.path.exists("/dev/nvidiactl") and not hidden and "+cpu" not in importlib.metadata.version("torch")
+
+
+def begin(command: str, args) -> None:
+    """Say what will run, then import torch and transformers, which takes seconds."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{start_line(command, args)}\nimporting libraries", flush=True)
+    quiet_libraries()
+
+
+def start_line(command: str, args) -> str:
+    """What runs where, in one line: model, size, ranks, layout, dtype, folder. `args` are the checked flags."""
+    model, layout, dtype = args.model.pretrain, args.layout, args.model.param_dtype
+    num_ranks, num_parameters = int(os.environ.get("WORLD_SIZE", 1)), count_parameters(Path(model))
+    size = f" with {shown_number(num_parameters)} parameters" if num_parameters else ""
+    axes = {"dp_replicate": layout.dp_replicate_size, "sp": layout.ring_attn_size, "tp": layout.tensor_parallel_size}
+    axes["dp"] = num_ranks // math.prod(axes.values())
+    shape = "".join(f" {name} {axes[name]}" for name in ("dp_replicate", "dp", "sp", "tp") if axes[name] > 1)
+    where = f"{num_ranks} rank{'s' * (num_ranks > 1)} of {layout.backend}{shape}"
+    if layout.layout == "auto":
+        where = f"{num_ranks} ranks, --layout auto"
+    if dtype != "fp16" and not multiplies_bf16(layout.device):
+        dtype += f" ({NO_BF16}{'; fp32 is faster' if dtype == 'bf16' else ''})"
+    return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
+
+
+def count_parameters(folder: Path) -> int | None:
+    """The parameters in the safetensors files of a model folder, from their headers. None if this is not known."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        files = {SINGLE}
+        if (folder / INDEX).exists():
+            files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        sizes = [math.prod(entry["shape"]) for file in files for entry in _header(folder / file)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None  # not here, or broken: the run will say so
+    return None if "quantization_config" in config else sum(sizes)
+
+
+def _header(path: Path) -> list[dict]:
+    """The entries of a safetensors file: the length of a JSON text as 8 bytes, then the text."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(min(length, 100_000_000)))
+    return [entry for name, entry in header.items() if name != "__metadata__"]
