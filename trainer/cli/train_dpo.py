@@ -10,7 +10,7 @@ from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import DPOArguments
-from trainer.runs.flag_checks import check_flags
+from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.rl import online_checks
 from trainer.runs.start_line import begin
 
@@ -26,11 +26,14 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
 def check(argv: list[str]):
     """`parse`, and the checks that need no torch."""
     if "--online" in argv:
-        return online_checks.check(argv)
+        args = online_checks.check(argv)
+        check_files_of(args)
+        return args
     args, is_demo = parse(argv)
     if args.preference.online:
         raise UserError("--online", "in a file of --config", "--online on the command line")
     check_flags(COMMAND, args, metrics_of(args.preference.loss), is_demo)
+    check_files_of(args, is_demo)
     return args, is_demo
 
 
@@ -68,7 +71,7 @@ def method_of(args: DPOArguments):
 
 def run_online(argv: list[str]) -> None:
     """`--online` is another command, with flags of its own."""
-    args = online_checks.check(argv)
+    args = check(argv)
     # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
     from trainer.runs.rl.online_dpo import train

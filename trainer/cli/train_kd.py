@@ -7,7 +7,7 @@ from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.parse_flags import parse_arguments
-from trainer.runs.flag_checks import check_flags
+from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
 COMMAND = "train_kd"
@@ -27,6 +27,7 @@ def check(argv: list[str]) -> KDArguments:
     """`parse`, and the checks that need no torch."""
     args = parse(argv)
     check_flags(COMMAND, args, EVAL_METRICS)
+    check_files_of(args)
     return args
 
 

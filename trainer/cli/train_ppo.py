@@ -9,6 +9,7 @@ from trainer.entry import run_command
 from trainer.flags.names.presets import with_preset, with_teacher
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.rl_flags import PPOArguments
+from trainer.runs.flag_checks import check_files_of
 from trainer.runs.rl.rl_checks import validate
 from trainer.runs.start_line import begin
 
@@ -28,6 +29,7 @@ def check(argv: list[str]) -> tuple[PPOArguments, bool]:
     """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
     validate(args, is_demo)
+    check_files_of(args, is_demo)
     return args, is_demo
 
 

@@ -9,7 +9,7 @@ from trainer.datasets.demos.demo_flags import RM_DEFAULTS
 from trainer.entry import run_command
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import RMArguments
-from trainer.runs.flag_checks import check_flags
+from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
 COMMAND = "train_rm"
@@ -25,6 +25,7 @@ def check(argv: list[str]) -> tuple[RMArguments, bool]:
     """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
     check_flags(COMMAND, args, EVAL_METRICS, is_demo)
+    check_files_of(args, is_demo)
     return args, is_demo
 
 

@@ -7,7 +7,7 @@ from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
 from trainer.entry import run_command
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import parse_or_demo
-from trainer.runs.flag_checks import check_flags
+from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
 COMMAND = "train_sft"
@@ -23,6 +23,7 @@ def check(argv: list[str]) -> tuple[SFTArguments, bool]:
     """`parse`, and the checks that need no torch."""
     args, is_demo = parse(argv)
     check_flags(COMMAND, args, EVAL_METRICS, is_demo)
+    check_files_of(args, is_demo)
     return args, is_demo
 
 

@@ -37,8 +37,6 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     output_folders.check_best_metric(args.checkpoint.best_metric_key, eval_metrics)
     check_layout(args)
     check_outputs(args)
-    if not is_demo:
-        check_inputs(args)
 
 
 def check_adapter(flags: LoraArguments) -> None:
@@ -74,19 +72,21 @@ def check_layout(args) -> None:
 
 
 def check_outputs(args) -> None:
-    """Raise UserError if the run folder, or that of a trained model, holds what must not be replaced."""
+    """Raise UserError if the folder of a trained model holds anything but a model to replace."""
     flags, output = knowledge(args, COMMANDS.values()), args.output
     output_folders.check_run_folder(output.output_dir, {name: vars(flags)[name] for name in SOURCE_FLAGS})
     saved = output_folders.saved_models(output, output.output_dir, flags.ema_beta is not None)
     output_folders.check_saved_models(output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
+
+
+def check_files_of(args, is_demo: bool = False) -> None:
+    """Raise UserError for a run folder in use, absent files, folders without a model, or texts beyond its positions."""
+    flags, output = knowledge(args, COMMANDS.values()), args.output
     if output.output_dir:
         resumes = args.checkpoint.load_checkpoint is not None
         output_folders.check_free(output.output_dir, output.overwrite, resumes)
-
-
-def check_inputs(args) -> None:
-    """Raise UserError for files that are absent, folders that hold no model, or texts beyond the model's positions."""
-    flags = knowledge(args, COMMANDS.values())
+    if is_demo:
+        return
     for name in ("dataset", "eval_dataset"):
         check_files(vars(flags)[name], f"--{name}")
     for name in MODEL_FLAGS:
