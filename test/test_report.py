@@ -159,6 +159,9 @@ def test_a_run_that_is_still_written(runs, tmp_path):
     written = (tmp_path / "metrics.jsonl").stat().st_mtime
     assert progress(run, written + 5).endswith("last row 5 s ago")
     assert progress(run, written + 3600).endswith("last row 1 h 0 min ago (does it hang?)")
+    stopped = {"event": "stop", "reason": "stopped by SIGINT after step 2"}
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + json.dumps(stopped) + "\n")
+    assert progress(read_rows(str(tmp_path)), written + 3600) == "step 2 of 4, stopped by SIGINT after step 2"
     resumed = [json.loads(line) for line in lines[1:3]]
     resumed[1]["loss"] = 7.0  # the step is trained again after a resume
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + json.dumps(resumed[1]) + "\n")

@@ -11,6 +11,7 @@ from launch import run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
+from trainer.runs.run_data import shortened
 from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype
 
 
@@ -41,6 +42,8 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
             break
     rest = process.communicate(timeout=120)[0]  # the pipe closes when every rank is gone
     assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, to stopped\n"), lines[0]
+    stop = json.loads((demo / "stopped/metrics.jsonl").read_text().splitlines()[-1])
+    assert stop["event"] == "stop" and stop["reason"] == rest.splitlines()[-1]
     assert process.returncode == 75 and "Traceback" not in rest, "".join(lines)[-2000:] + rest
     assert rest.count("SIGINT") == 1 and rest.splitlines()[-1].startswith("stopped by SIGINT"), rest
 
@@ -77,3 +80,9 @@ def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path):
     assert count_parameters(tmp_path) == total
     (tmp_path / names[0]).write_bytes(b"broken")
     assert count_parameters(tmp_path) is None and count_parameters(tmp_path / "none") is None
+
+
+def test_a_long_first_sample_is_printed_without_its_middle():
+    text = "a" * 30_000 + "b" * 30_000
+    assert shortened(text[:2000]) == text[:2000]
+    assert shortened(text) == "a" * 1000 + "\n... 58000 characters ...\n" + "b" * 1000

@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.mirrors import Mirrors
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,7 +61,7 @@ class MetricsLog:
         return len(self.waiting) > MOST_WAITING
 
     def event(self, name: str, **fields) -> None:
-        """Write a row that is not a step: start, resume, changed or end."""
+        """Write a row that is not a step: start, resume, changed, stop or end."""
         self._append({"event": name, **fields})
 
     def row(self, step: int, **values) -> None:
@@ -109,7 +109,9 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, kind, error, _) -> None:
+        if isinstance(error, (Interrupted, UserError)):
+            self.event("stop", reason=str(error))
         self.close()
         if kind is None and self.waiting:
             found = f"{len(self.waiting)} rows cannot be written: {self.fault}; the newest checkpoint has them"
@@ -206,7 +208,7 @@ def step_line(row: dict, total_steps: int) -> str:
     skipped = " | skipped: not finite" if row.get("skipped") else ""
     return (
         f"step {row['step']}/{total_steps} | epoch {row['epoch']} | loss {row['loss']:.9g} | "
-        f"grad_norm {row['grad_norm']:.9g} | lr {row['lr']:.3e} | tokens {row['tokens']} | "
+        f"grad_norm {row['grad_norm']:.9g} | lr {row['lr']:.3e} | loss tokens {row['tokens']} | "
         f"{row['step_time']:.2f} s | {row['tokens_per_second']:.0f} tok/s{skipped}"
     )
 

@@ -24,7 +24,7 @@ def test_a_fault_of_the_disk_is_one_line(fault, monkeypatch, capsys):
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(entry, "_leave", leave)
+    monkeypatch.setattr(entry, "leave", leave)
     with pytest.raises(SystemExit, match="2"):
         entry.run_command(main, [])
     assert f"error: runs/mine/x: cannot be read or written: {os.strerror(fault)}." in capsys.readouterr().err

@@ -72,8 +72,8 @@ def method_of(args: DPOArguments):
 def run_online(argv: list[str]) -> None:
     """`--online` is another command, with flags of its own."""
     args = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from trainer.runs.rl.online_dpo import train
 
     train(args)
@@ -83,8 +83,8 @@ def run(argv: list[str]) -> None:
     if "--online" in argv:
         return run_online(argv)
     args, is_demo = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from trainer.runs.run_training import train
 
     train(args, method_of(args), is_demo)

@@ -33,8 +33,8 @@ def check(argv: list[str]) -> KDArguments:
 
 def run(argv: list[str]) -> None:
     args = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from transformers import AutoModelForCausalLM
 
     from trainer.datasets.samples.sft_samples import render_sample

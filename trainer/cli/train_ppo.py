@@ -35,8 +35,8 @@ def check(argv: list[str]) -> tuple[PPOArguments, bool]:
 
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from trainer.runs.rl.rl_run import train
 
     train(args, is_demo)

@@ -31,8 +31,8 @@ def check(argv: list[str]) -> tuple[RMArguments, bool]:
 
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from transformers import AutoModelForSequenceClassification
 
     from trainer.datasets.samples.preference import collate_pairs, render_pair

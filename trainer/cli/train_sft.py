@@ -29,8 +29,8 @@ def check(argv: list[str]) -> tuple[SFTArguments, bool]:
 
 def run(argv: list[str]) -> None:
     args, is_demo = check(argv)
-    # torch is imported from here on: --help and a wrong flag have answered
     begin(COMMAND, args)
+    # torch is imported from here on: --help and a wrong flag have answered
     from transformers import AutoModelForCausalLM
 
     from trainer.compare.certificates.plain_replay import REPLAY

@@ -72,7 +72,8 @@ def train_ppo(
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
-    with StopRequest() as stop, run.timeline or contextlib.nullcontext(), roles.ahead or contextlib.nullcontext():
+    quiet = contextlib.nullcontext()
+    with StopRequest() as stop, run.timeline or quiet, roles.ahead or quiet, log.bar:
         while progress.step < loop.total_steps and not state.is_used_up(passes):
             first_step, episode = progress.step, state.prompts.episode
             facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
@@ -93,7 +94,6 @@ def train_ppo(
             with span("save"):
                 run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         run.checkpoints.end(progress)
-    log.bar.close()
     check_applied(progress)
     if state.is_used_up(passes):
         kept = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"

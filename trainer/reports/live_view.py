@@ -103,8 +103,11 @@ def progress(run: RunRows, now: float) -> str:
     times = run.series("step_time")[1][-20:]
     mean = sum(times) / len(times) if times else 0.0
     line = f"step {step}" + (f" of {total}" if total else "")
-    if run.events and run.events[-1]["event"] == "end":
+    last = run.events[-1] if run.events else {"event": ""}
+    if last["event"] == "end":
         return f"{line}, ended"
+    if last["event"] == "stop":
+        return f"{line}, {printable(str(last.get('reason')))}"
     path = os.path.join(run.folder, "metrics.jsonl")
     age = now - (os.path.getmtime(path) if os.path.exists(path) else now)
     if total and mean:

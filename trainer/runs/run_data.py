@@ -14,6 +14,8 @@ from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArgum
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
 
+SHOWN = 2000  # characters of the first sample
+
 
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
@@ -48,15 +50,22 @@ def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callabl
     `load(names, split, flag)` returns (samples, ledger). `render(sample, tokenizer)` is the sample as text.
     """
     strategy = setup.strategy
+    strategy.print(f"reading {data.dataset}")
     samples, ledger = rank_0_first(lambda: load(data.dataset, data.dataset_split, "--dataset"), in_caches=True)
     strategy.print(ledger.report("training data"))
-    strategy.print(f"first sample, loss tokens in [[ ]]:\n{render(samples[0], setup.tokenizer)}")
+    strategy.print(f"first sample, loss tokens in [[ ]]:\n{shortened(render(samples[0], setup.tokenizer))}")
     if not data.eval_dataset:
         return samples, None, ledger
     evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
     eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
     strategy.print(eval_ledger.report("evaluation data"))
     return samples, eval_samples, ledger
+
+
+def shortened(text: str) -> str:
+    """The text, without its middle if it is longer than SHOWN characters."""
+    left_out = len(text) - SHOWN
+    return text if left_out <= 0 else f"{text[: SHOWN // 2]}\n... {left_out} characters ...\n{text[-SHOWN // 2 :]}"
 
 
 def note_small_data(strategy, flag: str, size: int, samples, unit: str) -> None:

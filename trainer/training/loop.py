@@ -297,7 +297,7 @@ def train(
 
     model.train()
     log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
-    with StopRequest() as stop:
+    with StopRequest() as stop, log.bar:
         while progress.step < options.total_steps:
             started = time.perf_counter()
             batch = next(batches)
@@ -316,7 +316,6 @@ def train(
                 log.evaluation(eval_metrics, started)
             checkpoints.after_step(progress, eval_metrics, stop.received)
         checkpoints.end(progress)
-    log.bar.close()
     check_applied(progress)
     if options.parity_dump:
         dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
