@@ -10,8 +10,10 @@ from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_man
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from trainer.datasets.demos.demo import make_demo
+from trainer.flags.common_flags import EpochArguments
 from trainer.runs import run_setup
 from trainer.runs.run_setup import idle_cores
+from trainer.runs.run_training import steps_by_epoch
 
 RUNS = {
     "fsdp2": ["--backend", "fsdp2", "--param_dtype", "fp32", "--use_tensorboard"],
@@ -197,6 +199,12 @@ def test_tensorboard_mirrors_the_metrics(runs):
     assert {"train/learning_rate", "train/grad_norm", "eval/loss"} <= set(events.Tags()["scalars"])
     losses = [event.value for event in events.Scalars("train/loss")]
     assert losses == pytest.approx([row["loss"] for row in read_steps(runs / "fsdp2")], rel=1e-6)
+
+
+def test_flags_by_epoch_are_steps():
+    found = steps_by_epoch(EpochArguments(evals_per_epoch=4, saves_per_epoch=1), range(10))
+    assert found == {"eval_steps": 3, "save_steps": 10}  # never more often than asked
+    assert steps_by_epoch(EpochArguments(evals_per_epoch=9), range(2)) == {"eval_steps": 1, "save_steps": None}
 
 
 def test_wandb_offline_and_no_flags_mean_the_demo(tmp_path):

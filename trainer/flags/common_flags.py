@@ -98,6 +98,14 @@ class LengthArguments:
 
 
 @dataclass
+class EpochArguments:
+    """By epoch"""
+
+    evals_per_epoch: Optional[int] = arg(None, "evaluate N times in an epoch, and at the end", type="PositiveInt")
+    saves_per_epoch: Optional[int] = arg(None, "checkpoint N times in an epoch", type="PositiveInt")
+
+
+@dataclass
 class SFTDataArguments:
     """What to learn"""
 
@@ -308,6 +316,7 @@ class SFTArguments:
     lora: LoraArguments = group(LoraArguments)
     data: DataArguments = group(DataArguments)
     length: LengthArguments = group(LengthArguments)
+    epochs: EpochArguments = group(EpochArguments)
     sft: SFTDataArguments = group(SFTDataArguments)
     streaming: StreamingArguments = group(StreamingArguments)
     experts: RouterArguments = group(RouterArguments)

@@ -7,6 +7,7 @@ from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
     DataArguments,
+    EpochArguments,
     LayoutArguments,
     LengthArguments,
     LoraArguments,
@@ -51,6 +52,7 @@ class KDArguments:
     lora: LoraArguments = group(LoraArguments)
     data: DataArguments = group(DataArguments)
     length: LengthArguments = group(LengthArguments)
+    epochs: EpochArguments = group(EpochArguments)
     sft: SFTDataArguments = group(SFTDataArguments)
     teacher: TeacherArguments = group(TeacherArguments)
     batch: BatchArguments = group(BatchArguments)

@@ -7,6 +7,7 @@ from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
     DataArguments,
+    EpochArguments,
     ExpertArguments,
     LayoutArguments,
     LengthArguments,
@@ -103,6 +104,7 @@ class RMArguments:
     lora: LoraArguments = group(LoraArguments)
     data: DataArguments = group(DataArguments)
     length: LengthArguments = group(LengthArguments)
+    epochs: EpochArguments = group(EpochArguments)
     pairs: PreferenceDataArguments = group(PreferenceDataArguments)
     reward: RewardArguments = group(RewardArguments)
     vision: VisionArguments = group(VisionArguments)
@@ -121,6 +123,7 @@ class DPOArguments:
     lora: LoraArguments = group(LoraArguments)
     data: DataArguments = group(DataArguments)
     length: LengthArguments = group(LengthArguments)
+    epochs: EpochArguments = group(EpochArguments)
     pairs: PreferenceDataArguments = group(PreferenceDataArguments)
     preference: PreferenceArguments = group(PreferenceArguments)
     answers: SingleAnswerArguments = group(SingleAnswerArguments)

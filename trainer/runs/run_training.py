@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sized
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
+from trainer.flags.common_flags import EpochArguments
 from trainer.flags.parse_flags import flat
 from trainer.flags.rules import refuse
 from trainer.metrics import flops_per_token, full_size
@@ -53,7 +55,9 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     run.model, optimizer, scheduler = shard_model(*groups, setup, run.model, run.total_steps, tower_lr)
 
     trained = Trained(strategy, run.model, optimizer, scheduler, run.loader, setup.tokenizer)
-    checkpoints = Checkpoints(run.output_dir, trained, outputs.save_policy(args.checkpoint), identity_of(run, args))
+    policy, every = outputs.save_policy(args.checkpoint), steps_by_epoch(args.epochs, run.loader)
+    policy = dataclasses.replace(policy, save_steps=every["save_steps"] or policy.save_steps)
+    checkpoints = Checkpoints(run.output_dir, trained, policy, identity_of(run, args))
     run.progress = checkpoints.resume(args.checkpoint.load_checkpoint, run.total_steps)
     if args.checkpoint.verify_resume:
         strategy.print(verify_resume(checkpoints, run.progress, run.loss_fn, args.checkpoint.verify_resume))
@@ -63,6 +67,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, checkpoints, **facts)
     with metrics or contextlib.nullcontext():
         options, states = loop_options(args, run.total_steps), {"checkpoints": checkpoints, "progress": run.progress}
+        options = dataclasses.replace(options, eval_steps=every["eval_steps"] or options.eval_steps)
         states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
         run_loop(strategy, run.model, optimizer, scheduler, run.loader, run.loss_fn, options, **states)
         method.after_training(run)
@@ -70,6 +75,12 @@ def train(args, method: Method, is_demo: bool = False) -> None:
         if metrics:
             metrics.event("end", steps=run.total_steps)
     apply(features, run, "at_end")
+
+
+def steps_by_epoch(flags: EpochArguments, batches_of_epoch: Sized) -> dict[str, int | None]:
+    """The steps between two evaluations and two checkpoints that the flags by epoch say; None without such a flag."""
+    counts = {"eval_steps": flags.evals_per_epoch, "save_steps": flags.saves_per_epoch}
+    return {name: count and -(-len(batches_of_epoch) // count) for name, count in counts.items()}
 
 
 def start(run: Run, is_demo: bool) -> None:
