@@ -45,7 +45,7 @@ EFFECTS: dict[str, str] = {
     CONTENT: "pretrain dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
     SAMPLES: """
         dataset_split dataset_probs max_samples input_template apply_chat_template tokenizer_chat_template max_len
-        ignore_columns template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key
+        ignore_columns system template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key
         rejected_key completion_key""",
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler

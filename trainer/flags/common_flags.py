@@ -79,6 +79,7 @@ class DataArguments:
     ignore_columns: Optional[str] = arg(
         None, "columns and keys of messages to leave out, though they would change the text (comma-separated)"
     )
+    system: Optional[str] = arg(None, "system text of the conversations that have none")
     input_template: Optional[str] = arg(None, "text around the prompt; one {} stands for the prompt")
     apply_chat_template: bool = arg(False, "render rows with the tokenizer's chat template")
     tokenizer_chat_template: Optional[str] = arg(None, "chat template instead of the tokenizer's: name, file or Jinja")

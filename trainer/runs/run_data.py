@@ -36,6 +36,7 @@ def load_sft(args, tokenizer, names: str, split: str, flag: str):
         output_key=args.sft.output_key,
         input_template=args.data.input_template,
         ignore_columns=args.data.ignore_columns,
+        system=args.data.system,
         apply_chat_template=args.data.apply_chat_template,
         multiturn=args.sft.multiturn,
         pretrain_mode=args.sft.pretrain_mode,

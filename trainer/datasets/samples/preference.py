@@ -54,6 +54,7 @@ def tokenize_preference(
     num_proc: int | None = None,
     mean_flag: str | None = None,
     ignore_columns: str | None = None,
+    system: str | None = None,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
@@ -77,7 +78,7 @@ def tokenize_preference(
     others = {"--chosen_key": (*CHOSEN, *CONVERSATIONS), "--rejected_key": REJECTED}  # known names
     there = {f for f, names in others.items() if keys[f] == f[2:-4] and any(name in columns for name in names)}
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
-    reading = {"ignored": ignore_columns, "taken": (margin_key,) if margin_key else ()}
+    reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
     options = answer_options(
         rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, **reading
     )

@@ -16,7 +16,7 @@ FACTS = "prepared.json"
 PREPARED = "stop_trained"  # a column that only tokenized rows have
 # the flags that decide the tokens
 OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
-OPTIONS += ("ignore_columns",)
+OPTIONS += ("ignore_columns", "system")
 
 
 def is_prepared(rows: Dataset) -> bool:

@@ -119,6 +119,7 @@ def options_of(
     pretrain_mode: bool,
     max_len: int,
     ignore_columns: str | None = None,
+    system: str | None = None,
 ) -> _Options:
     """Decide how rows become samples, and check the flags against the columns. Raises UserError."""
     if tokenizer.eos_token_id is None:
@@ -130,6 +131,7 @@ def options_of(
         columns,
         chat=True if apply_chat_template else False if is_texts and not pretrain_mode else None,
         ignored=ignore_columns,
+        system=system,
         prompt_key=input_key,
         answer_keys=(output_key,) if output_key is not None else (),
         pretrain=pretrain_mode,
@@ -137,7 +139,7 @@ def options_of(
         input_template=input_template is not None,
     )
     flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "multiturn": multiturn}
-    flags |= {"output_key": output_key, "input_template": input_template}
+    flags |= {"output_key": output_key, "input_template": input_template, "system": system}
     refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
     check_input_template(input_template)
     _check_columns(reader, columns, tokenizer, flag)

@@ -62,6 +62,7 @@ def tokenize_unpaired(
     max_len: int,
     num_proc: int | None = None,
     ignore_columns: str | None = None,
+    system: str | None = None,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
@@ -78,7 +79,7 @@ def tokenize_unpaired(
     keys = {"--prompt_key": prompt_key, "--completion_key": completion_key}
     known = completion_key == "completion" and any(name in columns for name in (*ANSWERS, *CONVERSATIONS))
     check_keys(columns, flag, {**({} if known else keys), "--prompt_key": prompt_key, "--label_key": label_key})
-    reading = {"ignored": ignore_columns, "taken": (label_key,)}
+    reading = {"ignored": ignore_columns, "system": system, "taken": (label_key,)}
     options = answer_options(
         rows, tokenizer, ANSWER, keys, ("completion",), input_template, apply_chat_template, max_len, **reading
     )

@@ -79,6 +79,7 @@ class RowReader:
     answer_flags: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # columns and keys of messages that --ignore_columns names
     taken: tuple[str, ...] = ()  # columns that something else reads: a label, a margin, a reward
+    system: str | None = None  # of conversations that have none: --system
     chat: bool | None = None  # whether texts become messages; None: where the shape and the tokenizer allow it
     pretrain: bool = False  # --pretrain_mode
     has_template: bool = True  # of the tokenizer
@@ -93,6 +94,8 @@ class RowReader:
         found = _READERS[self.task](self, columns, notes)
         parts = {name: _without_keys(value, self.ignored) for name, value in found.parts.items()}
         chat = found.chat or any(isinstance(value, list) for value in parts.values())
+        if self.system is not None:
+            parts = _with_system(parts, self.system, chat, notes)
         if chat:
             for part, names in (("tools", TOOLS), (IMAGES, (IMAGES,))):
                 name = columns.find(names)
@@ -118,13 +121,14 @@ class _Found:
 
 
 def reader_of(task: str, columns: list[str], *, chat: bool | None, ignored: str | None = None, **facts) -> RowReader:
-    """The reader of a set with these `columns`. A column of systems, earlier turns or tools makes all rows chats.
+    """The reader of a set with these `columns`. A system text, earlier turns or tools make all rows chats.
 
     `ignored` is the value of --ignore_columns, names with commas between them.
     """
     ignored = tuple(name.strip() for name in (ignored or "").split(",") if name.strip())
     added = [name for name in (*SYSTEMS, HISTORY, *TOOLS) if name in columns and name not in ignored]
-    return RowReader(task, chat=True if added and chat is False else chat, ignored=ignored, **facts)
+    is_chat = chat is False and (added or facts.get("system") is not None)
+    return RowReader(task, chat=True if is_chat else chat, ignored=ignored, **facts)
 
 
 # --- the tasks
@@ -330,6 +334,21 @@ def _no_answer(reader: RowReader, columns: Columns, prompt: PromptPart) -> UserE
     pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
     found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
     return UserError(prompt.where or "its columns", found, pairs + NEEDED)
+
+
+def _with_system(parts: dict[str, Any], system: str, chat: bool, notes: Notes) -> dict[str, Any]:
+    """The parts with `system` before their first turns. Conversations that begin with a system text keep it."""
+    if not chat:
+        raise UserError("--system", "a text without turns has no system text", "conversations, or no --system")
+    opened = {}
+    for name in ["prompt"] if parts["prompt"] is not None else [name for name in parts if name != "prompt"]:
+        value = parts[name]
+        turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if turns and isinstance(turns[0], dict) and role_of(turns[0]) == "system":
+            notes.facts.add("--system is not used in conversations that have a system text")
+        else:
+            opened[name] = [{"role": "system", "content": system}, *turns]
+    return parts | opened
 
 
 def _without_keys(value: Any, ignored: tuple[str, ...]) -> Any:

@@ -96,7 +96,7 @@ TRAINING_NAMES = (
     PeerName("data_seed", "HTS", "--seed"),
     PeerName("template chat_template chat_template_path chat_template_jinja", "LAST", "--apply_chat_template",
              "and for a template that is not the tokenizer's: --tokenizer_chat_template"),
-    PeerName("system default_system_message", "SA", "", "put a system turn into the rows, or use --tokenizer_chat_template"),
+    PeerName("default_system_message default_system", "ALS", "--system"),
     PeerName("dataset_text_field", "T", "--pretrain_mode --input_key text", "", (SFT,)),
     PeerName("data.prompt_key", "V", "--input_key", "", (SFT, *RL)),
     PeerName("data.response_key", "V", "--output_key", "", (SFT,)),

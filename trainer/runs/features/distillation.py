@@ -36,6 +36,7 @@ OF_DATASET = {"dataset_split": "train", "dataset_probs": None, "max_samples": No
 OF_DATASET |= {
     "input_template": None,
     "ignore_columns": None,
+    "system": None,
     "apply_chat_template": False,
     "tokenizer_chat_template": None,
 }
@@ -140,6 +141,7 @@ def _prompts(args, tokenizer):
         label_key=None,
         input_template=args.data.input_template,
         ignore_columns=args.data.ignore_columns,
+        system=args.data.system,
         drop_answer=True,
         apply_chat_template=args.data.apply_chat_template,
         max_len=args.length.max_len - args.teacher.generate_max_len,

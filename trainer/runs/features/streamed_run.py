@@ -39,6 +39,7 @@ def open_stream(args, tokenizer) -> SampleStream:
         output_key=args.sft.output_key,
         input_template=data.input_template,
         ignore_columns=data.ignore_columns,
+        system=data.system,
         apply_chat_template=data.apply_chat_template,
         multiturn=args.sft.multiturn,
         pretrain_mode=args.sft.pretrain_mode,
