@@ -1,11 +1,12 @@
-"""Faults of the disk: a sample of what `python test/fault_runs.py` does with every operation on the files of a run."""
+"""Samples of `test/fault_runs.py`, where each operation on a file fails, and of `test/fuzz_folders.py`, random damage."""
 
 import errno
 import os
+import sys
 
 import pytest
 from fault_layer import FaultLayer
-from launch import ROOT, forked
+from launch import ROOT, forked, run_process
 
 from trainer import entry
 
@@ -14,6 +15,12 @@ from trainer import entry
 def test_a_checkpoint_is_there_after_a_fault_and_the_run_goes_on(backend):
     code, output = forked(1, str(ROOT / "test/fault_runs.py"), backend, "--sample", "4", "--seed", "3", timeout=200)
     assert code == 0 and "4 faults" in output, output[-6000:]
+
+
+def test_random_damage_is_noticed_or_harmless():
+    command = [sys.executable, str(ROOT / "test/fuzz_folders.py"), "--count", "60", "--seed", "5"]
+    code, output = run_process(command, timeout=200)
+    assert code == 0 and "60 cases, 0 failures" in output, output[-6000:]
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])

@@ -107,6 +107,7 @@ def test_what_is_told_and_refused_in_words():
     [
         ("train_sft", {"lora_rank": 8}, {"lora_alpha": 16}),
         ("train_sft", {"lora_rank": 8, "target_modules": "q_proj,v_proj"}, {"target_modules": "v_proj, q_proj"}),
+        ("train_sft", {"lora_rank": 8}, {"target_modules": "all-linear"}),
         ("train_dpo", {"loss": "dpo,ipo"}, {"loss_weights": [1.0, 1.0]}),
         ("train_dpo", {"beta": 1.0}, {"beta": 1}),
         ("train_kd", {}, {"kd_coef": 1.0}),

@@ -86,6 +86,8 @@ def in_effect(flags: dict[str, Any]) -> dict[str, Any]:
     for name in used.keys() & FOLLOWS.keys():
         used[name] = FOLLOWS[name](flags) if flags[name] is None else flags[name]
     used |= {name: None for name in used.keys() & set(WEIGHTS) if set(used[name] or ()) == {1}}
+    if used.get("target_modules") == "all-linear":
+        used["target_modules"] = None
     if names := used.get("target_modules"):
         used["target_modules"] = ",".join(sorted({name.strip() for name in names.split(",") if name.strip()}))
     return used
