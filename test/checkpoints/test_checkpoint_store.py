@@ -248,6 +248,16 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     assert sorted(os.listdir(root)) == ["best", "step_1", "step_4"], "the best and the newest must stay"
 
 
+def test_rotation_keeps_what_was_written_although_it_cannot_be_read_for_a_moment(tmp_path):
+    root = str(tmp_path)
+    _, written = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
+    (tmp_path / "step_2/manifest.json").rename(tmp_path / "manifest")
+    store.rotate(root, max_num=1, max_bytes=None, written=written)
+    assert (tmp_path / "step_2").exists() and (tmp_path / "step_1").exists()
+    (tmp_path / "manifest").rename(tmp_path / "step_2/manifest.json")
+    assert [os.path.basename(path) for path in store.rotate(root, 1, None, written)] == ["step_1"]
+
+
 def test_the_order_is_that_of_writing_although_the_clock_jumps_back(tmp_path, monkeypatch):
     """A checkpoint of an older version has no number, and a time. A damaged one never counts as the newest to keep."""
     root, hour, clock = str(tmp_path), 3600.0, store.time.time

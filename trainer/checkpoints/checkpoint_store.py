@@ -272,7 +272,7 @@ def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float], writte
     kept = list_checkpoints(root)
     sizes = {path: folder_bytes(path) for path in kept} if max_bytes is not None else {}
     removed = []
-    for path in _removable([path for path in kept if path != written], best):
+    for path in _removable(list(kept), best, written):
         too_many = max_num is not None and len(kept) > max_num
         too_large = max_bytes is not None and sum(sizes[other] for other in kept) > max_bytes
         if not (too_many or too_large):
@@ -284,6 +284,6 @@ def rotate(root: str, max_num: Optional[int], max_bytes: Optional[float], writte
     return removed
 
 
-def _removable(paths: list[str], best: str) -> list[str]:
+def _removable(paths: list[str], best: str, written: str) -> list[str]:
     newest = max(paths, key=_place, default="")  # not a damaged one
-    return [path for path in paths if path != newest and os.path.realpath(path) != best]
+    return [path for path in paths if path not in (newest, written) and os.path.realpath(path) != best]
