@@ -469,3 +469,19 @@ def test_counts_add_up_for_any_rows_and_length(rows, max_len):
         ids, start, _ = whole[sample["row"]]
         assert sample["input_ids"] == ids[:max_len]
         assert sample["loss_mask"] == [int(i >= max(start, 1)) for i in range(len(sample["input_ids"]))]
+
+
+def test_samples_without_a_stop_token_are_told():
+    """GLM's template ends a turn with the mark of the next role, so single turns have no end."""
+    glm = CHATML.replace("<|im_end|>\n'", "'")
+    (rows, one), warning = ([{"messages": TALK}] * 2, [{"messages": TALK[:2]}] * 2), "no sample trains a stop token"
+    for template, data, multiturn, told in (
+        (glm, one, False, True),
+        (CHATML, one, False, False),
+        (glm, rows, True, True),
+    ):
+        ledger = tokenize(data, tiny(template), multiturn=multiturn)[1]
+        assert (warning in ledger.report("data")) == told == (ledger["num_stop_trained"] == 0)
+        assert not told or "--tokenizer_chat_template" in ledger.report("data")
+    cut = tokenize(one, tiny(CHATML), max_len=len(tokenize(one, tiny(CHATML))[0][0]["input_ids"]) - 3)[1]
+    assert warning in cut.report("data") and "--max_len cuts all samples" in cut.report("data")

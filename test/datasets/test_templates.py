@@ -1,6 +1,7 @@
 """render_chat: the template's own tokens, loss on the assistant's words and their stop token, and never by a guess."""
 
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -221,3 +222,17 @@ def test_the_masked_spans_are_the_answers(pairs, template):
     tokenizer = tiny(template)
     masked = spans(tokenizer, *render_chat(tokenizer, messages, multiturn=True))
     assert masked == [answer + "<|im_end|>" for _, answer in pairs]
+
+
+def test_chatml_is_a_name_and_a_name_needs_its_tokens():
+    tokenizer = tiny(None)
+    load_chat_template("chatml", tokenizer)
+    assert render_chat(tokenizer, TALK, multiturn=True) == render_chat(tiny(CHATML), TALK, multiturn=True)
+    for name, mark in (("llama3", "<|start_header_id|>"), ("gemma2", "<start_of_turn>"), ("deepseek_v3", "<｜User｜>")):
+        with pytest.raises(UserError, match=re.escape(mark)):
+            load_chat_template(name, tiny(None))
+    load_chat_template("qwen2_5", tiny(None))
+    load_chat_template("mistral_v1", tiny(None))  # its marks are words
+    gpt2 = PreTrainedTokenizerFast(tokenizer_file=str(DATA / "tokenizers" / "gpt2" / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"chatml writes <\|im_start\|>, <\|im_end\|>, and the tokenizer has no such"):
+        load_chat_template("chatml", gpt2)

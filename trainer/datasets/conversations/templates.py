@@ -33,6 +33,7 @@ FLAG = "--tokenizer_chat_template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[str, str] = {}  # by template
+MARK_OF_TURN = re.compile(r"<[|｜][^\s<>{}'\"]+[|｜]>|<(?:start|end)_of_turn>|<turn[|]>|<[|]turn>")
 REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
 
@@ -71,12 +72,13 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
     """
     if value is None:
         return
-    template = value
-    if value in training_templates.names():
-        template = training_templates.read(value)
+    template, names = value, [*training_templates.names(), *training_templates.PLAIN]
+    if value in names:
+        template = training_templates.PLAIN.get(value) or training_templates.read(value)
+        _check_marks(value, template, tokenizer)
     elif not _is_jinja(value):
         if not os.path.isfile(value):
-            known = ", ".join(training_templates.names())
+            known = ", ".join(names)
             found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
             raise UserError(FLAG, found, f"a path, a text with {{{{ or {{%, or one of {known}")
         try:
@@ -93,6 +95,18 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
         raise UserError(FLAG, f"Jinja error in line {error.lineno}: {error.message}") from None
     except (TemplateError, TypeError, ValueError):  # it may refuse this conversation but accept the rows
         pass
+
+
+def _check_marks(name: str, template: str, tokenizer: Any) -> None:
+    """Check that the tokenizer has the marks of the template's turns. Else each would become several tokens of text."""
+    talk = [training_templates.QUESTION, training_templates.ANSWER, training_templates.QUESTION]
+    options = {"bos_token": "", "eos_token": ""} | training_templates.special_tokens(tokenizer)
+    options["add_generation_prompt"] = True
+    text = training_templates.render(template, talk, None, options)[0]
+    missing = [mark for mark in dict.fromkeys(MARK_OF_TURN.findall(text)) if mark not in tokenizer.get_vocab()]
+    if missing:
+        found = f"{name} writes {', '.join(missing)}, and the tokenizer has no such token"
+        raise UserError(FLAG, found, "a template of this model's family, or a file")
 
 
 def _is_jinja(text: str) -> bool:

@@ -15,6 +15,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trainer.datasets.conversations.control_tokens import encode
 
 FOLDER = Path(__file__).parent / "chat_templates"
+# templates by name that belong to no family of models
+PLAIN = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+}
 SYSTEM = {"role": "system", "content": "Be short."}
 QUESTION = {"role": "user", "content": " 1 + 1? "}
 ANSWER = {"role": "assistant", "content": "2\n"}

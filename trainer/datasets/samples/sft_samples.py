@@ -162,7 +162,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
         "num_loss_tokens": total("num_loss_tokens"),
         "num_stop_trained": total("stop_trained", kept),  # samples whose last loss token is a stop token
     }
-    ledger = Ledger(counts, SENTENCE + control_note(samples), lines_of(samples))
+    ledger = Ledger(counts, SENTENCE + control_note(samples), [*lines_of(samples), *no_stop(counts)])
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
@@ -170,6 +170,19 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
         raise UserError(flag, found, wanted)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
     return keep(samples, kept), ledger
+
+
+def no_stop(counts: dict[str, int]) -> list[str]:
+    """The warning for samples of which none trains a stop token: the model would learn answers without an end."""
+    if counts["num_stop_trained"] or not counts["num_samples"]:
+        return []
+    if counts["num_truncated"] >= counts["num_samples"]:
+        cure = "--max_len cuts all samples: raise it"
+    else:  # GLM: the mark of the next role ends a turn
+        cure = (
+            "the chat template ends the last answer of a row with none: give one that does (--tokenizer_chat_template)"
+        )
+    return [f"WARNING: no sample trains a stop token, so the model may never end an answer; {cure}"]
 
 
 def _has_conversations(reader: RowReader, columns: list[str]) -> bool | None:

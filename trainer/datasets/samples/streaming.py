@@ -18,7 +18,7 @@ from trainer.datasets.files.stream_rows import parsed
 from trainer.datasets.library import one_line
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import PREPARED
-from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
+from trainer.datasets.samples.sft_samples import SENTENCE, no_stop, options_of, tokenize_row
 from trainer.datasets.shapes.notes import NOTE, lines_of_notes
 from trainer.errors import UserError
 
@@ -70,7 +70,7 @@ class SampleStream:
             count(self.ledger.counts, row)
             notes.append(row[NOTE])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
-        self.ledger.lines = [f"first rows: {line}" for line in lines_of_notes(notes)]
+        self.ledger.lines = [f"first rows: {line}" for line in [*lines_of_notes(notes), *no_stop(self.ledger.counts)]]
         if not self._first:
             raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")
 
