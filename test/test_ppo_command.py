@@ -472,7 +472,8 @@ def test_a_reward_that_fails_costs_nothing_of_the_finished_steps(folder, calls, 
     assert "--reward_func" in errors[0] and "raised RuntimeError: gone" in errors[0]
     assert [path.name for path in (folder / name / "checkpoints").glob("step_*")] == [f"step_{step}"]
     shutil.copy(folder / "dense.py", reward)
-    assert train_alone(line)[0] == 0
+    code, output = train_alone([*line, "--allow_change", "reward_func"])  # the mended code is another one
+    assert code == 0, output[-3000:]
     assert train_alone(flags(folder, f"never-{name}", *more))[0] == 0
     found, expected = read_steps(folder / name), read_steps(folder / f"never-{name}")
     for key in ("loss", "grad_norm", "reward", "batch_hash"):
