@@ -75,6 +75,9 @@ class DataArguments:
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it greedily")
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
+    limits: Optional[list[str]] = arg(
+        None, "raise limits of untrusted input: NAME=NUMBER ..., see SECURITY.md", type=str, nargs="+"
+    )
     dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
     ignore_columns: Optional[str] = arg(
         None, "columns and keys of messages to leave out, though they would change the text (comma-separated)"

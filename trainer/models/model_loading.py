@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Optional
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trainer.errors import UserError, one_line
-from trainer.limits import is_inside
+from trainer.limits import MB, is_inside, limit, too_large
 from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
@@ -52,6 +53,7 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
 
 def _readable(folder: str, flag: str) -> str:
     """`folder`, after a look into its configs, its index, and the header of each file of weights."""
+    _refuse_special_files(folder, flag)
     try:
         held, stored = os.listdir(folder), set()
         names = [name for name in ("config.json", "generation_config.json", INDEX) if name in held]
@@ -82,6 +84,16 @@ def check_code(folder: str, flag: str, trust_remote_code: bool) -> None:
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         found = f"{folder} is a {config.get('model_type')}, which only its own code reads"
         raise UserError(flag, found, "--trust_remote_code after a look at that code, or another model")
+
+
+def _refuse_special_files(folder: str, flag: str) -> None:
+    """A FIFO would wait for a writer, and a device may never end. No JSON file is large."""
+    for entry in os.scandir(folder):
+        kind = os.stat(entry.path).st_mode if os.path.exists(entry.path) else 0
+        if kind and not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            raise UserError(flag, f"{entry.path} is no regular file", "a folder of files")
+        if entry.name.endswith((".json", ".jinja")) and kind and entry.stat().st_size > limit("json_mb") * MB:
+            raise too_large(flag, f"{entry.path} has {entry.stat().st_size // MB} MB", "json_mb")
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):

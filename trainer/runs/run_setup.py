@@ -13,6 +13,7 @@ from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.distributed.mesh_sizes import validate_batch_sizes
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
+from trainer.limits import raise_limits
 from trainer.models.attention.choice import resolve_attention, setup_attention
 from trainer.models.attention.packed_masks import no_search_for_packed_rows
 from trainer.models.cpu_matmul import choose_cpu_matmul
@@ -44,6 +45,7 @@ def set_up(
 ) -> Setup:
     """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
     no_search_for_packed_rows()
+    raise_limits(args.data.limits or ())
     strategy = strategy_of(args)
     is_cpu, is_packed = strategy.device.type == "cpu", args.batch.packing_samples
     refuse(command, args, is_demo=is_demo, on_cpu=is_cpu, on_gpu=not is_cpu)

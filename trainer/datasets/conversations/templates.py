@@ -26,6 +26,7 @@ from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.errors import UserError
+from trainer.limits import time_limit
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
@@ -257,17 +258,18 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}
     try:
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
-            out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
-            return out if marks or not tokenize else out[0]
-        template = chat_template(tokenizer, options.get("tools"))
-        messages = [with_parts(message, template, images=False) for message in messages]
-        if marks:
-            options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
-            texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
-            text = texts[0]
-        else:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        with time_limit("template_s", "the chat template"):
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
+                out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
+                return out if marks or not tokenize else out[0]
+            template = chat_template(tokenizer, options.get("tools"))
+            messages = [with_parts(message, template, images=False) for message in messages]
+            if marks:
+                options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
+                texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
+                text = texts[0]
+            else:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError, ValueError) as error:
         found = f"cannot render this conversation: {' '.join(str(error).split())}"
         raise UserError("the chat template", found) from None

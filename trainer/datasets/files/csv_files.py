@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pandas as pd
 
+from trainer.datasets.files.input_checks import check_columns
 from trainer.errors import UserError
 
 
@@ -45,6 +46,7 @@ def _columns(names: list[str], where: str) -> list[str]:
             reader = csv.reader(file)
             header = next((row for row in reader if _is_row(row)), [])
         place += f" line {reader.line_num}"
+        check_columns(len(header), place)
         if any(not column.strip() for column in header):
             raise UserError(place, f"column {[c.strip() for c in header].index('') + 1} has no name", "one per column")
         twice = [column for column in header if header.count(column) > 1]

@@ -16,10 +16,12 @@ from datasets import Dataset
 from PIL import Image, ImageOps
 
 from trainer.errors import UserError
+from trainer.limits import MB, limit, opened, too_large
 
 COLUMN, FOLDER = "images", "images_folder"
 ALLOWED = "a path, a data URI or bytes"
 IN_TAR = ".tar::"  # shards/0.tar::7.png is the member 7.png of the file shards/0.tar
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
 # keys of a message part that may hold the source of its image
 SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 
@@ -72,7 +74,10 @@ def content_of(source: str | bytes) -> bytes:
     try:
         facts = os.stat(path)
         start, size = _members(path, facts.st_mtime_ns, facts.st_size)[member] if member else (0, -1)
-        with open(path, "rb") as file:
+        with opened(path, source) as file:
+            size = size if member else os.fstat(file.fileno()).st_size
+            if size > limit("image_mb") * MB:
+                raise too_large(source, f"an image file of {size // MB} MB", "image_mb")
             file.seek(start)
             return file.read(size)
     except OSError as error:
@@ -98,14 +103,25 @@ def _members(path: str, *version: int) -> dict[str, tuple[int, int]]:
         return {member.name.removeprefix("./"): (member.offset_data, member.size) for member in tar if member.isfile()}
 
 
+@functools.cache
+def known_formats() -> list[str]:
+    """The formats that are read. PIL knows others, some of which start programs (EPS) or rarely had a careful reader."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
 def decode(source: str | bytes, content: bytes | None = None):
     """The PIL image, upright and in RGB. `content`: its bytes, if they were read before."""
     content = content_of(source) if content is None else content
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=known_formats()) as image:
+            if (pixels := image.width * image.height) > limit("pixels"):
+                raise too_large("", f"an image of {pixels} pixels", "pixels")
             return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # of many types: each format has its own
         where = source if isinstance(source, str) and not source.startswith("data:") else f"column {COLUMN}"
+        if isinstance(error, UserError):
+            raise UserError(where, error.found, error.allowed) from None
         raise UserError(where, f"no image that can be read ({' '.join(str(error).split())[:200]})") from None
 
 

@@ -19,6 +19,7 @@ import pyarrow.json as paj
 from datasets.builder import Key
 from datasets.features.features import register_feature
 
+from trainer.datasets.files.input_checks import check_columns
 from trainer.datasets.rows import AsWritten
 
 READER_VERSION = "1"  # raise this if the same file would give another table: an older cache file must not be used
@@ -135,6 +136,7 @@ def _merged(known: datasets.Features | None, found: datasets.Features, name: str
             raise ValueError(f"column {column!r} is {_dtype(feature)} in {name} but {_dtype(merged[column])} before")
         if _dtype(merged[column]) == "null" or _dtype(feature) == "float64":
             merged[column] = feature
+    check_columns(len(merged), name)
     return datasets.Features(merged)
 
 
@@ -177,6 +179,7 @@ def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
     if isinstance(first, dict) and not any(isinstance(value, (dict, list)) for value in first.values()):
         try:
             # This is several times faster. One block only: the library says that Arrow may crash on several blocks.
+            check_columns(len(first), "a JSON file")
             table = paj.read_json(io.BytesIO(chunk), paj.ReadOptions(block_size=len(chunk) + 1))
             if all(pa.types.is_null(kind) or kind in TYPES.values() for kind in table.schema.types):
                 return table, datasets.Features.from_arrow_schema(table.schema)
@@ -198,7 +201,9 @@ def _table_of_rows(rows: list[Any]) -> tuple[pa.Table, datasets.Features]:
     if not all(row is None or isinstance(row, dict) for row in rows):
         raise ValueError("a row that is not an object")
     arrays, features = {}, {}
-    for column in dict.fromkeys(key for row in rows if row for key in row):
+    columns = dict.fromkeys(key for row in rows if row for key in row)
+    check_columns(len(columns), "a JSON file")
+    for column in columns:
         values = [row.get(column) if row else None for row in rows]
         present = [value for value in values if value is not None]
         kinds = set(map(type, present))

@@ -6,6 +6,7 @@ import os
 import datasets
 
 from trainer.datasets.files.csv_files import read_csv_files
+from trainer.datasets.files.input_checks import check_files
 from trainer.datasets.files.json_files import read_json_files
 from trainer.datasets.files.read_faults import explain
 from trainer.datasets.files.set_names import COMPRESSED, FORMATS, LINES, kind_of_file
@@ -23,6 +24,7 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Da
             where, found, allowed if None in kinds else "one kind, or several sets with commas between them"
         )
     [kind] = kinds
+    check_files([os.path.abspath(name) for name in names], where)
     patterns = {split: [glob.escape(os.path.abspath(name)) for name in names] for split, names in files.items()}
     try:
         splits = _read_kind(kind, patterns, names, where)

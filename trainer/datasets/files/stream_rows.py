@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 from datasets import data_files
 
+from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.mixing import joined, parse_probs
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
@@ -78,6 +79,7 @@ def _files_of(path: str, where: str, split: str) -> list[str]:
     if not is_folder and not _kind(path):
         raise UserError(where, "cannot be streamed" if os.path.exists(local) else "file not found", ALLOWED)
     if os.path.isfile(local):
+        check_file(local, where, streamed=True)
         return [os.path.abspath(local)]
     try:
         base = os.path.abspath(local) if "://" not in path else path
@@ -95,6 +97,9 @@ def _files_of(path: str, where: str, split: str) -> list[str]:
     known = [name for name in files if _kind(name)]
     if not known:
         raise UserError(where, "no file that can be streamed", ALLOWED)
+    for name in known:
+        if "://" not in name:
+            check_file(name, f"{where} {name}", streamed=True)
     if len({_kind(name) for name in known}) > 1:
         raise UserError(where, "files of two kinds", "files of one kind in each set")
     return known

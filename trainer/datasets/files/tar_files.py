@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import datasets
 import fsspec
 
+from trainer.limits import MB, limit, too_large
+
 KINDS = ("json", "txt")
 
 
@@ -55,6 +57,8 @@ def _rows_of(name: str) -> Iterator[dict[str, str]]:
                 row, row_name = {}, (folder, stem)
             if kind.lower() in row:
                 raise ValueError(f"member {member.name} of {name} comes twice")
+            if member.size > limit("row_mb") * MB:
+                raise ValueError(str(too_large(f"member {member.name}", f"{member.size // MB} MB", "row_mb")))
             row[kind.lower()] = tar.extractfile(member).read().decode()
     if row:
         yield row

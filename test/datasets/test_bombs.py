@@ -1,0 +1,184 @@
+"""Files of strangers that grow without end, block, or start programs: one line, little memory, little time."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conversations import byte_tokenizer
+from PIL import Image
+
+from trainer import limits
+from trainer.datasets.conversations.templates import render
+from trainer.datasets.files import image_files
+from trainer.datasets.files.input_checks import check_file
+from trainer.datasets.files.loading import load_rows
+from trainer.errors import UserError
+from trainer.models.model_loading import resolve_model_folder
+
+LARGE = 40 << 20  # bytes that a bomb unpacks to here; the limit is set to 16 MB
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch):
+    for name, value in (("unpacked_mb", 16), ("ratio", 4), ("columns", 50), ("pixels", 1_000_000), ("template_s", 1)):
+        monkeypatch.setitem(limits._raised, name, value)
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", bytes(LARGE))
+
+
+def tarred(path: Path) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        member = tarfile.TarInfo("0.json")
+        member.size = LARGE
+        tar.addfile(member, io.BytesIO(bytes(LARGE)))
+
+
+def repeated(path: Path) -> None:
+    """One text of a dictionary, in every row."""
+    pq.write_table(pa.table({"text": pa.array(["a" * 100_000] * 400)}), path, compression="zstd")
+
+
+def numbers(path: Path) -> None:
+    pq.write_table(pa.table({"n": pa.array([7] * 5_000_000)}), path, compression="zstd")
+
+
+BOMBS = {
+    "gzip": lambda path: path.write_bytes(gzip.compress(bytes(LARGE))),
+    "bz2": lambda path: path.write_bytes(bz2.compress(bytes(LARGE))),
+    "xz": lambda path: path.write_bytes(lzma.compress(bytes(LARGE), preset=0)),
+    "zip": zipped,
+    "tar.gz": tarred,
+    "parquet of one text": repeated,
+    "parquet of one number": numbers,
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_file_that_grows_without_end_is_one_line(kind, tmp_path):
+    path = tmp_path / ("rows.parquet" if "parquet" in kind else "rows.jsonl")
+    BOMBS[kind](path)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(UserError, match="--limits ratio=N raises it") as error:
+        load_rows(str(path), flag="--dataset", split="train")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    limits._raised["unpacked_mb"] = 64
+    check_file(str(path), "--dataset")
+
+
+def test_a_compressed_file_of_text_is_read(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(gzip.compress(b'{"a": "b"}\n' * 3))
+    assert len(load_rows(str(tmp_path / "rows.jsonl"), flag="--dataset", split="train")) == 3
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "nested", "csv", "parquet"])
+def test_the_number_of_columns_is_limited(kind, tmp_path):
+    row = {f"c{number}": 1 for number in range(60)}
+    path = tmp_path / f"rows.{'jsonl' if kind == 'nested' else kind}"
+    if kind == "csv":
+        path.write_text(",".join(row) + "\n" + ",".join("1" * 60) + "\n")
+    elif kind == "parquet":
+        pq.write_table(pa.table({name: [1] for name in row}), path)
+    else:
+        path.write_text(json.dumps(row | ({"list": [1]} if kind == "nested" else {})) + "\n")
+    with pytest.raises(UserError, match=r"6[01] columns"):
+        load_rows(str(path), flag="--dataset", split="train")
+
+
+def test_an_image_of_many_pixels_is_not_decoded():
+    content = io.BytesIO()
+    Image.new("1", (9_000, 9_000)).save(content, "PNG")
+    assert len(content.getvalue()) < 100_000
+    with pytest.raises(UserError, match="column images: an image of 81000000 pixels"):
+        image_files.decode(content.getvalue())
+
+
+def test_no_format_that_starts_a_program_is_read():
+    assert not {"EPS", "WMF", "PSD", "FPX", "MIC", "IM", "PCD"} & set(image_files.known_formats())
+    with pytest.raises(UserError, match="no image that can be read"):
+        image_files.decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(content, "PNG")
+    assert image_files.decode(content.getvalue()).size == (4, 4)
+
+
+def test_a_large_image_file_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(limits._raised, "image_mb", 1)
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="an image file of 1048576 MB"):
+        image_files.content_of(str(tmp_path / "a.png"))
+
+
+def test_a_fifo_or_a_device_blocks_nothing(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(UserError, match="is no regular file"):
+        check_file(str(tmp_path / "rows.jsonl"), "--dataset")
+    with pytest.raises(UserError, match="is no regular file"):
+        image_files.content_of(str(tmp_path / "a.png"))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}") if name != "config.json" else None
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=f"--pretrain: .*{name} is no regular file"):
+            resolve_model_folder(str(folder))
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+        with pytest.raises(UserError, match=f"--pretrain: .*{name} is no regular file"):
+            resolve_model_folder(str(folder))
+
+
+@pytest.mark.parametrize("count", [99_999])
+def test_a_template_that_does_not_end_is_one_line(count):
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        f"{{% for i in range({count}) %}}{{% for j in range({count}) %}}{{% endfor %}}{{% endfor %}}"
+    )
+    with pytest.raises(UserError, match="the chat template: did not end in time"):
+        render(tokenizer, [{"role": "user", "content": "x"}])
+
+
+def test_limits_are_raised_by_name():
+    limits.raise_limits(["pixels=5", "columns=7"])
+    assert (limits.limit("pixels"), limits.limit("columns")) == (5, 7)
+    for wrong in ("pixel=5", "pixels", "pixels=", "pixels=-1", "pixels=0", "pixels=1e9", "=1"):
+        with pytest.raises(UserError, match=f"--limits: {wrong} "):
+            limits.raise_limits([wrong])
+
+
+def test_bombs_take_little_memory(tmp_path):
+    """All of them in one process of 1.5 GB, which has room for the libraries and no bomb."""
+    for kind, make in BOMBS.items():
+        make(tmp_path / kind)
+    code = f"""
+import resource, sys
+from trainer.datasets.files.input_checks import check_file
+from trainer import limits
+limits._raised.update(unpacked_mb=16, ratio=4)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+import os
+for name in sorted(os.listdir({str(tmp_path)!r})):
+    try:
+        check_file(os.path.join({str(tmp_path)!r}, name), name)
+        print("read", name)
+    except Exception as error:
+        assert type(error).__name__ == "UserError", error
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert int(ended.stdout) < 250 << 10, ended.stdout + ended.stderr  # KiB
