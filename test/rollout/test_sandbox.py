@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -190,9 +191,17 @@ LIMITS = ("processes", "threads", "disk")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """An environment that attacks this process, and what it could reach."""
-    folder = tmp_path_factory.mktemp("sandbox")
+def folder():
+    """An environment that attacks this process, and what it could reach.
+
+    Another user can read it. The folders of pytest are private, at a depth that depends on its workers.
+    """
+    with tempfile.TemporaryDirectory(prefix="sandbox") as name:
+        os.chmod(name, 0o755)
+        yield from _attacked(Path(name))
+
+
+def _attacked(folder: Path):
     (folder / "env").mkdir()
     (folder / "env/env.py").write_text(ATTACKS)
     (folder / "private").write_text("secret-key")
@@ -218,7 +227,8 @@ def folder(tmp_path_factory):
 
 def step_of(folder: Path, does: str, timeout: float = 20.0, **box):
     env = ProcessEnvironment(str(folder / "env/env.py"), 1024, timeout, Box(**box))
-    assert env.reset({"does": does}) == [{"role": "user", "content": "?"}]
+    found = env.reset({"does": does})
+    assert found == [{"role": "user", "content": "?"}], found
     try:
         return env.step(Response("x", "x", [], True)), env
     finally:
@@ -351,8 +361,6 @@ def test_the_same_as_another_user(folder):
     asked = subprocess.run([system, "-c", "import sys; print(sys.version[:4])"], capture_output=True, text=True)
     if asked.returncode or asked.stdout.strip().rstrip(".") != version or os.stat(ROOT).st_mode & 5 != 5:
         pytest.skip("no Python that another user can run")
-    for place in (folder, *folder.parents[:2]):
-        place.chmod(0o755)
     (folder / "private").chmod(0o600)
     code = AS_USER.format(tests=f"{ROOT}/test", rollout=f"{ROOT}/test/rollout", folder=str(folder))
     command = ["setpriv", "--reuid", str(PLAIN_USER), "--regid", str(PLAIN_USER), "--clear-groups", system, "-c", code]
