@@ -56,6 +56,16 @@ def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
     }
 
 
+class HostBounds:
+    """Document bounds in host memory, for a model call. No tensor: FSDP2 would move it to the GPU, and reading it would wait."""
+
+    def __init__(self, cu_seqlens: torch.Tensor):
+        self.bounds = cu_seqlens.tolist()
+
+    def tolist(self) -> list[int]:
+        return self.bounds
+
+
 def model_inputs(batch: dict) -> dict:
     """The arguments that a padded or packed micro-batch gives to a model call.
 
@@ -65,7 +75,7 @@ def model_inputs(batch: dict) -> dict:
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:
         inputs.update(
-            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=batch["cu_seqlens_host"],  # read by our attention functions
+            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=HostBounds(batch["cu_seqlens_host"]),  # for our attention functions
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
             max_length_q=batch["max_length"], max_length_k=batch["max_length"],
         )  # fmt: skip

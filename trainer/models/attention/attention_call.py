@@ -11,6 +11,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.datasets.batches.packing import HostBounds
 from trainer.errors import UserError
 from trainer.models.layers.model_call import current_call
 
@@ -27,7 +28,7 @@ class AttentionCall(NamedTuple):
 
     query: torch.Tensor  # (rows, heads, tokens, head_dim)
     cu_seqlens: Optional[torch.Tensor]  # None for rows of one document
-    cu_seqlens_host: Optional[torch.Tensor]
+    cu_seqlens_host: Optional[HostBounds]
     max_length: Optional[int]
     window: Optional[int]  # a query sees keys at distance 0 <= q - k < window
     chunk: Optional[int]  # a query sees keys of its own chunk. Chunks are counted from the start of the document.
@@ -72,7 +73,7 @@ def read_call(module, query, attention_mask, kwargs: dict, flag: str, allowed: s
 
 
 @torch.compiler.disable  # otherwise every new list of bounds would be compiled again
-def document_bounds(cu_seqlens_host: torch.Tensor) -> list[int]:
+def document_bounds(cu_seqlens_host: HostBounds) -> list[int]:
     """Return where each document of a packed row begins, and where the last one ends."""
     return cu_seqlens_host.tolist()
 
