@@ -1,0 +1,107 @@
+"""The configurations that run on the fake GPU. A cell is compared with the same training on the CPU: one rank, fsdp2, no layout."""
+
+from dataclasses import dataclass
+
+COMMON = "--max_steps 2 --train_batch_size 16 --micro_train_batch_size 4 --overwrite"
+ROWS = f"{COMMON} --max_len 128"
+PROMPTS = "--dataset prompts.jsonl --label_key label --prompt_max_len 64 --generate_max_len 16 --rollout_batch_size 8"
+COMMANDS = {
+    "train_sft": f"{ROWS} --dataset sft.jsonl",
+    "train_dpo": f"{ROWS} --dataset pairs.jsonl",
+    "train_rm": f"{ROWS} --dataset pairs.jsonl",
+    "train_kd": f"{ROWS} --dataset sft.jsonl --teacher model",
+    "train_ppo": f"{COMMON} {PROMPTS} --n_samples_per_prompt 2 --advantage_estimator group_norm --rollouts_from ROLLOUTS",
+}
+# the run that makes ROLLOUTS: on the CPU, sampled, with rewards that differ
+GENERATE = f"{COMMON} {PROMPTS} --n_samples_per_prompt 2 --advantage_estimator group_norm --reward_func REWARD --param_dtype fp32"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`maths`: flags that the run on the CPU has, too. `layout`: flags that may not change a loss."""
+
+    command: str
+    backend: str
+    layout: str = ""
+    maths: str = ""
+    ranks: int = 1
+    dtype: str = "fp32"
+    model: str = "model"
+    save: bool = False
+
+    @property
+    def name(self):
+        parts = [
+            self.command.removeprefix("train_"),
+            f"{self.ranks} x {self.backend}",
+            self.layout,
+            self.maths,
+            self.dtype,
+        ]
+        parts += [self.model] if self.model != "model" else []
+        return " ".join(part for part in parts if part)
+
+
+STAGES = [("fsdp2", ""), *(("deepspeed", f"--zero_stage {stage}") for stage in range(4))]
+LARGE = [("fsdp2", ""), ("deepspeed", "--zero_stage 2"), ("deepspeed", "--zero_stage 3")]
+
+
+def joined(*parts):
+    return " ".join(part for part in parts if part)
+
+
+def all_cells():
+    cells = []
+    for backend, stage in STAGES:
+        for dtype in ("fp32", "bf16"):
+            for ranks in (1, 2):
+                for layout in ("", "--packing_samples"):
+                    cells.append(Cell("train_sft", backend, joined(stage, layout), ranks=ranks, dtype=dtype))
+    for layout in (
+        "--gradient_checkpointing",
+        "--selective_checkpointing",
+        "--gradient_checkpointing --activation_offload --packing_samples",
+        "--adam_offload",
+        "--max_tokens_per_micro_batch 256",
+    ):
+        cells += [
+            Cell("train_sft", backend, joined(stage, layout), ranks=ranks)
+            for backend, stage in LARGE
+            for ranks in (1, 2)
+        ]
+    for maths in ("--lora_rank 4", "--weight_decay 0.1"):
+        cells += [Cell("train_sft", backend, stage, maths) for backend, stage in LARGE]
+    for maths in ("--optim muon", "--optim adafactor"):
+        cells += [Cell("train_sft", "fsdp2", "", maths, ranks) for ranks in (1, 2)]
+        cells.append(Cell("train_sft", "deepspeed", "--zero_stage 0", maths))
+    cells += [Cell("train_sft", backend, stage, "", dtype="fp16") for backend, stage in LARGE]
+    for layout in ("--save_steps 1", "--save_steps 1 --async_save", "--save_steps 1 --verify_resume 1"):
+        cells += [Cell("train_sft", backend, joined(stage, layout), save=True) for backend, stage in LARGE]
+    for layout in (
+        "--tensor_parallel_size 2",
+        "--ring_attn_size 2 --packing_samples",
+        "--ring_attn_size 2 --sp_mode ulysses --packing_samples",
+    ):
+        cells += [Cell("train_sft", backend, layout, ranks=2) for backend in ("fsdp2", "deepspeed")]
+        cells += [Cell("train_sft", backend, layout, ranks=2, dtype="bf16") for backend in ("fsdp2", "deepspeed")]
+    cells.append(Cell("train_sft", "fsdp2", "--dp_replicate_size 2", ranks=4))
+    for model in ("experts", "hybrid"):
+        cells += [
+            Cell("train_sft", backend, stage, ranks=ranks, model=model) for backend, stage in LARGE for ranks in (1, 2)
+        ]
+    cells.append(Cell("train_sft", "fsdp2", "--expert_parallel_size 2", ranks=2, model="experts"))
+    sequence_parallel = "--tensor_parallel_size 2 --sequence_parallel"
+    cells += [Cell("train_sft", "fsdp2", sequence_parallel, ranks=2, dtype=dtype) for dtype in ("fp32", "bf16")]
+    for command in ("train_dpo", "train_rm", "train_kd", "train_ppo"):
+        cells += [Cell(command, backend, stage, ranks=ranks) for backend, stage in LARGE for ranks in (1, 2)]
+        cells += [Cell(command, backend, stage, dtype="bf16") for backend, stage in LARGE]
+    cells += [Cell("train_dpo", backend, joined(stage, "--ref_offload")) for backend, stage in LARGE]
+    cells += [
+        Cell("train_ppo", backend, stage, "--use_kl_loss --init_kl_coef 0.1 --kl_estimator k3")
+        for backend, stage in LARGE
+    ]
+    cells += [
+        Cell("train_ppo", backend, joined(stage, "--offload_ref"), "--use_kl_loss --init_kl_coef 0.1 --kl_estimator k3")
+        for backend, stage in LARGE
+    ]
+    return cells

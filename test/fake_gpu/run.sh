@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Run the trainer on the CUDA build of torch without a card. The first run makes an environment of 7 GB in build/.
+#     test/fake_gpu/run.sh [flags of run_cells.py]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+ENVIRONMENT="${FAKE_GPU_ENVIRONMENT:-$PWD/build/fake_gpu_environment}"
+PYTHON="$ENVIRONMENT/bin/python"
+if [[ ! -f "$ENVIRONMENT/.installed" ]]; then
+    "${BASE_PYTHON:-python3}" -m venv "$ENVIRONMENT"
+    # "===" takes the build without a local version, which is the one for CUDA
+    PIP_FIND_LINKS= "$PYTHON" -m pip install --quiet "torch===2.13.0" --index-url https://pypi.org/simple
+    "$PYTHON" -m pip install --quiet -c constraints.txt -e ".[lora]"
+    touch "$ENVIRONMENT/.installed"
+fi
+LIBRARIES="$ENVIRONMENT/fake_gpu"
+"$PYTHON" test/fake_gpu/make_library.py "$LIBRARIES"
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export LD_PRELOAD="$LIBRARIES/libfakecuda.so" LD_LIBRARY_PATH="$LIBRARIES" FAKE_CUDA_DEVICES=4 PYTHONPATH="$PWD"
+trap 'rm -f /dev/shm/fakenccl-*' EXIT
+"$PYTHON" test/fake_gpu/run_cells.py "$@"
