@@ -1,6 +1,7 @@
 """Make micro-batches of token samples: padded rows, or documents packed end to end into one row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -56,11 +57,11 @@ def collate_packed(samples: list[dict], pad_token_id: int) -> dict:
     }
 
 
+@dataclass(frozen=True)
 class HostBounds:
     """Document bounds in host memory, for a model call. No tensor: FSDP2 would move it to the GPU, and reading it would wait."""
 
-    def __init__(self, cu_seqlens: torch.Tensor):
-        self.bounds = cu_seqlens.tolist()
+    bounds: list[int]  # equal bounds are equal objects: DeepSpeed compares the arguments of tensor-parallel ranks
 
     def tolist(self) -> list[int]:
         return self.bounds
@@ -75,7 +76,7 @@ def model_inputs(batch: dict) -> dict:
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:
         inputs.update(
-            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=HostBounds(batch["cu_seqlens_host"]),  # for our attention functions
+            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=HostBounds(batch["cu_seqlens_host"].tolist()),  # for our attention functions
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
             max_length_q=batch["max_length"], max_length_k=batch["max_length"],
         )  # fmt: skip

@@ -49,7 +49,7 @@ def ulysses_attention(
     cu_seqlens = torch.tensor(bounds)
     out, _ = varlen_attention_forward(
         module, *(_gather_tokens(tensor, group) for tensor in (query, key, value)), None,
-        cu_seqlens=cu_seqlens, cu_seqlens_host=HostBounds(cu_seqlens), sliding_window=window, scaling=scale,
+        cu_seqlens=cu_seqlens, cu_seqlens_host=HostBounds(bounds), sliding_window=window, scaling=scale,
         softcap=softcap, s_aux=sinks,
     )  # fmt: skip
     return _gather_heads(out, group)
