@@ -103,6 +103,27 @@ def test_a_text_that_holds_bos_and_eos_has_each_once(make):
     assert pairs[0]["chosen_ids"] == held and "control" not in ledger.summary()
 
 
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_a_bos_that_opens_an_answer_is_text_and_its_row_is_named(make):
+    tokenizer = make()
+    tokenizer.bos_token = tokenizer.bos_token or "<|im_start|>"
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    answer = f"{tokenizer.bos_token}yes{tokenizer.eos_token}"
+    ids, mask = prompt_and_answer(tokenizer, "q: ", answer, None)
+    opening = tokenizer("q")["input_ids"].count(bos)
+    assert ids.count(bos) == opening and ids[:1].count(bos) == opening
+    assert (
+        ids.count(eos) == 1
+        and ids[-1] == eos
+        and tokenizer.bos_token in tokenizer.decode([i for i, m in zip(ids, mask) if m])
+    )
+    alone = prompt_and_answer(tokenizer, "", answer, None)[0]
+    assert alone[0] == bos and alone.count(bos) == 1 == alone.count(eos)
+    tokenizer.chat_template = None
+    rows = datasets.Dataset.from_list([{"prompt": "q: ", "completion": text} for text in ("a", answer)])
+    assert "1 rows hold control tokens" in tokenize_sft(rows, tokenizer, **SFT)[1].summary()
+
+
 def test_the_rows_are_counted_and_named():
     tokenizer = MAKERS[0]()
     texts = ["a", FORGED, "b", f"{FORGED}?"]

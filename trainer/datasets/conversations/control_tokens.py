@@ -48,9 +48,9 @@ def broken(tokenizer: Any, value: Any, only: frozenset[str] | None = None) -> An
     return _mapped(value, lambda text: pattern.sub(lambda match: _split(match[0], only), text))
 
 
-def broken_document(tokenizer: Any, text: str) -> str:
-    """`text` with BREAK in its control tokens, except a bos at its start and an eos at its end."""
-    start = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
+def broken_document(tokenizer: Any, text: str, *, opens: bool = True) -> str:
+    """`text` with BREAK in its control tokens, except an eos at its end and, if it `opens` a sample, a bos at its start."""
+    start = tokenizer.bos_token if opens and tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
     end = tokenizer.eos_token if tokenizer.eos_token and text[len(start) :].endswith(tokenizer.eos_token) else ""
     return start + broken(tokenizer, text[len(start) : len(text) - len(end)]) + end
 
@@ -75,16 +75,19 @@ def broken_messages(tokenizer: Any, messages: list[dict], frame: str) -> list[di
 
 
 def holds_controls(tokenizer: Any, *values: Any) -> bool:
-    """Whether texts, or messages that are not the assistant's, hold control tokens that are read as plain text."""
+    """Whether texts, or messages that are not the assistant's, hold control tokens that are read as plain text.
 
-    def holds(value: Any) -> bool:
+    The first text opens the sample; the others follow it.
+    """
+
+    def holds(value: Any, opens: bool = False) -> bool:
         if isinstance(value, str):
-            return BREAK in broken_document(tokenizer, value)
+            return BREAK in broken_document(tokenizer, value, opens=opens)
         if isinstance(value, dict):
             return role_of(value) not in ("assistant", CALL) and any(map(holds, value.values()))
         return isinstance(value, list) and any(map(holds, value))
 
-    return any(map(holds, values))
+    return any(holds(value, opens=number == 0 or not values[0]) for number, value in enumerate(values))
 
 
 def whole(text: str) -> str:

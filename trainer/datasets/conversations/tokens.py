@@ -11,7 +11,7 @@ from trainer.datasets.conversations.control_tokens import broken, broken_documen
 from trainer.errors import UserError
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 5
+TOKENIZER_VERSION = 6
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 
@@ -65,10 +65,10 @@ def prompt_and_answer(
 
     A prompt of 3 tokens and an answer of 2 give the mask [0, 0, 0, 1, 1, 1]. An empty answer has no loss: it would
     teach only to stop. Both are tokenized as one text: SentencePiece would begin a text of its own with a space. A
-    token that reaches over the border is the answer's.
+    token that reaches over the border is the answer's. A bos that the answer spells out behind a prompt is text.
     """
     framed, trained = _framed(tokenizer, prompt, input_template), int(bool(answer.strip()))
-    text = framed + broken_document(tokenizer, answer)
+    text = framed + broken_document(tokenizer, answer, opens=not framed)
     if tokenizer.is_fast:
         input_ids, offsets = encode(tokenizer, text, opens=True)
         start = next((i for i, (a, b) in enumerate(offsets) if b > len(framed) and b > a), len(input_ids))
