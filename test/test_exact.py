@@ -172,25 +172,31 @@ def line(name: str, folder, data, *more: str) -> list[str]:
     return [*flags, *more, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
 
+LORA = ("--lora_rank", "4", "--learning_rate", "1e-2")
+
+
 def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp_path):
-    def run(num_ranks: int, *lines: list[str]) -> None:
-        train_many(num_ranks, list(lines), tmp_path, 300)
-
     def of(name: str, *more: str) -> list[str]:
-        return line(name, tmp_path, shared_data, *more)
+        return line(name, tmp_path, shared_data, *(LORA if "lora" in name else ()), *more)
 
-    run(1, of("f-mb4-packed", "--save_steps", "1"), of("z2-mb1"))
-    checkpoint = tmp_path / "f-mb4-packed/checkpoints/step_1"
+    def resumed(name: str, source: str) -> list[str]:
+        return of(name, "--load_checkpoint", str(tmp_path / source / "checkpoints/step_1"))
+
+    alone, lora = ["f-mb4-packed", "z2-mb1"], ["z0-lora", "f-lora-mb4", "z2-lora-recomputed", "z3-lora"]
+    train_many(1, [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")], tmp_path, 300)
     pair = ["f-mb1", "z0-mb4-packed", "z1-mb1", "z3-mb4-recomputed"]
-    run(2, *map(of, pair), of("z3-resumed", "--load_checkpoint", str(checkpoint)))
-    expected = bits_of(tmp_path / "f-mb4-packed")
-    assert expected.steps == 4
-    for name in ["z2-mb1", *pair]:
-        assert first_difference(expected, bits_of(tmp_path / name)) is None, name
-    resumed = bits_of(tmp_path / "z3-resumed")
-    assert list(resumed.rows) == [2, 3, 4]
-    assert all(resumed.rows[step] == expected.rows[step] for step in (2, 3, 4))
-    assert resumed.tensors["weights_final.safetensors"] == expected.tensors["weights_final.safetensors"]
+    later = [resumed("z3-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
+    train_many(2, [*map(of, [*pair, *lora[1:]]), *later], tmp_path, 300)
+    for names, resumed_name in (([*alone, *pair], "z3-resumed"), (lora, "f-lora-resumed")):
+        expected = bits_of(tmp_path / names[0])
+        assert len(expected.tensors) == 2 and all(expected.tensors.values())
+        assert expected.steps == 4 and len({row["loss"] for row in expected.rows.values()}) == 4
+        for name in names[1:]:
+            assert first_difference(expected, bits_of(tmp_path / name)) is None, name
+        found = bits_of(tmp_path / resumed_name)
+        assert list(found.rows) == [2, 3, 4]
+        assert all(found.rows[step] == expected.rows[step] for step in (2, 3, 4))
+        assert found.tensors["weights_final.safetensors"] == expected.tensors["weights_final.safetensors"]
 
 
 def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):

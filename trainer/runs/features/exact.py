@@ -14,13 +14,12 @@ def run_single_samples(run) -> None:
 
 def check_machine(run) -> None:
     self_test()
+    run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
 
 
-def fix_graph_order(run) -> None:
+def fix_sums(run) -> None:
+    """Fix the order of sums in backward, also in the layers of an adapter, and sum losses exactly."""
     add_within_modules_first(run.model)
-
-
-def sum_losses_exactly(run) -> None:
     run.loss_fn = with_exact_sums(run.loss_fn)
 
 
@@ -29,6 +28,5 @@ EXACT = Feature(
     lambda run: run.args.layout.exact,
     before_setup=run_single_samples,
     before_data=check_machine,
-    with_model=fix_graph_order,
-    with_loss=sum_losses_exactly,
+    with_loss=fix_sums,
 )
