@@ -19,7 +19,7 @@ from conversations import byte_tokenizer
 from PIL import Image
 
 from trainer import limits
-from trainer.datasets.conversations.templates import render
+from trainer.datasets.conversations.rendering import render
 from trainer.datasets.files import image_files
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.loading import load_rows

@@ -249,7 +249,8 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     """(name, verdict, note, flags) of the tokenizer and of each kind of conversation."""
     # not at the top: `import_libraries` sets the environment first
     from trainer.datasets.conversations import training_templates
-    from trainer.datasets.conversations.templates import GENERATION_TAG, chat_template, render_chat
+    from trainer.datasets.conversations.rendering import chat_template
+    from trainer.datasets.conversations.templates import GENERATION_TAG, render_chat
     from trainer.models.folder_faults import check_tokens
     from trainer.models.model_loading import load_tokenizer
 

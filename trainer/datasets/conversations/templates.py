@@ -7,35 +7,28 @@ from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.datasets.conversations import training_templates
-from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import (
     broken,
     broken_messages,
-    encode,
-    inside,
     is_escaped,
     reads_controls,
     whole,
 )
+from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
 from trainer.datasets.conversations.messages import TRAIN
+from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.datasets.conversations.shown_texts import check_shown
-from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.errors import UserError
-from trainer.limits import time_limit
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
-FLAG = "--tokenizer_chat_template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[str, str] = {}  # by template
 MARK_OF_TURN = re.compile(r"<[|｜][^\s<>{}'\"]+[|｜]>|<(?:start|end)_of_turn>|<turn[|]>|<[|]turn>")
-REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
 
 def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | None, read_control_tokens: bool) -> None:
@@ -114,16 +107,6 @@ def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def chat_template(tokenizer: Any, tools: list | None = None) -> str:
-    """The template that renders a conversation with or without tools. Raises UserError if there is none."""
-    if not tokenizer.chat_template:
-        raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
-    try:
-        return tokenizer.get_chat_template(tools=tools)
-    except ValueError as error:
-        raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
-
-
 def render_chat(
     tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None
 ) -> tuple[list[int], list[int]]:
@@ -160,7 +143,7 @@ def render_chat(
             where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
             raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
     else:
-        input_ids, spans = (_marked_spans if marked else _difference_spans)(tokenizer, messages, trained, tools)
+        input_ids, spans = (_marked_spans if marked else difference_spans)(tokenizer, messages, trained, tools)
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
         _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
@@ -251,38 +234,6 @@ def as_data(tokenizer: Any, messages: list[dict], tools: list | None = None) -> 
     return marked, marked_tools
 
 
-def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks: bool = False, **options: Any) -> Any:
-    """Token ids (or the text) of the conversation. With `marks`: the ids, and 1 on those in {% generation %} blocks.
-
-    `options` are arguments of the template, besides those of --template_args.
-    """
-    options = {**getattr(tokenizer, "template_args", {}), **options}
-    try:
-        with time_limit("template_s", "the chat template"):
-            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
-                out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
-                return out if marks or not tokenize else out[0]
-            template = chat_template(tokenizer, options.get("tools"))
-            messages = [with_parts(message, template, images=False) for message in messages]
-            if marks:
-                options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
-                texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
-                text = texts[0]
-            else:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError) as error:
-        found = f"cannot render this conversation: {' '.join(str(error).split())}"
-        raise UserError("the chat template", found) from None
-    if not tokenize:
-        return text
-    input_ids, offsets = encode(tokenizer, text)
-    if not marks:
-        return input_ids
-    if not tokenizer.is_fast:
-        raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
-    return input_ids, inside(blocks[0], offsets)
-
-
 def _marked_spans(
     tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
 ) -> tuple[list[int], dict[int, tuple[int, int]]]:
@@ -301,77 +252,6 @@ def _marked_spans(
         found = f"its {{% generation %}} markers mark {len(runs)} runs of tokens for {len(turns)} assistant turns"
         raise UserError("the chat template", found, "one marked block per assistant turn")
     return input_ids, {turn: run for turn, run in zip(turns, runs, strict=True) if turn in trained}
-
-
-def _difference_spans(
-    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
-) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Ids and {turn: (start, end)} from the tokens that a turn adds to the conversation before it.
-
-    In <user>hi<assistant>yes<end>\\n<user>..., the prompt of turn 1 is <user>hi<assistant>. So its span is yes<end>.
-    """
-    input_ids = render(tokenizer, messages, tools=tools)
-    spans = {}
-    for turn in trained:
-        start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, tools=tools)
-        end = len(input_ids)
-        if turn + 1 < len(messages):
-            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False, tools=tools)
-        spans[turn] = (start, _after_stop_token(tokenizer, input_ids, start, end))
-    return input_ids, spans
-
-
-def _prefix_length(
-    tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool, tools: list | None
-) -> int:
-    """Count the conversation's ids that belong to its first num messages (and the generation prompt); checked."""
-    if num == 0:
-        raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
-    head, whole_text = messages[:num], render(tokenizer, messages, tokenize=False, tools=tools)
-    for switch in _switches(chat_template(tokenizer, tools)) if prompt else [{}]:
-        ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools, **switch)
-        pairs = zip(ids, input_ids, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(input_ids)))
-        text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools, **switch)
-        # If only the text is a prefix, the tokenizer merged over the border ("\n" + "\nyes"). The answer has that token.
-        if shared == len(ids) or whole_text.startswith(text) or (not prompt and _only_closes(tokenizer, ids, shared)):
-            return shared
-    raise _rewrites(messages, num)
-
-
-def _switches(template: str) -> list[dict[str, bool]]:
-    """Arguments that change the generation prompt: Nemotron opens thoughts there, and an answer may have none."""
-    names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)]
-    return [{}, *({name: value} for name in names for value in (False, True))]
-
-
-def _only_closes(tokenizer: Any, ids: list[int], shared: int) -> bool:
-    """Whether ids behind `shared` only close a conversation (Phi-3 writes eos there), after the stop token of its turn."""
-
-    def is_blank(token: int) -> bool:
-        return not tokenizer.decode([token]).strip()
-
-    last = next((token for token in reversed(ids[:shared]) if not is_blank(token)), None)
-    rest = all(is_stop_token(tokenizer, token) or is_blank(token) for token in ids[shared:])
-    return rest and last is not None and is_stop_token(tokenizer, last)
-
-
-def _rewrites(messages: list[dict], num: int) -> UserError:
-    if num < len(messages) - 1 or messages[num]["role"] != "assistant":
-        found = f"renders the first {num} messages differently if others follow, so earlier turns cannot be masked"
-        return UserError("the chat template", found, f"{REMEDY}, or the last turn only (no --multiturn)")
-    found = "renders its generation prompt differently from the start of the answer, so the answer cannot be masked"
-    return UserError("the chat template", found, REMEDY)
-
-
-def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int) -> int:
-    """The end of the turn: after its stop token if only white space follows it, else the end of the turn's text."""
-    for position in range(end - 1, start - 1, -1):
-        if is_stop_token(tokenizer, input_ids[position]):
-            return position + 1
-        if tokenizer.decode([input_ids[position]]).strip():
-            break
-    return end
 
 
 def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int], exact: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.datasets.conversations.control_tokens import ids_behind
-from trainer.datasets.conversations.templates import render
+from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.turns import MARK
 from trainer.errors import UserError

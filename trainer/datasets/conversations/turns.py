@@ -8,7 +8,8 @@ import re
 from typing import Any, Optional
 
 from trainer.datasets.conversations.control_tokens import ids_behind
-from trainer.datasets.conversations.templates import as_data, render
+from trainer.datasets.conversations.rendering import render
+from trainer.datasets.conversations.templates import as_data
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 

@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.conversations.messages import TRAIN, tools_of
-from trainer.datasets.conversations.templates import chat_template, render_chat
+from trainer.datasets.conversations.rendering import chat_template
+from trainer.datasets.conversations.templates import render_chat
 from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.shapes.columns import BEFORE_ANSWER

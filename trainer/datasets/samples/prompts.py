@@ -11,7 +11,8 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import tools_of
-from trainer.datasets.conversations.templates import chat_template, render_prompt
+from trainer.datasets.conversations.rendering import chat_template
+from trainer.datasets.conversations.templates import render_prompt
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,

@@ -13,7 +13,8 @@ from datasets import Dataset, Features, List, Value
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import tools_of
-from trainer.datasets.conversations.templates import chat_template, loss_of, render_chat
+from trainer.datasets.conversations.rendering import chat_template
+from trainer.datasets.conversations.templates import loss_of, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,

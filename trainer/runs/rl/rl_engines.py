@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from trainer.datasets.conversations.templates import chat_template
+from trainer.datasets.conversations.rendering import chat_template
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.rl_flags import EnvironmentArguments

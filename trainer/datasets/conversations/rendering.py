@@ -1,0 +1,57 @@
+"""The text and the token ids that a chat template gives for a conversation."""
+
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations.content_parts import with_parts
+from trainer.datasets.conversations.control_tokens import encode, inside
+from trainer.errors import UserError
+from trainer.limits import time_limit
+
+FLAG = "--tokenizer_chat_template"
+
+
+def chat_template(tokenizer: Any, tools: list | None = None) -> str:
+    """The template that renders a conversation with or without tools. Raises UserError if there is none."""
+    if not tokenizer.chat_template:
+        raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
+    try:
+        return tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
+
+
+def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks: bool = False, **options: Any) -> Any:
+    """Token ids (or the text) of the conversation. With `marks`: the ids, and 1 on those in {% generation %} blocks.
+
+    `options` are arguments of the template, besides those of --template_args.
+    """
+    options = {**getattr(tokenizer, "template_args", {}), **options}
+    try:
+        with time_limit("template_s", "the chat template"):
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
+                out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
+                return out if marks or not tokenize else out[0]
+            template = chat_template(tokenizer, options.get("tools"))
+            messages = [with_parts(message, template, images=False) for message in messages]
+            if marks:
+                options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
+                texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
+                text = texts[0]
+            else:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError) as error:
+        found = f"cannot render this conversation: {' '.join(str(error).split())}"
+        raise UserError("the chat template", found) from None
+    if not tokenize:
+        return text
+    input_ids, offsets = encode(tokenizer, text)
+    if not marks:
+        return input_ids
+    if not tokenizer.is_fast:
+        raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
+    return input_ids, inside(blocks[0], offsets)
