@@ -236,3 +236,15 @@ def test_chatml_is_a_name_and_a_name_needs_its_tokens():
     gpt2 = PreTrainedTokenizerFast(tokenizer_file=str(DATA / "tokenizers" / "gpt2" / "tokenizer.json"))
     with pytest.raises(UserError, match=r"chatml writes <\|im_start\|>, <\|im_end\|>, and the tokenizer has no such"):
         load_chat_template("chatml", gpt2)
+
+
+def test_a_name_without_a_value_is_one_line_with_its_cure():
+    template = "{{ bos_token + '' }}" + CHATML
+    said = refusal(tiny(template))
+    assert "writes bos_token, and the tokenizer has none" in said and "\n" not in said
+    assert '--template_args \'{"bos_token": ""}\' to leave it out' in said
+    tokenizer = tiny(template)
+    tokenizer.template_args = {"bos_token": ""}
+    assert render_chat(tokenizer, TALK, multiturn=False) == render_chat(tiny(), TALK, multiturn=False)
+    said = refusal(tiny("{{ 'Today: ' + date_string }}" + CHATML))
+    assert "uses date_string, which nothing sets" in said and "--template_args '{\"date_string\": ...}'" in said

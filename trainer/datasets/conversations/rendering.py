@@ -1,5 +1,6 @@
 """The text and the token ids that a chat template gives for a conversation."""
 
+import re
 from typing import Any
 
 from jinja2 import TemplateError
@@ -13,6 +14,7 @@ from trainer.errors import UserError
 from trainer.limits import time_limit
 
 FLAG = "--tokenizer_chat_template"
+UNDEFINED = re.compile(r"'(\w+)' is undefined")
 
 
 def chat_template(tokenizer: Any, tools: list | None = None) -> str:
@@ -45,8 +47,7 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
             else:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError, ValueError) as error:
-        found = f"cannot render this conversation: {' '.join(str(error).split())}"
-        raise UserError("the chat template", found) from None
+        raise _refused(error) from None
     if not tokenize:
         return text
     input_ids, offsets = encode(tokenizer, text)
@@ -55,3 +56,19 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
     if not tokenizer.is_fast:
         raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
     return input_ids, inside(blocks[0], offsets)
+
+
+def _refused(error: Exception) -> UserError:
+    """What the template says of a conversation. A name without a value is told with its cure."""
+    message = " ".join(str(error).split())
+    if not (match := UNDEFINED.fullmatch(message)):
+        return UserError("the chat template", f"cannot render this conversation: {message}")
+    name = match[1]
+    if not name.endswith("_token"):
+        found = f"uses {name}, which nothing sets"
+        return UserError(
+            "the chat template", found, f"--template_args '{{\"{name}\": ...}}', or another template via {FLAG}"
+        )
+    found = f"writes {name}, and the tokenizer has none"
+    wanted = f'{name} in tokenizer_config.json, --template_args \'{{"{name}": ""}}\' to leave it out, or another template via {FLAG}'
+    return UserError("the chat template", found, wanted)
