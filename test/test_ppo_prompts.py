@@ -117,6 +117,13 @@ def test_learnable_draws_prompts_by_their_weights():
     assert order.episode == 2
 
 
+def test_a_pass_rate_is_a_share_of_the_reward_range():
+    prompts = Dataset.from_dict({"row": [0, 1], "digest": ["x"] * 2})
+    order = PromptOrder(prompts, batch_size=2, seed=0, shuffle=True, curriculum="learnable", reward_range=(-1, 3))
+    order.note([SimpleNamespace(row=row, score=score) for row, score in ((0, -1.0), (0, 1.0), (1, 3.0), (1, 5.0))])
+    assert order.rates == {0: 0.25, 1: 1.0}
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -1,14 +1,20 @@
 """Compare advantages with the formulas of their papers, written here sample by sample and token by token."""
 
+import dataclasses
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.cli.train_ppo import parse
 from trainer.methods import advantages as adv
+from trainer.methods.ppo_state import PPOOptions
+from trainer.methods.rollout_facts import group_facts, score_notes
+from trainer.runs.rl.rl_options import filtering_range
 
 numbers = st.floats(-3, 3, allow_nan=False)
 lengths_lists = st.lists(st.integers(1, 7), min_size=1, max_size=5)
@@ -133,6 +139,41 @@ def test_dynamic_filtering_keeps_groups_that_can_teach():
     assert adv.groups_in_range(scores, 2, 0.0, 1.0).tolist() == [False, True, False]
     equal = torch.tensor([0.5, 0.5, 0.4, 0.6])  # inside the bounds, but equal scores have the advantage 0
     assert adv.groups_in_range(equal, 2, 0.0, 1.0).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(0.0, 1.0), (-1.0, 1.0), (0.0, 2.5)])
+@pytest.mark.parametrize("bounds", [None, (0.3, 0.8)])
+def test_dynamic_filtering_knows_right_groups_of_any_scores(wrong, right, bounds):
+    """4 responses, k of them right. Without bounds, 0 < k < 4 stays (DAPO, equation 11), else the share k / 4 decides."""
+    flags = f"--pretrain m --dataset d --preset dapo --n_samples_per_prompt 4 --reward_range {wrong} {right}".split()
+    flags += ["--dynamic_filtering_range", *map(str, bounds)] if bounds else []
+    args, _ = parse(flags)
+    scores = torch.tensor([right if place < k else wrong for k in range(5) for place in range(4)], dtype=torch.float64)
+    low, high = bounds or (0, 1)
+    wanted = [low < k / 4 < high for k in range(5)]
+    assert adv.groups_in_range(scores, 4, *filtering_range(args)).tolist() == wanted
+
+
+def test_notes_and_shares_of_groups():
+    def told(scores, size, filtering=None, curriculum="none", evaluates=False, reward_range=None):
+        options = PPOOptions(adv.AdvantageOptions("group_norm", size), None, None, 0)
+        options = dataclasses.replace(options, filtering_range=filtering, reward_range=reward_range)
+        samples = [SimpleNamespace(score=score) for score in scores]
+        return score_notes(samples, options, curriculum, evaluates), group_facts(samples, options)
+
+    notes, facts = told([-1, 1, 1, 1, -1, -1, 1, 1], 2, filtering=(0.1, 0.9), curriculum="learnable")
+    assert notes == {"range": "warning: 3 of 8 scores are not from 0 to 1, which --dynamic_filtering_range, --curriculum "
+                     "learnable take for wrong and right: give --reward_range WRONG RIGHT"}  # fmt: skip
+    assert facts == {"groups_all_right": 0.5, "groups_all_wrong": 0.25, "groups_equal": 0.75}
+    for quiet in ({}, {"filtering": (-math.inf, math.inf)}, {"evaluates": True}):
+        assert told([-1, 1], 2, **quiet)[0] == {}, "equal scores and pass@1 need no range here"
+    assert told([-1, 1], 2, filtering=(-0.5, 0.5), reward_range=(-1, 1))[0] == {}
+    assert "eval_pass_at_1" in told([0, 1.5], 2, evaluates=True)[0]["range"]
+    assert told([0.0, 2.5], 1, reward_range=(0.0, 2.5)) == ({}, {"groups_all_right": 0.5, "groups_all_wrong": 0.5})
+    equal, facts = told([0.0, 0.0, 0.5, 0.5], 2)
+    assert list(equal) == ["equal"] and "all responses to each prompt have the same score" in equal["equal"]
+    assert facts == {"groups_all_right": 0.0, "groups_all_wrong": 0.5, "groups_equal": 1.0}
+    assert list(told([0.2, 0.2], 1)[0]) == ["equal"] and told([0.2], 1)[0] == {}
 
 
 def test_reinforce_sums_the_penalty_and_the_score_behind_each_token():

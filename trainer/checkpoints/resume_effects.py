@@ -37,7 +37,7 @@ EFFECTS: dict[str, str] = {
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
-        dynamic_filtering_range reward_weights reward_clip_range normalize_reward overlong_buffer_len
+        dynamic_filtering_range reward_range reward_weights reward_clip_range normalize_reward overlong_buffer_len
         overlong_penalty_factor env_max_turns advantage_estimator gamma lambd no_advantage_std_norm advantage_batch_std
         policy_loss sapo_temperatures loss_agg mask_truncated eps_clip eps_clip_high dual_clip tis_cap tis_level tis_mask
         rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef init_kl_coef use_kl_loss kl_unbiased kl_in_score
@@ -75,6 +75,8 @@ FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lora_alpha": lambda flags: flags["lora_rank"] and 2 * flags["lora_rank"],
     "kd_coef": lambda flags: float(not flags["teacher_answers"]),
     "eps_clip_high": lambda flags: flags["eps_clip"],
+    "dynamic_filtering_range": lambda flags: None if flags["dynamic_filtering"] else [0.0, 1.0],  # the older default
+    "reward_range": lambda flags: [0.0, 1.0],
     "engine_tensor_parallel_size": lambda flags: flags["tensor_parallel_size"],
 }
 WEIGHTS = ("loss_weights", "reward_weights")  # each is 1 if they are not given

@@ -95,8 +95,13 @@ class RolloutArguments:
         None,
         "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",
     )
-    dynamic_filtering: bool = arg(False, "replace prompts whose mean score is outside --dynamic_filtering_range")
-    dynamic_filtering_range: list[float] = arg([0.0, 1.0], "score bounds, both excluded", type=float, nargs=2)
+    dynamic_filtering: bool = arg(False, "replace prompts whose responses all have the same score")
+    dynamic_filtering_range: Optional[list[float]] = arg(
+        None,
+        "--dynamic_filtering: also replace prompts whose mean score is not between these shares of --reward_range",
+        type=float,
+        nargs=2,
+    )
 
 
 @dataclass
@@ -121,6 +126,12 @@ class ScoreArguments:
     remote_rm_api_key: Optional[str] = arg(None, "file that holds the key that --remote_rm_url asks for")
     remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")
     remote_rm_retries: int = arg(3, "number of retries; the pause before each one doubles", type="NonNegativeInt")
+    reward_range: Optional[list[float]] = arg(
+        None,
+        "scores of a wrong and of a right response (default: 0 1), for --dynamic_filtering_range, --curriculum and pass@1",
+        type=float,
+        nargs=2,
+    )
     reward_clip_range: Optional[list[float]] = arg(None, "clip scores to these bounds", type=float, nargs=2)
     normalize_reward: bool = arg(False, "subtract the running mean of scores, divide by their running deviation")
     overlong_buffer_len: int = arg(

@@ -26,10 +26,12 @@ from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
 from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
 from trainer.methods.rollout_facts import (
+    group_facts,
     log_prob_facts,
     means_over_tokens,
     rollout_log_probs_of,
     sample_facts,
+    score_notes,
     scores_of,
 )
 from trainer.methods.rollout_phase import evaluate, offloaded, scored_samples, sync
@@ -38,6 +40,7 @@ from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import FILE, span, timed
 from trainer.training.checkpointing import Progress, StopRequest
@@ -68,6 +71,7 @@ def train_ppo(
     """
     strategy, state, roles = run.strategy, run.state, run.roles
     log, last_eval, passes = StepLog(strategy, metrics, loop, progress), None, run.options.num_episodes
+    told: set[str] = set()  # each note comes once
     for model, _, _ in filter(None, (roles.actor, roles.critic)):
         model.train()
     if run.eval_prompts and loop.eval_steps and progress.step == 0:
@@ -80,6 +84,10 @@ def train_ppo(
             samples = make_rollout(run, progress, facts)
             _log_samples(run, samples, metrics, progress)
             if samples:
+                notes = score_notes(samples, run.options, state.prompts.curriculum, bool(run.eval_prompts))
+                for subject in notes.keys() - told:
+                    strategy.print(notes[subject])
+                told |= notes.keys()
                 (run.updates or policy_updates)(run, loop, log, progress, samples, episode, facts)
             state.go_on(samples)
             if run.options.kl_target is not None and samples:
@@ -158,7 +166,7 @@ def policy_updates(
     spread_sets(batches, part.samples)
     with timed(facts, "logprobs"):
         flat = add_log_probs(strategy, roles, batches, options, part)
-    facts |= sample_facts(samples) | staleness_facts(samples, state.rollout)
+    facts |= sample_facts(samples) | group_facts(samples, options) | staleness_facts(samples, state.rollout)
     facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
         with span("train"):
@@ -317,8 +325,8 @@ def _log_samples(run: PPORun, samples: list[Sample], metrics: Optional[MetricsLo
 
 
 def _evaluation(run: PPORun, log: StepLog, progress: Progress) -> dict[str, float]:
-    started = time.perf_counter()
+    started, (_, right) = time.perf_counter(), run.options.reward_range or WRONG_AND_RIGHT
     with span("evaluate"):
-        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress.step)
+        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress.step, right)
     log.evaluation(values, started, digits=6)
     return values

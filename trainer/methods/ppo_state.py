@@ -42,7 +42,8 @@ class PPOOptions:
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0
-    filtering_range: Optional[tuple[float, float]] = None
+    filtering_range: Optional[tuple[float, float]] = None  # of mean scores, for dynamic filtering
+    reward_range: Optional[tuple[float, float]] = None  # scores of a wrong and of a right response; None: not told
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
 

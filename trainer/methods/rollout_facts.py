@@ -3,6 +3,7 @@
 Every rank knows the scores and sizes of all samples. Flat vectors have the tokens that this rank trains.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, RLState
 from trainer.models.losses.policy_loss import bounded
 from trainer.rollout.placement import Part
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 
 
@@ -50,6 +52,39 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # not every call returns it
         facts[f"reward_{name}"] = sum(values) / len(values)
     return facts
+
+
+def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:
+    """Shares of the prompts whose responses are all right, all wrong, or have all the same score (if there are several)."""
+    size, (wrong, right) = options.advantages.group_size, options.reward_range or WRONG_AND_RIGHT
+    low, high = scores_of(samples).view(-1, size).aminmax(dim=1)
+    facts = {"groups_all_right": low >= right, "groups_all_wrong": high <= wrong}
+    facts |= {"groups_equal": low == high} if size > 1 else {}
+    return {name: found.double().mean().item() for name, found in facts.items()}
+
+
+def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, evaluates: bool) -> dict[str, str]:
+    """Lines for the user about the scores of a rollout, by subject: scores that are not read as meant, or teach nothing."""
+    scores, notes = scores_of(samples), {}
+    outside = ((scores < 0) | (scores > 1)).sum().item()
+    is_bounded = options.filtering_range is not None and math.isfinite(options.filtering_range[0])
+    users = {
+        "--dynamic_filtering_range": is_bounded,
+        f"--curriculum {curriculum}": curriculum != "none",
+        "eval_pass_at_1": evaluates and scores.max() > 1,
+    }
+    names = ", ".join(name for name, used in users.items() if used)
+    if options.reward_range is None and outside and names:
+        notes["range"] = (
+            f"warning: {outside} of {len(scores)} scores are not from 0 to 1, which {names} take for wrong and right: "
+            "give --reward_range WRONG RIGHT"
+        )
+    size = options.advantages.group_size
+    groups = scores.view(-1, size) if size > 1 else scores.view(1, -1)
+    if options.advantages.estimator != "distill" and len(scores) > 1 and (groups == groups[:, :1]).all():
+        kind = "all responses to each prompt have" if size > 1 else "all responses have"
+        notes["equal"] = f"warning: in a rollout, {kind} the same score, so scores teach nothing: check the reward"
+    return notes
 
 
 def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The first phases of a rollout: sync the weights, generate responses, score them. Also the evaluation, which does the same."""
 
 import contextlib
+import math
 
 from trainer.errors import UserError
 from trainer.methods import advantages as adv
@@ -83,8 +84,12 @@ def filtered_samples(roles: Roles, state: RLState, options: PPOOptions, facts: d
     facts["prompts_drawn"] = sampled
     state.prompts_drawn, state.prompts_kept = state.prompts_drawn + sampled, state.prompts_kept + len(samples) // size
     if not samples and not (state.prompts_kept and state.is_used_up(options.num_episodes)):
-        found = f"no prompt of {sampled} had different scores with a mean within {options.filtering_range}"
-        raise UserError("--dynamic_filtering_range", found, "a wider range, or easier or harder prompts")
+        low, high = options.filtering_range
+        is_bounded = math.isfinite(low)
+        found = f"no prompt of {sampled} had different scores" + f" with a mean from {low:g} to {high:g}" * is_bounded
+        flag = "--dynamic_filtering_range" if is_bounded else "--dynamic_filtering"
+        allowed = "a wider range, the --reward_range of these scores, or " * is_bounded + "easier or harder prompts"
+        raise UserError(flag, found, allowed)
     return samples
 
 
@@ -100,13 +105,13 @@ def _next_samples(roles: Roles, state: RLState, options: PPOOptions, first: int,
     return samples
 
 
-def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, step: int) -> dict[str, float]:
-    """Mean score, share of scores of 1 or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
+def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, step: int, right: float = 1.0) -> dict:
+    """Mean score, share of scores of `right` or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
     greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
     with offloaded(strategy, roles):
         facts = sync(strategy, roles, step)
         samples = generate(roles, prompts, 1, greedy, seed=0, rollout=0)
         roles.score(samples)
     found = sample_facts(samples)
-    found["pass_at_1"] = (scores_of(samples) >= 1).double().mean().item()
+    found["pass_at_1"] = (scores_of(samples) >= right).double().mean().item()
     return {f"eval_{name}": value for name, value in found.items()} | facts

@@ -9,6 +9,7 @@ import torch
 
 from trainer.datasets.batches.global_batches import epoch_order
 
+WRONG_AND_RIGHT = (0.0, 1.0)  # scores of a wrong and of a right response, if --reward_range does not give them
 UNKNOWN = 0.5  # the pass rate of a prompt without one: nothing says whether it is easy or hard
 SPARE = 1 / 40  # of the weight of each prompt in `learnable`, so that none is lost; the largest weight is 1/4
 
@@ -17,15 +18,17 @@ class PromptOrder:
     """Hands out prompts, episode after episode. An episode's permutation depends only on the seed and its number.
 
     With a `curriculum`, later episodes also depend on pass rates. The pass rate p of a prompt is the mean of its last
-    scores, each clipped to 0 to 1. `easy_first` sorts by p. `learnable` samples prompts with weights p (1 - p), with
+    scores, on a scale where `reward_range` is 0 to 1, each clipped to it. `easy_first` sorts by p. `learnable` samples prompts with weights p (1 - p), with
     replacement (Foster et al. 2025, Learning to reason at the frontier of learnability). An episode uses the rates from
     before it began.
     """
 
-    def __init__(self, prompts, *, batch_size: int, seed: int, shuffle: bool, curriculum: str = "none"):
+    def __init__(
+        self, prompts, *, batch_size: int, seed: int, shuffle: bool, curriculum="none", reward_range=WRONG_AND_RIGHT
+    ):
         self.prompts, self.batch_size, self.seed, self.shuffle = prompts, batch_size, seed, shuffle
         self.episode, self.next_index = 0, 0
-        self.curriculum = curriculum
+        self.curriculum, self.reward_range = curriculum, reward_range
         self.rates: dict[int, float] = {}  # by row
         self._rates_before: dict[int, float] = {}  # when the episode began
 
@@ -60,8 +63,9 @@ class PromptOrder:
         if self.curriculum == "none":
             return
         scores: dict[int, list[float]] = {}
+        wrong, right = self.reward_range
         for sample in samples:
-            scores.setdefault(sample.row, []).append(min(max(sample.score, 0.0), 1.0))
+            scores.setdefault(sample.row, []).append(min(max((sample.score - wrong) / (right - wrong), 0.0), 1.0))
         self.rates |= {row: sum(found) / len(found) for row, found in scores.items()}
 
     def position(self) -> dict:

@@ -1,6 +1,7 @@
 """Checks of the flags of a run of RL: the table of rules, then single values, packages, files and addresses."""
 
 import importlib.util
+import math
 import os
 
 from trainer.errors import UserError
@@ -36,9 +37,7 @@ def check_rollouts(rollout: RolloutArguments) -> None:
         raise UserError("--stop", "an empty text, which would end every response", "texts with one character or more")
     if rollout.top_p > 1:
         raise UserError("--top_p", f"{rollout.top_p:g}", "above 0, up to 1")
-    low, high = rollout.dynamic_filtering_range
-    if low >= high:
-        raise UserError("--dynamic_filtering_range", f"{low:g} {high:g}", "a lower and a higher bound")
+    check_bounds("--dynamic_filtering_range", rollout.dynamic_filtering_range)
     share = rollout.vllm_gpu_memory_utilization
     if share is not None and share >= 1:
         raise UserError("--vllm_gpu_memory_utilization", f"{share:g}", "below 1")
@@ -60,5 +59,11 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:
             read_key("--remote_rm_api_key", scores.remote_rm_api_key)
-    if scores.reward_clip_range and scores.reward_clip_range[0] >= scores.reward_clip_range[1]:
-        raise UserError("--reward_clip_range", str(scores.reward_clip_range), "a lower and a higher bound")
+    check_bounds("--reward_range", scores.reward_range)
+    check_bounds("--reward_clip_range", scores.reward_clip_range)
+
+
+def check_bounds(flag: str, bounds: list[float] | None) -> None:
+    """Raise UserError if the first bound is not below the second, or one is not finite."""
+    if bounds and not -math.inf < bounds[0] < bounds[1] < math.inf:
+        raise UserError(flag, f"{bounds[0]:g} {bounds[1]:g}", "a lower and a higher bound")

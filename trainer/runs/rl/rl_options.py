@@ -1,11 +1,15 @@
 """The options of the algorithm, from the flags of `train_ppo`."""
 
+import math
+from typing import Optional
+
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 
 
 def reference_is_base(args: PPOArguments) -> bool:
@@ -29,6 +33,17 @@ def check_policy_loss(name: str) -> None:
     """Raise UserError for a --policy_loss that is not in the file of policy losses."""
     if name not in POLICY_LOSSES:
         raise UserError("--policy_loss", name, ", ".join(POLICY_LOSSES))
+
+
+def filtering_range(args: PPOArguments) -> Optional[tuple[float, float]]:
+    """The bounds of the mean scores that --dynamic_filtering keeps, in the units of scores. None: it is off."""
+    if not args.rollout.dynamic_filtering:
+        return None
+    if args.rollout.dynamic_filtering_range is None:
+        return -math.inf, math.inf
+    wrong, right = args.scores.reward_range or WRONG_AND_RIGHT
+    low, high = args.rollout.dynamic_filtering_range
+    return wrong + low * (right - wrong), wrong + high * (right - wrong)
 
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
@@ -74,7 +89,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         reward_clip_range=tuple(args.scores.reward_clip_range) if args.scores.reward_clip_range else None,
         overlong_buffer_len=args.scores.overlong_buffer_len,
         overlong_penalty_factor=args.scores.overlong_penalty_factor,
-        filtering_range=tuple(args.rollout.dynamic_filtering_range) if args.rollout.dynamic_filtering else None,
+        filtering_range=filtering_range(args),
+        reward_range=tuple(args.scores.reward_range) if args.scores.reward_range else None,
         num_episodes=args.rollout.num_episodes if args.rollout.dynamic_filtering and not args.batch.max_steps else None,
         freezing_actor_steps=args.critic.freezing_actor_steps,
     )

@@ -17,7 +17,7 @@ from trainer.flags.rules import refuse
 from trainer.methods.ppo import train_ppo
 from trainer.methods.ppo_state import PPORun, RLState
 from trainer.metrics import Rows
-from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
 from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.reward_functions import load_reward_functions, needs_labels, wanted_columns
 from trainer.rollout.rollouts_file import RolloutsLog
@@ -48,6 +48,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     read_prompts(run, is_demo)
     apply(RL_FEATURES, run, "with_data")
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
+    order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
