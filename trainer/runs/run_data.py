@@ -8,9 +8,12 @@ from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.images.image_samples import tokenize_with_images
+from trainer.datasets.samples.bounds import check_bounds
 from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
 from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments
+from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
 
@@ -53,14 +56,24 @@ def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callabl
     strategy = setup.strategy
     strategy.print(f"reading {data.dataset}")
     samples, ledger = rank_0_first(lambda: load(data.dataset, data.dataset_split, "--dataset"), in_caches=True)
-    strategy.print(ledger.report("training data"))
+    report(setup, samples, ledger, "training data", "--dataset")
     strategy.print(f"first sample, loss tokens in [[ ]]:\n{shortened(render(samples[0], setup.tokenizer))}")
     if not data.eval_dataset:
         return samples, None, ledger
     evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
     eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
-    strategy.print(eval_ledger.report("evaluation data"))
+    report(setup, eval_samples, eval_ledger, "evaluation data", "--eval_dataset")
     return samples, eval_samples, ledger
+
+
+def report(setup: Setup, samples, ledger, name: str, flag: str) -> None:
+    """Print the ledger of a set. Check its ids and lengths against the model; a stream checks each row as it is read."""
+    bounds = bounds_of(setup.folder, setup.trust_remote_code)
+    if isinstance(samples, SampleStream):
+        samples.bounds = bounds
+    elif not has_images(samples):  # their positions are not those of the tokens
+        ledger.lines += check_bounds(samples, setup.tokenizer, flag, bounds)
+    setup.strategy.print(ledger.report(name))
 
 
 def shortened(text: str) -> str:

@@ -31,6 +31,7 @@ class Setup:
 
     strategy: Any
     folder: str  # of the model
+    trust_remote_code: bool  # its code may run
     tokenizer: Any
     attention: str  # name of the attention function
     sp_group: Any  # the ranks that split each sequence, or None
@@ -73,6 +74,7 @@ def set_up(
     return Setup(
         strategy=strategy,
         folder=folder,
+        trust_remote_code=args.model.trust_remote_code,
         tokenizer=tokenizer,
         attention=attention,
         sp_group=sp_group,

@@ -16,6 +16,7 @@ from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoad
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.files.stream_rows import parsed
 from trainer.datasets.library import one_line
+from trainer.datasets.samples.bounds import Bounds, check_sample
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, no_stop, options_of, tokenize_row
@@ -60,6 +61,7 @@ class SampleStream:
         self.rows, self.flag, self.digest = rows, flag, digest
         self.tokenizer = copy.deepcopy(tokenizer)  # a thread uses it while a checkpoint saves the other one
         self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
+        self.bounds: Bounds | None = None  # of the model that takes the samples
         self.column_names = list(self._first_row())
         for column, cure in ((COLUMN, "rows of text"), (PREPARED, "the folder of prepare_data")):
             if column in self.column_names:
@@ -114,7 +116,10 @@ class SampleStream:
 
     def _tokens(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         row = _KnownColumns(row)
-        return tokenize_row(row, index, tokenizer=self.tokenizer, options=self.options, flag=self.flag)
+        sample = tokenize_row(row, index, tokenizer=self.tokenizer, options=self.options, flag=self.flag)
+        if self.bounds:
+            check_sample(sample, self.flag, self.bounds)
+        return sample
 
 
 def start_of_epoch(epoch: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import datasets
 
 from trainer.datasets.conversations.tokens import digest_of
 from trainer.datasets.conversations.turn_ends import stop_ids
+from trainer.datasets.samples.bounds import check_ids
 from trainer.datasets.samples.prepared import OPTIONS, write_prepared
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import sft_features
@@ -18,6 +19,7 @@ from trainer.flags.kd_flags import TeacherArguments
 from trainer.flags.parse_flags import with_flags
 from trainer.methods.teacher_loss import make_teacher_loss
 from trainer.model_folders.model_folder import read_config
+from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Sampling
@@ -53,7 +55,14 @@ def open_teacher(run) -> None:
     run.teacher, folder = load_teacher(run)
     if run.args.teacher.teacher_answers:
         args, load = answered(run, folder), run.method.load_data
-        run.load_data = lambda names, split, flag: load(args, run.setup.tokenizer, args.data.dataset, "train", flag)
+        bounds = bounds_of(run.setup.folder, run.setup.trust_remote_code)
+
+        def load_answers(names: str, split: str, flag: str):
+            samples, ledger = load(args, run.setup.tokenizer, args.data.dataset, "train", flag)
+            check_ids(samples, "--teacher_answers", bounds.vocab_size)  # a teacher may have more logits
+            return samples, ledger
+
+        run.load_data = load_answers
 
 
 def add_teacher_loss(run) -> None:

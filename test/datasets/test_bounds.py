@@ -1,0 +1,65 @@
+"""Rows that a model cannot take are named before the first step: ids beyond its embedding, more tokens than positions."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+from transformers import GPT2Config, GPTJConfig, JambaConfig, LlamaConfig, OPTConfig
+
+from trainer.datasets.samples.bounds import Bounds, check_bounds, check_ids, check_sample
+from trainer.errors import UserError
+from trainer.models.model_bounds import bounds_of
+
+SIZES = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+CONFIGS = {
+    "gpt2": (GPT2Config(n_positions=64, **SIZES), Bounds(90, 64, True)),
+    "opt": (OPTConfig(max_position_embeddings=64, ffn_dim=32, word_embed_proj_dim=32, **SIZES), Bounds(90, 64, True)),
+    "gptj": (GPTJConfig(n_positions=64, rotary_dim=8, **SIZES), Bounds(90, 64, True)),
+    "llama": (LlamaConfig(max_position_embeddings=64, **SIZES), Bounds(90, 64)),
+    "yarn": (LlamaConfig(max_position_embeddings=64, rope_parameters=YARN, **SIZES), Bounds(90)),
+    "jamba": (
+        JambaConfig(max_position_embeddings=64, intermediate_size=32, num_key_value_heads=2, **SIZES),
+        Bounds(90),
+    ),
+}
+
+
+def tokenizer(largest: int):
+    return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": largest})
+
+
+def samples(*ids: list[int], names=("input_ids",)):
+    rows = [dict.fromkeys(names, part) | {"row": number + 10} for number, part in enumerate(ids)]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bounds_of_a_model(tmp_path, name):
+    config, expected = CONFIGS[name]
+    config.save_pretrained(tmp_path)
+    assert bounds_of(str(tmp_path), False) == expected
+
+
+@pytest.mark.parametrize("names", [("input_ids",), ("prompt_ids",), ("chosen_ids", "rejected_ids")])
+def test_rows_that_do_not_fit_are_named(names):
+    fits, long, beyond = [1, 2], [1] * 5, [3, 90]
+    learned = Bounds(90, 4, True)
+    found = samples(fits, long, beyond, names=names)
+    assert check_bounds(found.select([0]), tokenizer(99), "--dataset", learned) == []
+    with pytest.raises(UserError, match="--dataset row 12: 5 tokens, more than the model's 4 positions"):
+        check_bounds(found.select([0, 1]), tokenizer(99), "--dataset", learned)
+    with pytest.raises(UserError, match="row 13: token 90 is beyond the 90 rows"):
+        check_bounds(found, tokenizer(90), "--dataset", Bounds(90))
+    with pytest.raises(UserError, match="--teacher_answers row 13: token 90"):
+        check_ids(found, "--teacher_answers", 90)
+    [warning] = check_bounds(found.select([2, 1, 0]), tokenizer(89), "--eval_dataset", Bounds(90, 4))
+    assert warning.startswith("WARNING: --eval_dataset row 12 has 5 tokens, more than the model's 4 positions")
+
+
+def test_a_row_of_a_stream_is_checked_as_it_is_read():
+    check_sample({"input_ids": [1, 89], "row": 6}, "--dataset", Bounds(90, 2, True))
+    check_sample({"input_ids": [], "row": 6}, "--dataset", Bounds(90, 2, True))
+    for ids, said in (([1, 90], "token 90"), ([1, 2, 3], "3 tokens")):
+        with pytest.raises(UserError, match=f"--dataset row 7: {said}"):
+            check_sample({"input_ids": ids, "row": 6}, "--dataset", Bounds(90, 2, True))

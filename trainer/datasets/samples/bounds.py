@@ -1,0 +1,86 @@
+"""Whether a model can take the token samples: their ids against its embedding, their lengths against its positions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trainer.datasets.batches.global_batches import column_of
+from trainer.errors import UserError
+
+ID_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids", "prompt_ids")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a model takes: ids below `vocab_size`, and `positions` tokens (None: any number).
+
+    `learned`: further positions have no weights, so a longer row cannot run. Rotary positions go on, untrained.
+    """
+
+    vocab_size: int
+    positions: int | None = None
+    learned: bool = False
+
+
+def check_bounds(samples: Any, tokenizer: Any, flag: str, bounds: Bounds) -> list[str]:
+    """Check samples in Arrow columns. Returns the warnings.
+
+    The ids are only searched if the tokenizer has one beyond the embedding: there may be a billion rows.
+    Raises: UserError that names the row for an id without embedding, and for a row longer than learned positions.
+    """
+    if max(tokenizer.get_vocab().values(), default=0) >= bounds.vocab_size:
+        check_ids(samples, flag, bounds.vocab_size)
+    longest, row = max((_longest(samples, name) for name in _id_columns(samples)), default=(0, 0))
+    return check_length(longest, row, flag, bounds)
+
+
+def check_sample(sample: dict[str, Any], flag: str, bounds: Bounds) -> None:
+    """`check_bounds` of one sample of a stream, without warnings."""
+    ids = sample["input_ids"]
+    if ids and max(ids) >= bounds.vocab_size:
+        raise _beyond(flag, sample["row"], max(ids), bounds.vocab_size)
+    check_length(len(ids), sample["row"], flag, bounds)
+
+
+def check_ids(samples: Any, flag: str, vocab_size: int) -> None:
+    """Raise UserError that names the row and the id for the first id at or above `vocab_size`."""
+    for name in _id_columns(samples):
+        if all((pc.max(chunk.flatten()).as_py() or 0) < vocab_size for chunk in samples.data.column(name).chunks):
+            continue
+        for sample in samples.select_columns(["row", name]):
+            if sample[name] and max(sample[name]) >= vocab_size:
+                raise _beyond(flag, sample["row"], max(sample[name]), vocab_size)
+
+
+def check_length(longest: int, row: int, flag: str, bounds: Bounds) -> list[str]:
+    """The warning for the longest row, if rotary positions end before it. Raises UserError if learned ones do."""
+    if bounds.positions is None or longest <= bounds.positions:
+        return []
+    found = f"{longest} tokens, more than the model's {bounds.positions} positions"
+    if bounds.learned:
+        raise UserError(f"{flag} row {row + 1}", found, f"--max_len {bounds.positions}, or shorter rows")
+    cure = f"--max_len {bounds.positions}, or a scaling of rope_parameters in config.json"
+    return [f"WARNING: {flag} row {row + 1} has {found}, so the model has not learned the last ones; {cure}"]
+
+
+def _beyond(flag: str, row: int, token: int, vocab_size: int) -> UserError:
+    found = f"token {token} is beyond the {vocab_size} rows of the model's embedding"
+    return UserError(f"{flag} row {row + 1}", found, "the tokenizer of the model, or a model with a larger embedding")
+
+
+def _id_columns(samples: Any) -> Iterator[str]:
+    return (name for name in ID_COLUMNS if name in samples.column_names)
+
+
+def _longest(samples: Any, name: str) -> tuple[int, int]:
+    """(tokens, row) of the longest list of a column, among the samples that are kept."""
+    lengths = pc.list_value_length(samples.data.column(name))
+    lengths = np.asarray(pa.chunked_array(lengths.chunks, lengths.type))
+    if samples._indices is not None:
+        lengths = lengths[samples._indices.column(0).to_numpy()]
+    place = int(lengths.argmax())
+    return int(lengths[place]), int(column_of(samples, "row")[place])
