@@ -3,12 +3,13 @@
 docs/gpu.md lists what each test executes.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, masking_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, masking_utils
 
 from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import whole_shard
@@ -23,6 +24,7 @@ from trainer.flags.parse_flags import from_flat
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
+from trainer.model_parallel import expert_parallel
 from trainer.models.attention import flash_limits
 from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_inputs
 from trainer.rollout.engines import vllm
@@ -70,7 +72,7 @@ def test_a_rank_takes_its_gpu_before_it_joins_the_process_group(calls, monkeypat
     for host_tensors, backend in ((False, "nccl"), (True, "cpu:gloo,cuda:nccl")):
         calls.found.clear()
         mesh.start_process_group(CARD, host_tensors=host_tensors)
-        assert calls.found == [("set_device", CARD), ("init_process_group", backend), ("get_world_size",)]
+        assert calls.found == [("set_device", CARD), ("init_process_group", backend, CARD), ("get_world_size",)]
 
 
 def test_fp32_is_exact_also_in_convolutions(monkeypatch):
@@ -280,7 +282,7 @@ def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):
         micro_batches=[torch.ones(3, 2)], num_targets=3, num_tokens=1000, epoch=0, batch_hash="", sample_ids=[]
     )
     scheduler = SimpleNamespace(get_last_lr=lambda: [0.1])
-    checkpoints = SimpleNamespace(after_step=lambda *_: None, finish=lambda: None)
+    checkpoints = SimpleNamespace(after_step=lambda *_: None, end=lambda _: None)
     options = {"metrics": rows, "checkpoints": checkpoints, "progress": Progress(), "flops_per_token": 6e9}
     loss = lambda model, rows: (model(rows).sum(), torch.tensor(len(rows)))  # noqa: E731
     loop.train(strategy, model, None, scheduler, [batch], loss, loop.LoopOptions(total_steps=1), **options)
@@ -296,3 +298,21 @@ def test_flash_attention_needs_a_gpu_of_its_time(calls, monkeypatch):
     calls.note(torch.cuda, "get_device_capability", (7, 5))
     with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
         flash_limits.validate_flash_attention("flash_attention_2", "cuda")
+
+
+def test_experts_of_odd_widths_are_refused_where_a_gpu_would_fail():
+    tiny = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "decoder_sparse_step": 1, "vocab_size": 8}
+    for width, refused in ((32, False), (36, True)):
+        config = Qwen3MoeConfig(**tiny, **experts, moe_intermediate_size=width)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert model.config._experts_implementation == "grouped_mm"
+        with pytest.raises(UserError, match="multiples of 8") if refused else contextlib.nullcontext():
+            expert_parallel.validate_expert_widths(model, "--pretrain")

@@ -77,7 +77,7 @@ UNDONE = [
     Undone("13", "RoPE tables are computed on the device", "trainer/model_folders/model_folder.py",
            'dtype=dtype, device="cpu")', "dtype=dtype, device=device)", "test/checkpoints/test_computed_buffers.py"),
     Undone("14a", "flash-attn in fp32", "trainer/flags/training_rules.py",
-           'f.attn_implementation.startswith("flash") and f.param_dtype == "fp32"', "False",
+           'Rule("attn_implementation", lambda f: f.param_dtype == "fp32"', 'Rule("attn_implementation", lambda f: False',
            f"{ATTENTION}/test_flash.py"),
     Undone("14b", "flash-attn with wide heads", "trainer/models/attention/flash_limits.py", "if head_dim > MAX_HEAD_DIM:", "if False:",
            f"{ATTENTION}/test_flash.py"),

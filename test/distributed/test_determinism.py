@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -48,6 +49,28 @@ def test_without_refusals_restores_the_mode():
             assert not torch.are_deterministic_algorithms_enabled()
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_two_threads_leave_strict_mode_and_the_last_restores_it():
+    inside, leave = threading.Event(), threading.Event()
+
+    def rollouts():
+        with without_refusals():
+            inside.set()
+            leave.wait(10)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with without_refusals():
+            thread = threading.Thread(target=rollouts)
+            thread.start()
+            inside.wait(10)
+        assert not torch.are_deterministic_algorithms_enabled()  # the rollouts are still inside
+        leave.set()
+        thread.join()
+        assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from trainer.distributed import mesh
+from trainer.distributed import collectives, mesh
 from trainer.strategies import deepspeed
 from trainer.strategies.on_deepspeed import autotp
 from trainer.strategies.options import StrategyOptions
@@ -16,6 +16,7 @@ def test_deepspeed_takes_the_gpu_that_the_task_sees(monkeypatch):
     from deepspeed import accelerator
 
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(collectives, "_local_rank", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = deepspeed.DeepspeedStrategy(StrategyOptions())
@@ -31,3 +32,4 @@ def test_deepspeed_takes_the_gpu_that_the_task_sees(monkeypatch):
     monkeypatch.setattr(library, "init_distributed", lambda **_: given.append(os.environ["LOCAL_RANK"]))
     strategy.setup_distributed()
     assert given == ["0"]
+    assert collectives.local_rank() == 3  # so one rank of a node builds caches, and four write

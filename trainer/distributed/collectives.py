@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from trainer.errors import UserError, plain
 
+_local_rank: Optional[int] = None  # torchrun's, where LOCAL_RANK holds something else by now
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -48,6 +49,17 @@ def print(strategy, *values) -> None:
 
 def is_rank_0(strategy) -> bool:
     return dist.get_rank() == 0
+
+
+def local_rank() -> int:
+    """This rank's number on its node, as torchrun gave it."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if _local_rank is None else _local_rank
+
+
+def keep_local_rank() -> None:
+    """Read the local rank for good: DeepSpeed needs the number of a GPU in LOCAL_RANK."""
+    global _local_rank
+    _local_rank = local_rank()
 
 
 def gather_objects(value, group: Optional[dist.ProcessGroup] = None) -> list:
@@ -135,7 +147,7 @@ def _build_by_nodes(build: Callable, in_caches: bool):
     With `in_caches`, nodes that do not see rank 0's caches do not wait for it.
     """
     waits = not in_caches or _sees_caches_of_rank_0()
-    is_first = int(os.environ["LOCAL_RANK"]) == 0
+    is_first = local_rank() == 0
     own_turn = (0 if dist.get_rank() == 0 or not waits else 1) if is_first else 2
     for turn in range(3):
         if turn == own_turn:

@@ -7,9 +7,12 @@ In strict mode torch refuses an operation without a deterministic kernel. `cli/e
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
+
+_lock, _inside, _mode = threading.Lock(), [], []  # of without_refusals: who is inside, the mode to restore
 
 
 def use_deterministic_kernels() -> None:
@@ -23,16 +26,25 @@ def use_deterministic_kernels() -> None:
 
 @contextlib.contextmanager
 def without_refusals() -> Iterator[None]:
-    """Leave strict mode for a while: for code of others that does not train, and for what is known to be safe."""
-    strict, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(False)
+    """Leave strict mode for a while: for code of others that does not train, and for what is known to be safe.
+
+    The mode is the process's. Rollouts may run in a thread beside training, so the last one that leaves restores it.
+    """
+    with _lock:
+        if not _inside:
+            _mode[:] = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+        _inside.append(None)
+        torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                torch.use_deterministic_algorithms(_mode[0], warn_only=_mode[1])
 
 
 def row_cumsum(rows: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,9 @@ def start_process_group(device: torch.device, host_tensors: bool = False) -> Non
     if "RANK" in os.environ:
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise UserError("RANK", f"is set without {', '.join(missing)}", "torchrun, which sets all; or unset RANK")
-        dist.init_process_group(backend)
+        # with the device known, NCCL derives the groups of a mesh from one communicator
+        known = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(backend, **known)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:

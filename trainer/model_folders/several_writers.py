@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch.distributed as dist
 
-from trainer.distributed.collectives import gather_objects
+from trainer.distributed.collectives import gather_objects, local_rank
 
 WRITERS_PER_NODE = 4  # each holds a tensor in host memory, and a disk is busy with few
 
@@ -22,9 +22,9 @@ def own_part(folder: str, mark: str) -> tuple[Optional[int], int]:
 
     The first ranks of each node write, if they see the folder. One rank of each node comes first.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    writes = local_rank < WRITERS_PER_NODE and os.path.exists(os.path.join(folder, mark))
-    found = enumerate(gather_objects((local_rank, writes)))
+    number = local_rank()
+    writes = number < WRITERS_PER_NODE and os.path.exists(os.path.join(folder, mark))
+    found = enumerate(gather_objects((number, writes)))
     writers = [rank for _, rank in sorted((local, rank) for rank, (local, writes) in found if writes)]
     own = dist.get_rank() if dist.is_initialized() else 0
     return (writers.index(own) if own in writers else None), len(writers)

@@ -8,12 +8,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import Optional
 
+import torch
+
 from trainer.distributed import heartbeat
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.common_flags import LayoutArguments, ModelArguments, OptimizerArguments
 from trainer.model_folders import model_folder
 from trainer.model_folders.folder_names import find_weights
+from trainer.model_parallel.expert_parallel import validate_expert_widths
 from trainer.models.attention.choice import fit_attention, validate_model
 from trainer.models.folder_faults import check_tokens, load_fault
 from trainer.models.layers.activation_offload import offload_layer_inputs
@@ -71,6 +74,8 @@ def load_model(
     if unread := model_folder.check_weights(model, folder, flag):
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
         strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
+    if strategy.device.type == "cuda" and strategy.param_dtype != torch.float32:
+        validate_expert_widths(model, flag)
     disable_dropout(model)
     change_layers(flags, setup, model)
     return model

@@ -84,6 +84,7 @@ class DeepspeedStrategy:
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only GPU 0
+            collectives.keep_local_rank()
             os.environ["LOCAL_RANK"] = str(self.device.index)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         autotp.use_mesh_groups(self.meshes)
