@@ -54,6 +54,11 @@ def make_base(folder: Path) -> None:
     code, output = run_process([sys.executable, "-m", "trainer.cli.make_demo"], cwd=folder, timeout=120)
     assert code == 0, output
     shutil.copytree(folder / "demo" / "model", folder / "my_model")
+    template = folder / "my_model" / "chat_template.jinja"  # the demo's, which shows tools as well
+    template.write_text(
+        "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}\n{% endfor %}"
+        + template.read_text()
+    )
     for suffix in ("", "_eval"):
         chats = _rows(folder / "demo" / f"sft{suffix}.jsonl")
         pairs = _rows(folder / "demo" / f"pairs{suffix}.jsonl")
@@ -151,6 +156,8 @@ def _short_flags(command: Command) -> list[str]:
         added |= SMALL_PPO
         if value_of(argv, "--overlong_buffer_len") is not None:
             added["--overlong_buffer_len"] = "4"
+        if value_of(argv, "--freezing_actor_steps") is not None:
+            added["--freezing_actor_steps"] = "1"
     return [word for pair in added.items() for word in pair]
 
 
