@@ -107,7 +107,7 @@ def test_another_optimizer_is_refused_at_a_checkpoint(runs, shared_data):
     line = command_line("fsdp2-1r-mb4-padded-other", runs, shared_data)
     command = [sys.executable, "-m", "trainer.cli.train_sft", *line, "--load_checkpoint", str(source)]
     code, output = run_process(command)
-    assert code == 2 and f"--optim: adamw, but {source} was written with muon" in output
+    assert code == 2 and f"--optim: adamw, but {source} was trained with muon" in output
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
