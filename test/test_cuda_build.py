@@ -1,0 +1,35 @@
+"""The CUDA build of torch without a card: docs/fake_gpu.md has every cell, and a sample runs where its environment is."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, run_process
+
+KIT = ROOT / "test/fake_gpu"
+ENVIRONMENT = Path(os.environ.get("FAKE_GPU_ENVIRONMENT", ROOT / "build/fake_gpu_environment"))
+sys.path.insert(0, str(KIT))
+
+from cells import all_cells  # noqa: E402
+
+
+def test_the_page_has_every_cell_with_its_figures():
+    lines = (ROOT / "docs/fake_gpu.md").read_text().split("## The cells")[1].splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `")]
+    assert [row[0].strip().strip("`") for row in rows] == [cell.name for cell in all_cells()]
+    assert len(rows) >= 120
+    for row in rows:
+        assert float(row[1]) <= (1e-5 if " fp32" in row[0] else 1e-2), row
+
+
+@pytest.mark.skipif(
+    not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment of 7 GB"
+)
+def test_a_sample_of_cells_runs(tmp_path):
+    code, output = run_process(
+        ["bash", str(KIT / "run.sh"), "--every", "16", "--folder", str(tmp_path)],
+        timeout=900,
+        FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT),
+    )
+    assert code == 0, output[-3000:]
