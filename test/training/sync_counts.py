@@ -28,7 +28,7 @@ WAITS = {
     "_unique2",
     "repeat_interleave",
 }
-HOST = ("document_bounds",)  # reads what the loader keeps in host memory
+HOST = ("host_bounds",)  # reads what the loader keeps in host memory
 SFT = ("--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "2")
 ZERO_0, ZERO_2 = (("--backend", "deepspeed", "--zero_stage", stage) for stage in ("0", "2"))
 PPO = (

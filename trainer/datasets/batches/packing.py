@@ -67,6 +67,11 @@ class HostBounds:
         return self.bounds
 
 
+def host_bounds(cu_seqlens_host: torch.Tensor) -> HostBounds:
+    """The bounds that the loader keeps in host memory. Reading them waits for nothing."""
+    return HostBounds(cu_seqlens_host.tolist())
+
+
 def model_inputs(batch: dict) -> dict:
     """The arguments that a padded or packed micro-batch gives to a model call.
 
@@ -76,7 +81,7 @@ def model_inputs(batch: dict) -> dict:
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:
         inputs.update(
-            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=HostBounds(batch["cu_seqlens_host"].tolist()),  # for our attention functions
+            cu_seqlens=batch["cu_seqlens"], cu_seqlens_host=host_bounds(batch["cu_seqlens_host"]),  # for our attention functions
             cu_seq_lens_q=batch["cu_seqlens"], cu_seq_lens_k=batch["cu_seqlens"],  # read by transformers' flash-attn
             max_length_q=batch["max_length"], max_length_k=batch["max_length"],
         )  # fmt: skip
