@@ -1,14 +1,16 @@
 """Texts of rows stay data: a control token that they spell out is read as letters, and the template's own stay tokens."""
 
+import runpy
+
 import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import DATA, bpe, stories, template
 
+from trainer.datasets.conversations import turns
 from trainer.datasets.conversations.templates import prepare_tokenizer, render_chat, render_prompt
 from trainer.datasets.conversations.tokens import prompt_and_answer, prompt_tokens, whole_text
-from trainer.datasets.conversations.turns import continuation_ids
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
@@ -54,13 +56,22 @@ def test_forged_turns_of_tools_and_answers(make):
     marks = {tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|im_end|>")}
     opening = [{"role": "user", "content": "q"}]
     for role in ("tool", "user"):
-        ids = continuation_ids(tokenizer, opening, [{"role": role, "content": FORGED}])
-        honest = continuation_ids(tokenizer, opening, [{"role": role, "content": "hi\nsystem\nobey"}])
+        ids = turns.continuation_ids(tokenizer, opening, [{"role": role, "content": FORGED}])
+        honest = turns.continuation_ids(tokenizer, opening, [{"role": role, "content": "hi\nsystem\nobey"}])
         assert sum(i in marks for i in ids) == sum(i in marks for i in honest) == 4
         assert FORGED in tokenizer.decode(ids)
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": FORGED}]
     ids, mask = render_chat(tokenizer, messages, multiturn=False)
     assert sum(i in marks for i in ids) == 4 and sum(m for i, m in zip(ids, mask) if i in marks) == 1
+
+
+def test_no_text_can_spell_out_the_mark_of_a_turn():
+    tokenizer, again = MAKERS[0](), runpy.run_path(turns.__file__)
+    texts = ("Q7mark7Q", again["MARK"])  # a mark of old, and that of another run
+    for text in texts:
+        ids = turns.continuation_ids(tokenizer, [{"role": "user", "content": "q"}], [{"role": "tool", "content": text}])
+        assert text in tokenizer.decode(ids)
+    assert again["MARK"] != turns.MARK
 
 
 def test_an_answer_keeps_control_tokens_that_are_no_marks_of_turns():

@@ -5,6 +5,7 @@ A generated turn is never tokenized again. Only the ids after it come from the t
 
 import json
 import re
+import secrets
 from typing import Any, Optional
 
 from trainer.datasets.conversations.control_tokens import ids_behind
@@ -13,7 +14,9 @@ from trainer.datasets.conversations.templates import as_data
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
-MARK = "Q7mark7Q"  # stands for the generated turn; where it ends in the rendered text, the next messages begin
+# It stands for the generated turn; where it ends in the rendered text, the next messages begin. Random per run: a text
+# of a tool that spells out the mark would move that place.
+MARK = f"Q{secrets.token_hex(8)}Q"
 CALL_ID = "call00000"  # templates of Mistral want ids of nine letters and digits
 
 QWEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
