@@ -5,12 +5,14 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.datasets.conversations.templates import load_chat_template, render_chat
+from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.errors import UserError
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -248,3 +250,22 @@ def test_a_name_without_a_value_is_one_line_with_its_cure():
     assert render_chat(tokenizer, TALK, multiturn=False) == render_chat(tiny(), TALK, multiturn=False)
     said = refusal(tiny("{{ 'Today: ' + date_string }}" + CHATML))
     assert "uses date_string, which nothing sets" in said and "--template_args '{\"date_string\": ...}'" in said
+
+
+def test_arguments_of_a_row_are_those_of_the_template_for_this_row():
+    template = CHATML.replace("{% for", "{{ '<|im_start|>' if deep else '' }}{% for", 1)
+    for value, is_deep in ((None, False), ({"deep": True}, True), ('{"deep": false}', False)):
+        tokenizer = tiny(template)
+        talk = [TALK[1], TALK[2]]
+        row = {"messages": talk, "chat_template_kwargs": value}
+        rows = datasets.Dataset.from_list([row])
+        flags = {"input_key": None, "output_key": None, "input_template": None, "apply_chat_template": False}
+        flags |= {"multiturn": False, "pretrain_mode": False, "max_len": 90, "flag": "--dataset"}
+        [sample], _ = tokenize_sft(rows, tokenizer, **flags)
+        plain = tiny(template).apply_chat_template(talk, deep=is_deep, return_dict=True)["input_ids"]
+        assert sample["input_ids"] == plain[: len(sample["input_ids"])] and not hasattr(tokenizer, "template_args")
+    rows = datasets.Dataset.from_list([{"messages": talk, "chat_template_kwargs": {"depth": 1}}])
+    with pytest.raises(
+        UserError, match="row 1: column chat_template_kwargs: the chat template has no argument 'depth'"
+    ):
+        tokenize_sft(rows, tiny(template), **flags)

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +23,7 @@ from trainer.datasets.conversations.messages import TRAIN
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
+from trainer.datasets.shapes.columns import TEMPLATE_ARGS
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
@@ -47,6 +50,12 @@ def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | Non
         raise UserError("--template_args", f"broken JSON ({error})", '{"enable_thinking": false}') from None
     if not isinstance(values, dict):
         raise UserError("--template_args", repr(arguments), 'a JSON object such as {"enable_thinking": false}')
+    _check_arguments(tokenizer, values, "--template_args")
+    tokenizer.template_args = values
+
+
+def _check_arguments(tokenizer: Any, values: dict, where: str) -> None:
+    """Check that the chat template names each argument, and that the run does not set it. Raises UserError."""
     texts = (
         tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template or ""}
     )
@@ -55,8 +64,35 @@ def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | Non
         found = (
             f"the chat template has no argument {unused[0]!r}" if unused else f"{sorted(taken)[0]!r} is set by the run"
         )
-        raise UserError("--template_args", found, "arguments that the template names")
-    tokenizer.template_args = values
+        raise UserError(where, found, "arguments that the template names")
+
+
+@contextmanager
+def arguments_of_row(tokenizer: Any, value: Any) -> Iterator[None]:
+    """Inside, the template also has the arguments of a row's column, over those of --template_args.
+
+    `value` is an object, its JSON text, or None. Raises: UserError for another value, and like --template_args.
+    """
+    where, before = f"column {TEMPLATE_ARGS}", getattr(tokenizer, "template_args", {})
+    try:
+        given = json.loads(value or "{}") if isinstance(value, str) else value or {}
+    except ValueError as error:
+        raise UserError(where, f"broken JSON ({error})", "a JSON object") from None
+    if not isinstance(given, dict):
+        raise UserError(where, repr(value)[:60], "an object")
+    given = {name: child for name, child in given.items() if child is not None}  # other rows have this key
+    _check_arguments(tokenizer, given, where)
+    if not given:
+        yield
+        return
+    tokenizer.template_args = {**before, **given}
+    try:
+        yield
+    finally:
+        if before:
+            tokenizer.template_args = before
+        else:
+            del tokenizer.template_args  # it would be part of the tokenizer's state
 
 
 def load_chat_template(value: str | None, tokenizer: Any) -> None:

@@ -10,10 +10,10 @@ from datasets import Dataset
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import render_chat
+from trainer.datasets.conversations.templates import arguments_of_row, render_chat
 from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
-from trainer.datasets.shapes.columns import BEFORE_ANSWER
+from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -94,10 +94,11 @@ def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions
     messages = conversation_of(row, part, chat_template(tokenizer, tools))
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(row.where[part], "does not end with an assistant message", "an answer")
-    if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
-        # an empty answer has no loss token: an earlier turn must not be trained instead
-        return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
-    return render_chat(tokenizer, messages, multiturn=False, tools=tools)
+    with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
+            # an empty answer has no loss token: an earlier turn must not be trained instead
+            return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
+        return render_chat(tokenizer, messages, multiturn=False, tools=tools)
 
 
 def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]:

@@ -14,7 +14,7 @@ from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import loss_of, render_chat
+from trainer.datasets.conversations.templates import arguments_of_row, loss_of, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
@@ -29,7 +29,7 @@ from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.prepared import checked, is_prepared
-from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS
+from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -258,7 +258,8 @@ def _from_chat(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[in
     refuse_for_rows(input_template=options.input_template, has_conversations=True)
     messages = row.messages("prompt", "user", template) + row.messages("answer", "assistant", template)
     row.notes.facts.add(loss_of(messages, options.multiturn))
-    return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools)
+    with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools)
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:

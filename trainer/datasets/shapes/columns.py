@@ -24,7 +24,8 @@ LABELS = ("label", "kto_tag")  # true for a good answer
 ADDED = (*SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, "documents", "article", "passage", "choices", "options", "role")
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
 WEIGHTS = ("weight", "sample_weight", "loss_scale")
-ADDED += ("rejected_images", "chat_template_kwargs", *WEIGHTS)
+TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL
+ADDED += ("rejected_images", TEMPLATE_ARGS, *WEIGHTS)
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
 UNSEEN = (FOLDER,)  # our own columns
 

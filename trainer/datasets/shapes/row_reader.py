@@ -17,6 +17,7 @@ from trainer.datasets.shapes.columns import (
     LABELS,
     REJECTED,
     SYSTEMS,
+    TEMPLATE_ARGS,
     TOOLS,
     Columns,
 )
@@ -56,7 +57,7 @@ class ReadRow(dict):
     def texts(self) -> list[Any]:
         """The texts and messages that are data. A text that becomes a turn of the assistant is the model's own."""
         own = [name for name, value in self.items() if self.chat and name != "prompt" and isinstance(value, str)]
-        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, *own)]
+        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, TEMPLATE_ARGS, *own)]
 
     def messages(self, part: str, role: str, template: str | None) -> list[dict]:
         """The messages of a part. A text is one message of `role`; no value is no message. See `messages_of`."""
@@ -102,6 +103,9 @@ class RowReader:
                 parts[part] = columns.take(name) if name else None
                 if parts[part] not in EMPTY:
                     found.says.append((name, part))
+            if self.task != PROMPT and columns.filled((TEMPLATE_ARGS,)):  # later turns of a prompt would lack them
+                parts[TEMPLATE_ARGS] = columns.take(TEMPLATE_ARGS)
+                found.says.append((TEMPLATE_ARGS, "arguments of the chat template"))
         elif AS_TEXTS not in notes.facts and self.has_template and "text" not in parts:
             notes.facts.add(AS_TEXTS)
         columns.finish(notes, "\n".join(map(all_text, parts.values())), strict=not self.pretrain)
