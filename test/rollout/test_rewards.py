@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import importlib.util
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.rollout_facts import sample_facts
 from trainer.models.model_loading import load_tokenizer
+from trainer.rollout.rewards import formulas
+from trainer.rollout.rewards.format_rewards import answer_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards.remote_rewards import remote_scorer
 from trainer.rollout.rewards.reward_functions import (
@@ -77,6 +80,36 @@ def test_formulas_are_compared_by_math_verify_where_it_is_installed():
     pytest.importorskip("math_verify")
     found, wanted = ([pair[side] for pair in FORMULAS] for side in (0, 1))
     assert math_reward(found, [f"\\boxed{{{text}}}" for text in found], wanted) == list(FORMULAS.values())
+
+
+def test_hanging_formulas_cost_their_own_scores_only(monkeypatch):
+    """Every second pair hangs, in whichever process. Late pairs have no verdict and are False; equal pairs run once."""
+    worker = """import json, os, sys, time
+for found, wanted in json.load(sys.stdin):
+    os._exit(1) if found == "hang" else time.sleep(20 * (found == "late"))
+    print(int(found == wanted), flush=True)"""
+    run, calls = subprocess.run, []
+
+    def stand_in(command, **kwargs):
+        calls.append(kwargs["input"])
+        return run([sys.executable, "-c", worker], **kwargs)
+
+    monkeypatch.setattr(formulas.subprocess, "run", stand_in)
+    monkeypatch.setattr(formulas, "can_compare", lambda: True)
+    pairs = [("x", "x"), ("hang", "x"), ("y", "y"), ("hang", "z"), ("x", "y"), ("z", "z")]
+    assert formulas.equal_as_formulas(pairs) == [True, False, True, False, False, True]
+    monkeypatch.setattr(formulas, "ALL_SECONDS", 3)
+    monkeypatch.setattr(formulas.os, "cpu_count", lambda: 1)
+    calls.clear()
+    assert formulas.equal_as_formulas([("x", "x"), ("late", "x"), ("x", "x"), ("y", "y")]) == [True, False, True, False]
+    assert len(calls) == 1 and calls[0].count("x") == 3
+
+
+def test_thoughts_are_not_answers():
+    assert math_reward([""] * 2, ["\\boxed{7} </think> The answer is 8", "<think>8</think> 7"], ["7"] * 2) == [0.0, 1.0]
+    letters = ["The answer is B </think> (C)", "<think>the answer is B</think> nothing"]
+    assert multiple_choice_reward([""] * 2, letters, ["C", "B"]) == [1.0, 0.0]
+    assert answer_reward([""], ["<answer>7</answer></think> 8"], ["7"]) == [0.0]
 
 
 @pytest.mark.parametrize("installed", [False, True])

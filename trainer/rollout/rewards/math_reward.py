@@ -10,6 +10,11 @@ EXACT = re.compile(r"[-+]?(?:[0-9]+/0*[1-9][0-9]*|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 
 
+def without_thoughts(response: str) -> str:
+    """What follows the last </think>, or the whole response: a number in a thought is no answer."""
+    return response.rsplit("</think>", 1)[-1]
+
+
 def final_answer(text: str) -> str | None:
     """The answer that a solution gives, or None if there is none.
 
@@ -63,14 +68,17 @@ def same_answer(found: str, wanted: str) -> bool:
 
 
 def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
-    """1 if response and label have the same final answer, else 0. The label is a solution, or only the answer.
+    """1 if response and label have the same final answer after the thoughts, else 0. The label is a solution, or only the answer.
 
     Answers that are not numbers and not the same text are compared as formulas, except with labels of GSM8K.
     """
     scores, doubtful = [], {}
     for response, label in zip(responses, labels):
         is_solution = "####" in label or "\\boxed{" in label
-        found, wanted = final_answer(response), (final_answer(label) if is_solution else None) or label
+        found, wanted = (
+            final_answer(without_thoughts(response)),
+            (final_answer(label) if is_solution else None) or label,
+        )
         scores.append(float(found is not None and same_answer(found, wanted)))
         if found and not scores[-1] and "####" not in label and None in (as_number(found), as_number(wanted)):
             doubtful[len(scores) - 1] = (found, wanted)
