@@ -46,6 +46,7 @@ def main() -> None:
         if model not in references:
             folder.mkdir()
             run_ranks(lambda m=model, f=folder: zoo._build(tiny_config(m), f, here), 1, folder / "build.log", 60)
+            sys.path.insert(0, str(zoo.ROOT / "test"))  # the modules that the plain loop imports
             plain = runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"]
             plain_flags = line("reference")
             references[model] = run_ranks(lambda p=plain, r=plain_flags: p(r), 1, folder / "reference.log", 60)

@@ -101,9 +101,12 @@ def check_length(args) -> None:
     path = os.path.join(args.model.pretrain, "config.json")
     if not os.path.isfile(path):
         return
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
-    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return  # the reader of the model says what is wrong with it
     prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
     if limit and prompt + response > limit:
         found = f"{prompt} + {response} tokens, more than the model's {limit} positions"

@@ -74,7 +74,7 @@ def count_parameters(folder: Path) -> int | None:
         if (folder / INDEX).exists():
             files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
         sizes = [math.prod(entry["shape"]) for file in files for entry in _header(folder / file)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return None  # not here, or broken: the run will say so
     return None if "quantization_config" in config else sum(sizes)
 

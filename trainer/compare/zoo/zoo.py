@@ -272,6 +272,7 @@ def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: fl
     line = [*_flags(work_dir, folder, name), *flags, "--no_save"]
 
     def run() -> None:
+        sys.path.insert(0, str(ROOT / "test"))  # the modules that the plain loop imports
         runpy.run_path(str(ROOT / "test/reference.py"))["main"](line)
 
     return run_ranks(run, 1, folder / f"{name}.log", timeout)
