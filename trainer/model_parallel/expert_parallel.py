@@ -64,7 +64,6 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
             raise UserError(flag, found, "a size that leaves a divisor of one of these numbers")
 
 
-@functools.cache  # as in `mesh.build_meshes`
 def validate_expert_widths(model: nn.Module, flag: str) -> None:
     """Raise UserError for experts that a GPU cannot multiply in half precision.
 
@@ -82,6 +81,7 @@ def validate_expert_widths(model: nn.Module, flag: str) -> None:
                 raise UserError(flag, found, "widths that are multiples of 8, or --param_dtype fp32")
 
 
+@functools.cache  # as in `mesh.build_meshes`
 def _expert_mesh(sizes: MeshSizes, ep: int, device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
     shape = (sizes.dp_replicate, sizes.dp_shard * sizes.sp // ep, ep, sizes.tp)
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep", "tp"))
