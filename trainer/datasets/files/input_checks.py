@@ -111,10 +111,7 @@ def _upper_bound(metadata: Any) -> int:
 
 
 def _largest_value(metadata: Any) -> int:
-    return sum(
-        max((chunk.total_uncompressed_size for chunk in row_group), default=0)
-        for row_group in [list(_chunks(metadata))]
-    )
+    return max((chunk.total_uncompressed_size for chunk in _chunks(metadata)), default=0)
 
 
 def _chunks(metadata: Any) -> Iterator[Any]:
