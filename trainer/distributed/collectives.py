@@ -112,6 +112,20 @@ def broadcast_object(value):
     return box[0]
 
 
+def from_rank_0(look: Callable):
+    """Return what `look()` returns on rank 0, on every rank. A UserError of rank 0 is raised by all ranks."""
+    found = None
+    if dist.get_rank() == 0:
+        try:
+            found = look()
+        except UserError as error:
+            found = error
+    found = broadcast_object(found)
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
 def wait_for_all() -> None:
     """Wait for all ranks, without a short limit (barrier). Rank 0 may download, tokenize or write for a long time.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.collectives import from_rank_0
 from trainer.errors import UserError
 from trainer.planning import layout_plan
 from trainer.planning.plan_inputs import GB, Machine, Work, machine_of
@@ -22,17 +22,11 @@ def choose_layout(pretrain: str, work: Work, device: torch.device, check: Callab
     Raises:
         UserError: no layout fits, or `pretrain` is no model.
     """
-    found = None
-    if int(os.environ.get("RANK", 0)) == 0:
-        try:
-            model = layout_plan.meta_model(pretrain, "--pretrain")
-            found = first_choice(model, machine_of_ranks(device), work, check)
-        except UserError as error:
-            found = error
-    found = broadcast_object(found)
-    if isinstance(found, UserError):
-        raise found
-    return found
+
+    def look() -> tuple[dict, str]:
+        return first_choice(layout_plan.meta_model(pretrain, "--pretrain"), machine_of_ranks(device), work, check)
+
+    return from_rank_0(look)
 
 
 def first_choice(model, machine: Machine, work: Work, check: Callable) -> tuple[dict, str]:

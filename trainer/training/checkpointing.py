@@ -14,7 +14,7 @@ from typing import Optional
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.run_identity import Change, Identity
 from trainer.checkpoints.run_state import MAIN, STATE, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
-from trainer.distributed.collectives import broadcast_object, gather_objects, max_over_all_ranks, together
+from trainer.distributed.collectives import broadcast_object, from_rank_0, gather_objects, max_over_all_ranks, together
 from trainer.errors import Interrupted, UserError, one_line
 from trainer.metrics import METRICS_FILE, MetricsLog
 
@@ -134,18 +134,13 @@ class Checkpoints:
 
     def _compare(self, folder: str) -> list[Change]:
         """What changed since `folder` was saved: rank 0 looks, and all ranks raise what it raises (broadcast)."""
-        found: list[Change] | UserError = []
-        if self.trained.strategy.is_rank_0():
-            try:
-                state = read_intact_state(folder)
-                with of_its_state(folder):
-                    found = self.identity.compare(folder, state, self.trained.loader.fingerprint())
-            except UserError as error:
-                found = error
-        found = broadcast_object(found)
-        if isinstance(found, UserError):
-            raise found
-        return found
+
+        def look() -> list[Change]:
+            state = read_intact_state(folder)
+            with of_its_state(folder):
+                return self.identity.compare(folder, state, self.trained.loader.fingerprint())
+
+        return from_rank_0(look)
 
     # --- saving
 
