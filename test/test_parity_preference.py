@@ -62,7 +62,7 @@ SAMPLE = [
 GRID = FULL_GRID if os.environ.get("PARITY") == "full" else SAMPLE
 # Adam's first update is the sign of each gradient, also where it is rounding noise, and ipo squares what it changes: so
 # its rate is smaller.
-# every other loss, each on another layout, and the reference's log-probs computed on one layout and read again on another
+# Every other loss, each on another layout, and the reference's log-probs computed on one layout and read again on another
 KTO = ["--loss", "kto", "--desirable_weight", "1.2", "--undesirable_weight", "0.7"]
 EXPERTS = ["--pretrain", "{folder}/experts", "--aux_loss_coef", "0.5"]
 VARIANTS = {
@@ -89,7 +89,7 @@ def command_line(name: str, folder, data, variant: str | None = None) -> list[st
     flags = [flag.format(data=data) if "{data}" in flag else flag for flag in DATA[KINDS[command, form]]]
     flags += ["--pretrain", f"{data}/models/stories260K-hf", "--max_len", "192", "--max_samples", "60"]
     flags += ["--train_batch_size", "8", "--micro_train_batch_size", "2", "--param_dtype", "fp32", "--no_save"]
-    flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--lr_scheduler", "constant_with_warmup"]
+    flags += ["--learning_rate", "3e-4", "--weight_decay", "0.1", "--lr_scheduler", "constant_with_warmup"]
     flags += ["--packing_samples"] if form == "packed" else []
     if parts[0].startswith("reference"):
         flags += ["--max_steps", parts[0].removeprefix("reference")]

@@ -68,13 +68,14 @@ def write_data(folder, shared_data) -> None:
         for number, row in enumerate(rows)
     ]  # fmt: skip
 
-    def cut(text: str) -> str | None:
-        """The beginning of a text that is LENGTH - 1 tokens, without its eos."""
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: LENGTH - 1]
-        short = tokenizer.decode(ids)
-        return short if tokenizer(short, add_special_tokens=False)["input_ids"] == ids else None
+    def cut(prompt: str, text: str) -> str | None:
+        """The beginning of an answer that adds LENGTH - 1 tokens to its prompt, without its eos."""
+        start = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"][: len(start) + LENGTH - 1]
+        short = tokenizer.decode(ids).removeprefix(prompt)
+        return short if tokenizer(prompt + short, add_special_tokens=False)["input_ids"] == ids else None
 
-    even = [{**row, "chosen": cut(row["chosen"]), "rejected": cut(row["rejected"])} for row in rows]
+    even = [{**row, **{side: cut(row["prompt"], row[side]) for side in ("chosen", "rejected")}} for row in rows]
     even = [row for row in even if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]]
     whole = [{"prompt": "", **{side: row["prompt"] + row[side] for side in ("chosen", "rejected")}} for row in rows]
     unpaired = [

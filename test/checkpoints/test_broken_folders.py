@@ -24,7 +24,7 @@ FOUND = {
     "unknown model_type": "does not know the model_type 'llama9'",
     "padding on the left": "is a cpmant, whose mask wants padding on the left",
     "vocabulary of the config": "model.embed_tokens.weight",
-    "large tokenizer": "of the tokenizer is beyond the ",
+    "large tokenizer": "is beyond the 280 rows of the model's embedding",
     "width of the config": "mlp",
     "no number": "Field 'num_hidden_layers' expected int, got str",
     "broken config": "config.json is broken JSON",
