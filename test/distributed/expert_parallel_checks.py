@@ -8,7 +8,6 @@ on experts to FOLDER/adapter.json.
 
 import itertools
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -69,9 +68,6 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
     def line(name: str, *flags: str) -> list[str]:
         return [*base, *SHORT, *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
-    def run_plain() -> None:
-        runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"](line("plain"))
-
     def run_all() -> None:
         from trainer.cli import train_dpo, train_sft
 
@@ -92,7 +88,7 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
     pairs = list(itertools.product(names, names))
     if not all_pairs:  # each layout to itself, and to the next one
         pairs = [pair for pair in pairs if (names.index(pair[1]) - names.index(pair[0])) % len(names) < 2]
-    for name, ranks, run in (("plain", 1, run_plain), ("all", 4, run_all)):
+    for name, ranks, run in (("plain", 1, lambda: zoo.plain_loop(line("plain"))), ("all", 4, run_all)):
         ending = run_ranks(run, ranks, folder / f"{name}.log", 300)
         assert ending.kind == "done", (ending, (folder / f"{name}.log").read_text()[-4000:])
     frozen = {name: [s.loss for s in read_run(name, folder / f"dpo-{name}").steps.values()] for name in FROZEN}

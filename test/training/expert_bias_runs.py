@@ -4,7 +4,6 @@
 """
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -46,10 +45,8 @@ def main() -> None:
         if model not in references:
             folder.mkdir()
             run_ranks(lambda m=model, f=folder: zoo._build(tiny_config(m), f, here), 1, folder / "build.log", 60)
-            sys.path.insert(0, str(zoo.ROOT / "test"))  # the modules that the plain loop imports
-            plain = runpy.run_path(str(zoo.ROOT / "test/reference.py"))["main"]
             plain_flags = line("reference")
-            references[model] = run_ranks(lambda p=plain, r=plain_flags: p(r), 1, folder / "reference.log", 60)
+            references[model] = run_ranks(lambda r=plain_flags: zoo.plain_loop(r), 1, folder / "reference.log", 60)
         run_flags = [*line(name), *flags]
         ending = run_ranks(lambda r=run_flags: train_sft.run(r), num_ranks, folder / f"{name}.log", 90)
         verdict, note = zoo.judge_run(name, ending, folder, "reference")

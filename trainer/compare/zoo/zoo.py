@@ -267,15 +267,17 @@ def _reference_name(flags: tuple[str, ...]) -> str:
     return "-".join(["reference", *(["lora"] if flags else []), *(["experts"] if "--lora_experts" in flags else [])])
 
 
+def plain_loop(line: list[str]) -> None:
+    """Trains by test/reference.py with these flags of train_sft, in this process."""
+    sys.path.insert(0, str(ROOT / "test"))  # the modules that it imports
+    runpy.run_path(str(ROOT / "test/reference.py"))["main"](line)
+
+
 def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: float) -> Ending:
     name = _reference_name(flags)
     line = [*_flags(work_dir, folder, name), *flags, "--no_save"]
 
-    def run() -> None:
-        sys.path.insert(0, str(ROOT / "test"))  # the modules that the plain loop imports
-        runpy.run_path(str(ROOT / "test/reference.py"))["main"](line)
-
-    return run_ranks(run, 1, folder / f"{name}.log", timeout)
+    return run_ranks(lambda: plain_loop(line), 1, folder / f"{name}.log", timeout)
 
 
 def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path, timeout: float) -> Ending:
