@@ -35,7 +35,7 @@ from trainer.runs.features import precompute
 from trainer.runs.rl import rl_engines
 from trainer.runs.run_setup import set_up, set_up_gpu
 from trainer.training import loop
-from trainer.training.checkpointing import Progress
+from trainer.training.checkpointing import Progress, SavePolicy
 
 CARD = torch.device("cuda", 1)
 
@@ -282,7 +282,7 @@ def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):
         micro_batches=[torch.ones(3, 2)], num_targets=3, num_tokens=1000, epoch=0, batch_hash="", sample_ids=[]
     )
     scheduler = SimpleNamespace(get_last_lr=lambda: [0.1])
-    checkpoints = SimpleNamespace(after_step=lambda *_: None, end=lambda _: None)
+    checkpoints = SimpleNamespace(after_step=lambda *_: None, end=lambda _: None, policy=SavePolicy())
     options = {"metrics": rows, "checkpoints": checkpoints, "progress": Progress(), "flops_per_token": 6e9}
     loss = lambda model, rows: (model(rows).sum(), torch.tensor(len(rows)))  # noqa: E731
     loop.train(strategy, model, None, scheduler, [batch], loss, loop.LoopOptions(total_steps=1), **options)

@@ -52,7 +52,7 @@ EFFECTS: dict[str, str] = {
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype exact deterministic trust_remote_code limits remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
-        eval_dataset eval_split best_metric_key""",
+        eval_dataset eval_split best_metric_key early_stopping_patience""",
     LAYOUT: """
         attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc
         cache_pixels micro_train_batch_size max_tokens_per_micro_batch packing_samples layout backend zero_stage
@@ -65,7 +65,7 @@ EFFECTS: dict[str, str] = {
         print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate eval_steps evals_per_epoch saves_per_epoch logging_steps use_wandb wandb_project run_name use_tensorboard parity_dump save_steps
         save_interval_minutes max_ckpt_num max_ckpt_mem load_checkpoint allow_change ckpt_format async_save save_hf_ckpt
-        verify_resume parity_trace certify sample_pages timeline""",
+        load_best_model_at_end verify_resume parity_trace certify sample_pages timeline""",
 }
 
 EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() for flag in flags.split()}

@@ -295,6 +295,12 @@ class CheckpointArguments:
     best_metric_key: Optional[str] = arg(
         None, "keep the checkpoint with the best value of this evaluation metric as checkpoints/best"
     )
+    load_best_model_at_end: bool = arg(
+        False, "save the model of the best evaluation, not the last one; by the first metric, or --best_metric_key"
+    )
+    early_stopping_patience: Optional[int] = arg(
+        None, "end the run after N evaluations in a row without a new best, and save the best model", type="PositiveInt"
+    )
     verify_resume: Optional[int] = arg(
         None,
         "test a resume: train N steps, checkpoint, train N more, reload, repeat them, compare bitwise, end",

@@ -66,7 +66,13 @@ SHARED_RULES = (
          "on CUDA, no two passes are bitwise the same", "Remove --deterministic."),
     Rule("allow_change", lambda f: f.load_checkpoint is None, "without --load_checkpoint",
          "it says what may differ from the run of a checkpoint", "Add --load_checkpoint, or remove the flag."),
-    Rule("best_metric_key", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
+    Rule("early_stopping_patience", lambda f: not (f.eval_steps or f.evals_per_epoch),
+         "without --eval_steps or --evals_per_epoch", "an evaluation at the end stops nothing early",
+         "Add one of them."),
+    Rule("load_best_model_at_end", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
+    Rule("load_best_model_at_end early_stopping_patience", lambda f: f.verify_resume, "with --verify_resume",
+         "such a run ends after its proof, without a model", ONE),
+    Rule("best_metric_key load_best_model_at_end early_stopping_patience", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
          "Add --eval_dataset, or remove the flag."),
 )
 # fmt: on

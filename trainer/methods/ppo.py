@@ -78,7 +78,8 @@ def train_ppo(
         last_eval = _evaluation(run, log, progress)
     quiet = contextlib.nullcontext()
     with StopRequest() as stop, run.timeline or quiet, roles.ahead or quiet, log.bar:
-        while progress.step < loop.total_steps and not state.is_used_up(passes):
+        is_over = run.checkpoints.policy.has_lost_patience
+        while progress.step < loop.total_steps and not (state.is_used_up(passes) or is_over(progress)):
             first_step, episode = progress.step, state.prompts.episode
             facts = {"rollout": state.rollout} | ({"timeline": FILE} if run.timeline else {})
             samples = make_rollout(run, progress, facts)

@@ -28,6 +28,7 @@ class Feature:
     with_loss: Callable[[Run], None] = nothing  # may replace run.loss_fn
     with_roles: Callable[[Run], None] = nothing  # RL: run.roles are built
     with_logs: Callable[[Run], None] = nothing  # RL: run.ppo is complete but for what it writes
+    before_save: Callable[[Run], None] = nothing  # the loop is over
     at_end: Callable[[Run], None] = nothing  # all is saved
 
 

@@ -1,6 +1,7 @@
 """The list of features, in the order in which a run applies them. Each one is a file of its own."""
 
 from trainer.runs.features.adapter import ADAPTER
+from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.chosen_layout import LAYOUT
 from trainer.runs.features.distillation import TEACHER
@@ -13,5 +14,5 @@ from trainer.runs.features.streamed_run import STREAMING
 
 FEATURES = (
     LAYOUT, STREAMING, TEACHER, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
-    CERTIFICATE,
+    BEST_MODEL, CERTIFICATE,
 )  # fmt: skip

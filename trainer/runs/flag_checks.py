@@ -22,7 +22,9 @@ SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 
 
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
-    """Raise UserError for flags that no run could have, before any rank, data or model is used. Sets --param_dtype auto.
+    """Raise UserError for flags that no run could have, before any rank, data or model is used.
+
+    Sets --param_dtype auto, and the --best_metric_key that other flags need.
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
@@ -34,7 +36,10 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
         raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))
     check_adapter(args.lora)
     output_folders.check_mirrors(args.output.use_wandb, args.output.use_tensorboard)
-    output_folders.check_best_metric(args.checkpoint.best_metric_key, eval_metrics)
+    flags = args.checkpoint
+    if flags.load_best_model_at_end or flags.early_stopping_patience:
+        flags.best_metric_key = flags.best_metric_key or eval_metrics[0]
+    output_folders.check_best_metric(flags.best_metric_key, eval_metrics)
     check_layout(args)
     check_outputs(args)
 

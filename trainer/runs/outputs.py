@@ -54,6 +54,7 @@ def save_policy(checkpoint: CheckpointArguments) -> SavePolicy:
         max_num=checkpoint.max_ckpt_num,
         max_gigabytes=checkpoint.max_ckpt_mem,
         best_metric_key=checkpoint.best_metric_key,
+        early_stopping_patience=checkpoint.early_stopping_patience,
         portable=checkpoint.ckpt_format == "portable",
         background=checkpoint.async_save,
         hf_weights=checkpoint.save_hf_ckpt,
@@ -177,17 +178,20 @@ def save_model(
     """Write the trained model and its card, the README.md, to `path` (all ranks)."""
     strategy.save_model(model, tokenizer, path)
     if strategy.is_rank_0():
-        write_model_card(path, command, without_secrets(config), progress, ledger, final_values(output_dir))
+        write_model_card(
+            path, command, without_secrets(config), progress, ledger, final_values(output_dir, progress.step)
+        )
     strategy.print(f"model saved to {path}")
 
 
-def final_values(output_dir: str) -> dict[str, float]:
-    """The last loss, reward and evaluation of a run, from its metrics.jsonl."""
+def final_values(output_dir: str, step: int) -> dict[str, float]:
+    """The last loss, reward and evaluation of a run up to `step`, from its metrics.jsonl."""
     last: dict = {}
     with open(os.path.join(output_dir, METRICS_FILE), encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError, TypeError):  # a line that is not whole
-                last |= json.loads(line)
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line that is not whole
+                row = json.loads(line)
+                last |= row if row.get("step", 0) <= step else {}
     named = {name: value for name, value in last.items() if name in ("loss", "reward") or name.startswith("eval_")}
     return {name: value for name, value in named.items() if isinstance(value, float) and name != "eval_time"}
 

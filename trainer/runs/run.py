@@ -13,7 +13,7 @@ from trainer.flags.rules import COMMANDS
 from trainer.runs import output_folders, outputs
 from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
-from trainer.training.checkpointing import Progress
+from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.loop import LoopHooks, LossFunction
 
 
@@ -60,6 +60,7 @@ class Run:
     folder_checks: list[Callable] = dataclasses.field(default_factory=list)  # (folder, flag), before a model is loaded
     model_changes: list[Callable] = dataclasses.field(default_factory=list)  # of every model that is loaded
     hooks: LoopHooks = LoopHooks()  # what else the loop calls
+    checkpoints: Optional[Checkpoints] = None
     progress: Optional[Progress] = None
     total_steps: int = 0
 

@@ -57,7 +57,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     trained = Trained(strategy, run.model, optimizer, scheduler, run.loader, setup.tokenizer)
     policy, every = outputs.save_policy(args.checkpoint), steps_by_epoch(args.epochs, run.loader)
     policy = dataclasses.replace(policy, save_steps=every["save_steps"] or policy.save_steps)
-    checkpoints = Checkpoints(run.output_dir, trained, policy, identity_of(run, args))
+    checkpoints = run.checkpoints = Checkpoints(run.output_dir, trained, policy, identity_of(run, args))
     run.progress = checkpoints.resume(args.checkpoint.load_checkpoint, run.total_steps)
     if args.checkpoint.verify_resume:
         strategy.print(verify_resume(checkpoints, run.progress, run.loss_fn, args.checkpoint.verify_resume))
@@ -71,9 +71,11 @@ def train(args, method: Method, is_demo: bool = False) -> None:
         states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
         run_loop(strategy, run.model, optimizer, scheduler, run.loader, run.loss_fn, options, **states)
         method.after_training(run)
+        steps = run.progress.step
+        apply(features, run, "before_save")
         save(run)
         if metrics:
-            metrics.event("end", steps=run.total_steps)
+            metrics.event("end", steps=steps)
     apply(features, run, "at_end")
 
 

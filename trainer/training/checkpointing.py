@@ -19,6 +19,7 @@ from trainer.errors import Interrupted, UserError, one_line
 from trainer.metrics import METRICS_FILE, MetricsLog
 
 FOLDER = "checkpoints"
+OF_EVALUATION = {"best_metric_key", "eval_dataset", "eval_split"}  # with others, values of evaluations do not compare
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Progress:
     skipped_in_a_row: int = 0
     skipped_steps: int = 0
     best_metric: Optional[float] = None
+    best_step: Optional[int] = None  # of that evaluation
+    evals_since_best: int = 0
     wandb_run_id: Optional[str] = None
 
 
@@ -64,9 +67,14 @@ class SavePolicy:
     max_num: Optional[int] = None
     max_gigabytes: Optional[float] = None
     best_metric_key: Optional[str] = None
+    early_stopping_patience: Optional[int] = None
     portable: bool = False
     background: bool = False
     hf_weights: bool = False
+
+    def has_lost_patience(self, progress: Progress) -> bool:
+        """Whether --early_stopping_patience ends the run here."""
+        return self.early_stopping_patience is not None and progress.evals_since_best >= self.early_stopping_patience
 
 
 class Checkpoints:
@@ -94,11 +102,16 @@ class Checkpoints:
         Says so if the run of `total_steps` is already at its end.
         """
         self.progress = progress = self._resume(wanted)
-        if progress.step >= total_steps:
+        if progress.step >= total_steps or self.policy.has_lost_patience(progress):
             self.trained.strategy.print(
-                f"nothing left to do: step {progress.step} of {total_steps} (more: --max_steps, --max_epochs)"
+                f"nothing left to do: step {progress.step} of {total_steps} (more: {self._what_goes_on(progress)})"
             )
         return progress
+
+    def _what_goes_on(self, progress: Progress) -> str:
+        if self.policy.has_lost_patience(progress):
+            return "a larger --early_stopping_patience"
+        return "--max_steps, --max_epochs"
 
     def _resume(self, wanted: Optional[str]) -> Progress:
         if wanted is None:
@@ -124,6 +137,7 @@ class Checkpoints:
         with of_its_state(folder):
             state = t.strategy.load_ckpt(folder, t.roles(), t.further())
             progress, self.kept_rows = progress_of(state), rows_of(state)
+            self._go_on_from_best(progress)
             t.loader.load_state_dict(state["position"])
         t.strategy.print(f"resumed from {folder} at step {progress.step}")
         if "identity" not in state:
@@ -141,6 +155,33 @@ class Checkpoints:
                 return self.identity.compare(folder, state, self.trained.loader.fingerprint())
 
         return from_rank_0(look)
+
+    def _go_on_from_best(self, progress: Progress) -> None:
+        """Let `best` be the best checkpoint of the course up to here. Forget a best value of another metric or data, or
+        whose checkpoint is in another run folder or gone."""
+        if not self.policy.best_metric_key or progress.best_metric is None:
+            return
+        folder = self._folder(progress.best_step)
+        is_here = from_rank_0(lambda: os.path.isdir(folder))
+        if is_here and not OF_EVALUATION & {change.name for change in self.changes}:
+            together(lambda: self._set_best(folder), self.root, "cannot be changed")
+            return
+        why = "evaluations have changed" if is_here else f"its checkpoint is not in {self.root}"
+        self.trained.strategy.print(f"the best evaluation so far does not count any more: {why}")
+        progress.best_metric = progress.best_step = None
+        progress.evals_since_best = 0
+
+    def load_best(self, progress: Progress) -> Progress:
+        """Load the weights of the best evaluation, at the end of a run. Returns the progress up to that evaluation."""
+        t, step = self.trained, progress.best_step
+        if step is None:
+            return progress
+        t.strategy.print(f"best {self.policy.best_metric_key}: {progress.best_metric:.9g} at step {step}")
+        if step == progress.step:
+            return progress
+        folder = self._folder(step)
+        with of_its_state(folder):
+            return progress_of(t.strategy.load_ckpt(folder, t.roles(), t.further()))
 
     # --- saving
 
@@ -168,7 +209,12 @@ class Checkpoints:
             raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint resumes from there")
 
     def end(self, progress: Progress) -> None:
-        """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint."""
+        """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint. Say what ended early."""
+        if self.policy.has_lost_patience(progress):
+            found = (
+                f"early stopping after step {progress.step}: {progress.evals_since_best} evaluations in a row without"
+            )
+            self.trained.strategy.print(f"{found} a better {self.policy.best_metric_key}")
         self.finish()
         self.check_place()
         waits = self.metrics is not None and bool(self.metrics.waiting)
@@ -195,9 +241,17 @@ class Checkpoints:
         value, best = eval_metrics[key], progress.best_metric
         better = best is None or (value < best if is_better_when_lower(key) else value > best)
         if math.isfinite(value) and better:
-            progress.best_metric = value
+            progress.best_metric, progress.best_step, progress.evals_since_best = value, progress.step, 0
             return True
+        progress.evals_since_best += 1
         return False
+
+    def _folder(self, step: Optional[int]) -> str:
+        return os.path.join(self.root, f"step_{step}")
+
+    def _set_best(self, folder: str) -> None:
+        if self.trained.strategy.is_rank_0():
+            store.set_best(self.root, folder)
 
     def save(self, progress: Progress, *, is_best: bool = False, background: bool = False) -> str:
         """Write step_N and return its folder. In the background, the folder appears later."""
@@ -212,7 +266,7 @@ class Checkpoints:
             "identity": self.identity.record,
             "waiting_rows": list(self.metrics.waiting) if self.metrics else [],
         }
-        folder = os.path.join(self.root, f"step_{progress.step}")
+        folder = self._folder(progress.step)
         form = CheckpointForm(policy.portable, background, policy.hf_weights)
         pending = t.strategy.save_ckpt(folder, t.roles(), t.tokenizer, state=state, form=form, further=t.further())
         self._pending, self._saved_at = (pending, is_best), time.monotonic()

@@ -285,7 +285,7 @@ def train(
     eval_loader=None,
     hooks: LoopHooks = LoopHooks(),
 ) -> None:
-    """Run the optimizer steps up to `options.total_steps`. `metrics` is rank 0's log, and None on every other rank.
+    """Run the optimizer steps up to `options.total_steps`, or as long as the patience of early stopping lasts. `metrics` is rank 0's log, and None on every other rank.
 
     Raises Interrupted after a signal. It saves a checkpoint first.
     """
@@ -298,7 +298,7 @@ def train(
     model.train()
     log, batches = StepLog(strategy, metrics, options, progress), endless(loader)
     with StopRequest() as stop, log.bar:
-        while progress.step < options.total_steps:
+        while progress.step < options.total_steps and not checkpoints.policy.has_lost_patience(progress):
             started = time.perf_counter()
             batch = next(batches)
             hooks.before_step(progress.step + 1)

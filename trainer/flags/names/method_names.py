@@ -54,7 +54,6 @@ METHOD_NAMES = (
     PeerName("save_strategy", "HTLAS", "--save_steps", "a number of steps; no is without it, the final model is saved anyway", RL),
     PeerName("save_total_limit trainer.max_actor_ckpt_to_keep ckpt.max_num", "HTLASVO", "--max_ckpt_num"),
     PeerName("metric_for_best_model", "HTLA", "--best_metric_key"),
-    PeerName("load_best_model_at_end", "HTLA", "--best_metric_key eval_loss", "kept as checkpoints/best"),
     PeerName("greater_is_better", "HTA", "", "known from the name of --best_metric_key", off="known from the name of --best_metric_key; leave it out"),
     PeerName("resume_from_checkpoint auto_resume_from_checkpoints trainer.resume_mode ckpt.load_enable", "HTLASVO", "--load_checkpoint"),
     PeerName("disable_ds_ckpt ckpt.disable_ds", "O", "", "nothing is saved without --save_steps"),

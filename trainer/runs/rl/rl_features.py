@@ -14,6 +14,7 @@ from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.timeline import Timeline
 from trainer.runs.feature import Feature
 from trainer.runs.features.adapter import adapt
+from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.image_runs import ImageRun, freeze_vision, use_images
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
@@ -129,5 +130,6 @@ RL_FEATURES = (
     Feature("resumed rollouts", lambda run: not run.args.rollout.rollouts_from, with_logs=resume_rollouts),
     Feature("sample pages", lambda run: run.args.rollout.sample_pages, with_logs=write_pages),
     Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),
+    BEST_MODEL,
     CERTIFICATE,
 )

@@ -9,7 +9,6 @@ from typing import Any, Optional
 from trainer.methods.ppo_state import PPOOptions, PPORun, Roles
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.runs.run import Run
-from trainer.training.checkpointing import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class RLRun(Run):
     order: Optional[PromptOrder] = None
     options: Optional[PPOOptions] = None
     roles: Optional[Roles] = None
-    checkpoints: Optional[Checkpoints] = None
     ppo: Optional[PPORun] = None
 
     @property

@@ -82,9 +82,11 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.checkpoints, **facts)
     with metrics or contextlib.nullcontext():
         train_ppo(run.ppo, loop, run.progress, metrics)
+        steps = run.progress.step
+        apply(RL_FEATURES, run, "before_save")
         save(run)
         if metrics:
-            metrics.event("end", steps=run.progress.step)
+            metrics.event("end", steps=steps)
     apply(RL_FEATURES, run, "at_end")
 
 
