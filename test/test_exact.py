@@ -1,21 +1,24 @@
 """--exact: sums that no order changes, an optimizer step that no place changes, and equal bits of whole runs."""
 
 import itertools
+import json
 import math
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import train_many
+from launch import forked, train_many
 from safetensors.torch import save_file
 
+from trainer.compare.locate.locate_report import locate_folders
 from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
 from trainer.exact import self_test
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
 from trainer.exact.exact_sums import GRADIENT_GRID, from_grid, on_loss_grid, sum_of_squares, to_grid
 from trainer.exact.graph_order import add_within_modules_first
+from trainer.exact.sample_sums import Change, change_between, sums_of
 
 
 def spread_values(n: int, seed: int = 0) -> torch.Tensor:
@@ -211,3 +214,32 @@ def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):
     assert first_difference(plain, plain) is None
     expected = "grads_step1.safetensors: b differs in 1 of 2 elements, first at (1,), by up to 1 ulp"
     assert first_difference(plain, planted) == expected
+
+
+def test_three_sums_tell_the_element_that_changed():
+    values = to_grid(spread_values(3000, seed=11)).view(30, 100)
+    changed = values.clone()
+    changed[17, 83] -= 7
+    assert change_between(sums_of(values), sums_of(changed), 3000) == Change(1783, -7)
+    changed[0, 0] += 1
+    assert change_between(sums_of(values), sums_of(changed), 3000) == Change()
+    assert change_between(sums_of(values), sums_of(values.clone()), 3000) is None
+
+
+def test_one_ulp_in_the_gradient_of_one_rank_is_located(shared_data, tmp_path):
+    name = "model.layers.2.mlp.up_proj.weight"
+
+    def of(run: str) -> list[str]:
+        return line(run, tmp_path, shared_data, "--max_steps", "1", "--parity_trace", f"{tmp_path}/{run}/parity")
+
+    train_many(1, [of("f-mb4-packed")], tmp_path, 300)
+    train_many(2, [of("z1-mb1")], tmp_path, 300)
+    (tmp_path / "runs.json").write_text(json.dumps([of("z3-mb1")]))
+    code, output = forked(2, "test/planted_ulp.py", str(tmp_path / "runs.json"), name, timeout=300)
+    assert code == 0, output[-6000:]
+    folders = [tmp_path / run for run in ("f-mb4-packed", "z1-mb1", "z3-mb1")]
+    assert locate_folders(folders[:2], None)
+    assert not locate_folders(folders[::2], str(tmp_path / "found.json"))
+    [found] = json.loads((tmp_path / "found.json").read_text())["partings"]
+    assert found["where"] == name and found["ranks"] == [0, 1]
+    assert found["change"].startswith("one element, (0, 5), by ")

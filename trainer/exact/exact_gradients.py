@@ -31,6 +31,7 @@ class ExactGradients:
         self.group = group
         self.reached: set[str] = set()  # parameters that got a gradient in any sample
         self.norm = math.nan  # of the last complete gradient
+        self.watch: Callable[[str, torch.Tensor], None] | None = None  # gets each gradient of a sample on the grid
         self._sums: dict[str, torch.Tensor] = {}
         self._largest, self._num_samples = 0.0, 0
 
@@ -51,7 +52,10 @@ class ExactGradients:
                 self.reached.add(name)
                 largest = torch.linalg.vector_norm(gradient, math.inf).item() if gradient.numel() else 0.0
                 self._largest = max(self._largest, largest if math.isfinite(largest) else math.inf)
-                self._sums[name] += to_grid(gradient)
+                values = to_grid(gradient)
+                self._sums[name] += values
+                if self.watch:
+                    self.watch(name, values)
         self._num_samples += 1
 
     @torch.no_grad()

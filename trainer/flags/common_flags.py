@@ -312,7 +312,10 @@ class CheckpointArguments:
 class TraceArguments:
     """Finding a fault"""
 
-    parity_trace: Optional[str] = arg(None, "folder for signatures of every module's output and gradient in step 1")
+    parity_trace: Optional[str] = arg(
+        None,
+        "folder for signatures of every module's output and gradient in step 1; with --exact, of each sample's gradient",
+    )
     certify: Optional[int] = arg(
         None, "write the certificate, with K steps replayed by the plain loop", type="PositiveInt"
     )

@@ -188,8 +188,6 @@ EXACT_RULES = (
          "Remove one of them."),
     Rule("exact", lambda f: f.has_images, "with rows that have images", "equal bits are not proved for vision towers",
          "Take rows without images."),
-    Rule("exact", lambda f: f.parity_trace, "with --parity_trace",
-         "a trace reads gradients that the backend does not get", "Take --parity_dump."),
 )
 # fmt: on
 

@@ -10,9 +10,10 @@ from trainer.runs.features.expert_balance import EXPERTS
 from trainer.runs.features.image_runs import IMAGES
 from trainer.runs.features.module_trace import TRACE_FEATURE
 from trainer.runs.features.precompute import REFERENCE_LOG_PROBS
+from trainer.runs.features.sample_trace import SAMPLE_TRACE
 from trainer.runs.features.streamed_run import STREAMING
 
 FEATURES = (
     LAYOUT, STREAMING, TEACHER, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
-    BEST_MODEL, CERTIFICATE,
+    SAMPLE_TRACE, BEST_MODEL, CERTIFICATE,
 )  # fmt: skip

@@ -62,7 +62,7 @@ class DeepspeedStrategy:
             sp=options.ring_attn_size,
             tp=options.tensor_parallel_size,
         )
-        self._exact: Optional[ExactGradients] = None
+        self.exact: Optional[ExactGradients] = None
         self._exact_grads: dict[str, torch.Tensor] = {}  # complete gradients of a step, by name
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
@@ -74,7 +74,7 @@ class DeepspeedStrategy:
         mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if self.options.exact:
-            self._exact = ExactGradients(self.meshes.loss.get_group())
+            self.exact = ExactGradients(self.meshes.loss.get_group())
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
         logger.setLevel(logging.ERROR)
@@ -225,12 +225,12 @@ class DeepspeedStrategy:
 
         With --exact, gradients of single samples are summed exactly, and the engine gets them after the last one.
         """
-        if self._exact:
+        if self.exact:
             trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
             with given_gradients.only_autograd(model):
-                self._exact.add(loss_sum, trained, num_targets)
+                self.exact.add(loss_sum, trained, num_targets)
             if is_last:
-                self._exact.reduce(num_targets, self._exact_grads.__setitem__)
+                self.exact.reduce(num_targets, self._exact_grads.__setitem__)
             return
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
@@ -238,7 +238,7 @@ class DeepspeedStrategy:
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
         """Clip, step, schedule, zero. Returns the gradient norm before clipping. If it is not finite, nothing steps."""
-        if self._exact:
+        if self.exact:
             return self._exact_step(model, scheduler)
         if self.zero_stage == 0:
             return zero_0.optimizer_step(optimizer, model, scheduler, self.options.max_norm, self._tp_group)
@@ -248,7 +248,7 @@ class DeepspeedStrategy:
         return float(model.get_global_grad_norm())
 
     def _exact_step(self, model, scheduler) -> float:
-        norm, grads, self._exact_grads = self._exact.norm, self._exact_grads, {}
+        norm, grads, self._exact_grads = self.exact.norm, self._exact_grads, {}
         if math.isfinite(norm):
             for grad in grads.values():
                 grad.mul_(clip_coefficient(norm, self.options.max_norm))
@@ -271,7 +271,7 @@ class DeepspeedStrategy:
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
-        if self._exact:
+        if self.exact:
             yield from self._exact_grads.items()
             return
         scale = model.optimizer.loss_scale if self._scaled else 1.0

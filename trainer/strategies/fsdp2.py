@@ -55,7 +55,7 @@ class FSDP2Strategy:
         self.loss_scale = None
         if options.param_dtype == "fp16":
             self.loss_scale = DynamicLossScale()
-        self._exact: Optional[ExactGradients] = None
+        self.exact: Optional[ExactGradients] = None
         self._folders = weakref.WeakKeyDictionary()  # model that is not sharded yet -> folder of its weights
 
     # --- distributed set-up
@@ -66,7 +66,7 @@ class FSDP2Strategy:
         mesh.start_process_group(self.device, host_tensors=options.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if options.exact:
-            self._exact = ExactGradients(self.meshes.loss.get_group())
+            self.exact = ExactGradients(self.meshes.loss.get_group())
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
@@ -184,7 +184,7 @@ class FSDP2Strategy:
         micro-batch. With --reduce_once, whole gradients are summed in fp32 until then. With --exact, gradients of
         single samples are summed exactly, and `fully_shard` sees only their shards after the last one.
         """
-        if self._exact:
+        if self.exact:
             return self._exact_backward(loss_sum, model, num_targets, is_last)
         replicated = self.sizes.dp_replicate > 1 and isinstance(model, FSDPModule)
         if self.options.reduce_once and isinstance(model, FSDPModule):
@@ -200,13 +200,13 @@ class FSDP2Strategy:
 
     def _exact_backward(self, loss_sum: torch.Tensor, model, num_targets: int, is_last: bool) -> None:
         parts = {name: (leaf, sharded) for name, leaf, sharded in _trained_parts(model)}
-        self._exact.add(loss_sum, {name: leaf for name, (leaf, _) in parts.items()}, num_targets)
+        self.exact.add(loss_sum, {name: leaf for name, (leaf, _) in parts.items()}, num_targets)
 
         def place(name: str, gradient: torch.Tensor) -> None:
             parts[name][1].grad = part_of(gradient, like=parts[name][1])
 
         if is_last:
-            self._exact.reduce(num_targets, place)
+            self.exact.reduce(num_targets, place)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0
@@ -216,7 +216,7 @@ class FSDP2Strategy:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.loss_scale:
             self.loss_scale.unscale_(parameters)
-        norm = torch.tensor(self._exact.norm, dtype=torch.float64) if self._exact else get_grad_norm(parameters)
+        norm = torch.tensor(self.exact.norm, dtype=torch.float64) if self.exact else get_grad_norm(parameters)
         finite = bool(torch.isfinite(norm))
         if self.loss_scale:
             self.loss_scale.update(overflow=not finite)
@@ -230,8 +230,8 @@ class FSDP2Strategy:
     def unreached_parameters(self, model) -> list[str]:
         """Names of the trainable parameters without a gradient, between the last `backward` and `optimizer_step`."""
         trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        if self._exact:
-            return [name for name, _ in trainable if name not in self._exact.reached]
+        if self.exact:
+            return [name for name, _ in trainable if name not in self.exact.reached]
         return [name for name, parameter in trainable if parameter.grad is None]
 
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trainer.compare.locate.locate import as_dict, locate
+from trainer.compare.locate.locate_samples import locate_samples, samples_file
 from trainer.compare.locate.traced_pair import PhaseResult, TracedRun
 from trainer.compare.runs.comparison_report import write_json
 from trainer.compare.runs.launch import configuration_job, run_jobs
@@ -56,6 +57,12 @@ def locate_folders(folders: list[str | Path], json_path: str | None) -> bool:
     """Compare two traced runs, print the report, and return whether they agree."""
     names = [Path(folder).name for folder in folders]
     names = names if names[0] != names[1] else [str(folder) for folder in folders]
+    if any(map(samples_file, folders)):
+        agree, text, facts = locate_samples(names, folders)
+        print(text)
+        if json_path:
+            write_json(json_path, facts)
+        return agree
     a, b = (TracedRun(name, folder) for name, folder in zip(names, folders))
     try:
         results = locate(a, b)

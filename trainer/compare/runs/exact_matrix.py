@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.compare.runs.comparison_report import check_markers, write_between_markers, write_json, write_text
@@ -127,36 +127,42 @@ def _table(layouts: list[Configuration], models: list[str], cells: dict[str, dic
 def run_resumes(count: int, model: str, train_args: list[str], only: str | None, places: Places, seed: int = 0) -> bool:
     """Stop a run twice at random steps and resume it on other layouts, `count` times. Are all bits those of one run?
 
-    `train_args` have the number of steps of the whole run, --max_steps.
+    `train_args` have the number of steps of the whole run, --max_steps. Parts with one number of ranks share a launch.
     """
-    chance, layouts = random.Random(seed), exact_layouts(only)
-    steps = _max_steps(train_args)
-    flags = [*train_args, "--pretrain", model, "--exact", "--save_steps", "1"]
-    flags += ["--max_ckpt_num", str(steps)]
-    undisturbed = _one(layouts[0], flags, places.output_dir / "undisturbed", places)
+    chance, layouts, steps = random.Random(seed), exact_layouts(only), _max_steps(train_args)
+    flags = [*train_args, "--pretrain", model, "--exact"]
+    saved = [*flags, "--save_steps", "1", "--max_ckpt_num", str(steps)]
+    [(_, undisturbed)] = _runs([layouts[0]], saved, places.output_dir / "undisturbed", places)
     if isinstance(undisturbed, str):
         raise UserError("--resumes", f"the undisturbed run failed: {undisturbed}")
-    num_equal = 0
-    for number in range(count):
-        chain, stops = chance.sample(layouts, min(2, len(layouts))), sorted(chance.sample(range(1, steps), 2))
-        fault, checkpoints = None, undisturbed.folder / "checkpoints"
-        for part, (layout, stop) in enumerate(zip(chain, stops)):
-            last = part == len(chain) - 1
-            more = ["--load_checkpoint", str(checkpoints / f"step_{stop}")]
-            bits = _one(layout, [*flags, *more], places.output_dir / f"chain{number}-{part}", places)
-            fault = fault or (
-                bits if isinstance(bits, str) else first_difference(undisturbed, _from(bits, stop, undisturbed))
-            )
-            if isinstance(bits, str) or last:
-                break
-            checkpoints = bits.folder / "checkpoints"
-        num_equal += not fault
-        shown = " -> ".join(f"step {stop} on {layout.name}" for layout, stop in zip(chain, stops))
-        print(f"{'FAIL' if fault else 'PASS'} {layouts[0].name} -> {shown}{f': {fault}' if fault else ''}", flush=True)
-        for folder in places.output_dir.glob(f"chain{number}-*"):
-            shutil.rmtree(folder)
-    print(f"{num_equal} of {count} resumed runs have the bits of the undisturbed one")
-    return num_equal == count
+    chains = [
+        list(zip(chance.sample(layouts, min(2, len(layouts))), sorted(chance.sample(range(1, steps), 2))))
+        for _ in range(count)
+    ]
+    faults: dict[int, str] = {}
+    first = places.output_dir / "first"
+    for part, folder in enumerate((first, places.output_dir / "second")):
+        resumed = {}
+        for number, chain in enumerate(chains):
+            if part < len(chain) and number not in faults:
+                source = first / f"chain{number}" if part else undisturbed.folder
+                (layout, stop), later = chain[part], [stop for _, stop in chain[part + 1 :]]
+                more = ["--load_checkpoint", str(source / f"checkpoints/step_{stop}")]
+                more += [text for stop in later for text in ("--save_steps", str(stop), "--max_ckpt_num", str(steps))]
+                resumed[f"chain{number}"] = (number, stop, replace(layout, name=f"chain{number}"), more)
+        runs = [replace(layout, args=(*layout.args, *more)) for _, _, layout, more in resumed.values()]
+        for run, bits in _runs(runs, flags, folder, places) if runs else ():
+            number, stop, *_ = resumed[run.name]
+            fault = bits if isinstance(bits, str) else first_difference(undisturbed, _from(bits, stop, undisturbed))
+            faults |= {number: fault} if fault else {}
+    for number, chain in enumerate(chains):
+        shown = " -> ".join(f"step {stop} on {layout.name}" for layout, stop in chain)
+        fault = f": {faults[number]}" if number in faults else ""
+        print(f"{'FAIL' if fault else 'PASS'} {layouts[0].name} -> {shown}{fault}", flush=True)
+    for folder in (first, places.output_dir / "second"):
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{count - len(faults)} of {count} resumed runs have the bits of the undisturbed one")
+    return not faults
 
 
 def _max_steps(train_args: list[str]) -> int:
@@ -164,12 +170,6 @@ def _max_steps(train_args: list[str]) -> int:
     if not given or not given[-1].isdecimal() or int(given[-1]) < 3:
         raise UserError("--resumes", f"--max_steps {given[-1] if given else 'is missing'}", "3 or more after --")
     return int(given[-1])
-
-
-def _one(layout: Configuration, flags: list[str], folder: Path, places: Places) -> Bits | str:
-    """The bits of one run of its own, or why it failed."""
-    [(_, bits)] = _runs([layout], flags, folder, places)
-    return bits
 
 
 def _from(bits: Bits, start: int, whole: Bits) -> Bits:

@@ -49,7 +49,7 @@ def trace(run) -> None:
     run.loss_fn, run.hooks = first_step.loss, first_step.hooks
 
 
-TRACE_FEATURE = Feature("trace", lambda run: run.flags.parity_trace, with_loss=trace)
+TRACE_FEATURE = Feature("trace", lambda run: run.flags.parity_trace and not run.args.layout.exact, with_loss=trace)
 
 
 class Tokens(NamedTuple):
