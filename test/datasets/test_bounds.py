@@ -1,5 +1,6 @@
 """Rows that a model cannot take are named before the first step: ids beyond its embedding, more tokens than positions."""
 
+import json
 from types import SimpleNamespace
 
 import datasets
@@ -9,6 +10,8 @@ from transformers import GPT2Config, GPTJConfig, JambaConfig, LlamaConfig, OPTCo
 from trainer.datasets.samples.bounds import Bounds, check_bounds, check_ids, check_sample
 from trainer.errors import UserError
 from trainer.models.model_bounds import bounds_of
+from trainer.rollout.rollouts_file import as_row, read_rollouts
+from trainer.rollout.samples import Sample
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -63,3 +66,27 @@ def test_a_row_of_a_stream_is_checked_as_it_is_read():
     for ids, said in (([1, 90], "token 90"), ([1, 2, 3], "3 tokens")):
         with pytest.raises(UserError, match=f"--dataset row 7: {said}"):
             check_sample({"input_ids": ids, "row": 6}, "--dataset", Bounds(90, 2, True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt_ids": [1, 90]}, "token 90 is beyond the 90 rows"),
+        ({"response_ids": [95, 3]}, "token 95 is beyond"),
+        ({"response_ids": [-1, 3]}, "token -1 is beyond"),
+        ({"kept_ids": [[2, 91], [3]]}, "token 91 is beyond"),
+        ({"prompt_ids": [1, 2, 3]}, "5 tokens, more than the model's 4 positions"),
+        ({"prompt_ids": [1.0]}, "a token that is no whole number"),
+    ],
+)
+def test_a_line_of_frozen_rollouts_is_checked(tmp_path, changes, said):
+    facts = {"number": 0, "row": 0, "prompt_ids": [1], "response_ids": [2, 3], "log_probs": [-1.0, -1.0]}
+    sample = Sample(**facts, finished=True, label=None, score=1.0, metrics={}, kept_ids=[])
+    row, path, bounds = as_row(sample, 0, None), tmp_path / "rollouts.jsonl", Bounds(90, 4, True)
+    path.write_text(json.dumps(row) + "\n")
+    assert len(read_rollouts(str(path), bounds)) == 1
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "number": 1} | changes) + "\n")
+    with pytest.raises(UserError) as error:
+        read_rollouts(str(path), bounds)
+    assert str(path) in str(error.value) and said in str(error.value)
+    assert "row 2" in str(error.value) or "line 2" in str(error.value)

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -256,6 +257,21 @@ def test_images_without_marks_stand_before_the_first_message_of_the_user(here):
     [marked], _ = load_pairs(here, [{**pair, "prompt": "<image><image>Hi?"}])
     assert marked["chosen_ids"] == bare["chosen_ids"] and marked["rejected_ids"] == bare["rejected_ids"]
     assert "images of rows without <image>" in "".join(ledger.lines)
+
+
+def test_a_column_image_has_one_image_for_each_row(here):
+    """As path, and as the datasets library keeps an image. `--ignore_columns image` leaves it out."""
+    two = [talk("<image>Hi?", images=[f"pictures/{number}.png"]) for number in range(2)]
+    expected = list(load(here, two)[0])
+    single = [{"messages": row["messages"], "image": row["images"][0]} for row in two]
+    Dataset.from_list(
+        [{**row, "image": {"path": str(here / row["image"]), "bytes": None}} for row in single]
+    ).cast_column("image", datasets.Image()).to_parquet(here / "single.parquet")
+    for found in (load(here, single)[0], load(here, None, data=str(here / "single.parquet"))[0]):
+        assert [sample["digest"] for sample in found] == [sample["digest"] for sample in expected]
+        assert [len(sample["images"]) for sample in found] == [1, 1]
+    plain, _ = load(here, single, "--ignore_columns", "image")
+    assert "images" not in plain.column_names
 
 
 def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):

@@ -1,6 +1,7 @@
 """`prepare_data`: training on its folder sees the samples that training on the rows sees, and refuses what differs."""
 
 import json
+import shutil
 
 import datasets
 import pytest
@@ -105,3 +106,17 @@ def test_what_does_not_fit_is_one_line(demo, tmp_path):
     (tmp_path / "tokens/prepared.json").unlink()
     with pytest.raises(UserError, match=r"tokens without the file prepared\.json"):
         load(demo, tmp_path / "tokens")
+
+
+def test_what_the_model_cannot_take_is_refused_as_in_training(demo, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(demo / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
+    paths = ["--pretrain", str(model), "--dataset", str(demo / "sft_eval.jsonl"), "--output_dir"]
+    prepare_data.run([*paths, str(tmp_path / "long"), *SHORT])
+    assert "more than the model's 20 positions" in capsys.readouterr().out
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 12}))
+    with pytest.raises(UserError, match="--dataset row .*: token .* beyond the 12 rows of the model's embedding"):
+        prepare_data.run([*paths, str(tmp_path / "beyond"), *SHORT])
+    assert not (tmp_path / "beyond").exists()

@@ -4,9 +4,12 @@ import base64
 import json
 import os
 from collections.abc import Callable
+from itertools import chain
+from typing import Optional
 
 import torch
 
+from trainer.datasets.samples.bounds import Bounds, check_ids_of_row, check_sample
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog
 from trainer.rollout.placement import write_by_rank_0
@@ -45,6 +48,8 @@ def sample_of(row: dict) -> Sample:
     experts = decoded(*row["experts"]) if row.get("experts") else None
     sets, turns = row.get("kept_ids", []), row.get("turns", [])
     sample = Sample(**{key: row[key] for key in KEYS}, kept_ids=sets, turns=turns, versions=versions, experts=experts)
+    if not all(type(token) is int for token in chain(sample.prompt_ids, sample.response_ids, *sets)):
+        raise ValueError("a token that is no whole number")
     tokens = [sample.response_ids[place] for place in sample.generated()]
     if not tokens or len(tokens) != len(sample.log_probs):
         raise ValueError("a response without tokens, or without a log-prob for each token")
@@ -118,8 +123,12 @@ def _ends_with_newline(path: str) -> bool:
         return file.read() == b"\n"
 
 
-def read_rollouts(path: str) -> list[list[Sample]]:
-    """The samples of each rollout, in order. Raises UserError if the file is not such a log."""
+def read_rollouts(path: str, bounds: Optional[Bounds] = None) -> list[list[Sample]]:
+    """The samples of each rollout, in order. Raises UserError if the file is not such a log.
+
+    Also for a line that a model with these `bounds` cannot take.
+    """
+    where = f"{FLAG} {path}"
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
         with open(path) as file:
@@ -129,11 +138,15 @@ def read_rollouts(path: str) -> list[list[Sample]]:
                     sample = sample_of(row)
                     if not abs(sample.score) <= LARGEST_SCORE:
                         raise ValueError(f"a score of {sample.score}")
+                    if bounds:
+                        ids = [*sample.prompt_ids, *sample.response_ids]
+                        check_sample({"input_ids": ids, "row": number - 1}, where, bounds)
+                        check_ids_of_row(chain(*sample.kept_ids), number - 1, where, bounds.vocab_size)
                     rollouts.setdefault(row["rollout"], {})[sample.number] = sample
                 except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
                     if line.strip() and line.endswith("\n"):
                         found = f"line {number}: {type(error).__name__} {error}"
-                        raise UserError(f"{FLAG} {path}", found, "a rollouts.jsonl of train_ppo") from None
+                        raise UserError(where, found, "a rollouts.jsonl of train_ppo") from None
     except OSError as error:
         raise UserError(FLAG, f"{path}: {error.strerror}", "a rollouts.jsonl of train_ppo") from None
     return [[of[number] for number in sorted(of)] for _, of in sorted(rollouts.items())]

@@ -23,9 +23,9 @@ SHOWN = 2000  # characters of the first sample
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
     probs = data.dataset_probs if flag == "--dataset" else None
-    rows = load_rows(names, flag=flag, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
     ignored = [name.strip() for name in (data.ignore_columns or "").split(",")]
-    return rows.remove_columns([name for name in rows.column_names if name in ignored])
+    options = {"split": split, "probs": probs, "max_samples": data.max_samples, "ignored": ignored}
+    return load_rows(names, flag=flag, seed=seed, **options)
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str):

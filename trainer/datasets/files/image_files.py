@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from trainer.errors import UserError
 from trainer.limits import MB, limit, opened, too_large
 
-COLUMN, FOLDER = "images", "images_folder"
+COLUMN, SINGLE, FOLDER = "images", "image", "images_folder"
 ALLOWED = "a path, a data URI or bytes"
 IN_TAR = ".tar::"  # shards/0.tar::7.png is the member 7.png of the file shards/0.tar
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
@@ -29,6 +29,11 @@ SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 def has_images(rows) -> bool:
     """Whether rows or samples have a column of images, which may be empty throughout. None is a set without images."""
     return rows is not None and COLUMN in rows.column_names
+
+
+def with_one_name(rows: Dataset) -> Dataset:
+    """The rows with the column `image` (one for each row, as in many public sets) as `images`."""
+    return rows if has_images(rows) or SINGLE not in rows.column_names else rows.rename_column(SINGLE, COLUMN)
 
 
 def with_folder(rows: Dataset, path: str) -> Dataset:

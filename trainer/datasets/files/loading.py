@@ -1,11 +1,12 @@
 """Rows from files, folders and the hub, mixed into one dataset."""
 
 import os
+from collections.abc import Collection
 
 import datasets
 
 from trainer.datasets.files.folders import read_folder
-from trainer.datasets.files.image_files import has_images, with_folder
+from trainer.datasets.files.image_files import has_images, with_folder, with_one_name
 from trainer.datasets.files.mixing import mix, parse_probs
 from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths
@@ -21,13 +22,14 @@ def load_rows(
     probs: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
+    ignored: Collection[str] = (),
 ) -> datasets.Dataset:
     """Load one or several sets and return their rows as one dataset.
 
     names: separated by commas. Each is a file (.json, .jsonl, .parquet, .csv, .arrow or .txt), a pattern of files such
     as data/*.jsonl, a folder of files, a folder written by `save_to_disk`, or a hub name, also with a configuration
     (org/name:config). Files have one split, "train". A number after # takes only so many first rows: data.jsonl#500.
-    max_samples: use only this many first rows of each set. CSV values stay texts as written: "007", "NA" and "".
+    max_samples: use only this many first rows of each set. ignored: columns to leave out. CSV values stay texts as written: "007", "NA" and "".
 
     Without probs, several sets follow each other. With probs (one per set, any positive scale), each next row comes
     from a set sampled with these odds. The dataset ends when the first set is used up: no row occurs twice, and the
@@ -42,13 +44,13 @@ def load_rows(
         raise UserError("--max_samples", str(max_samples), "at least 1")
     odds = None if probs is None else parse_probs(probs, len(paths))
     with quiet():
-        sets = [_load_set(path, flag, split) for path in paths]
+        sets = [_load_set(path, flag, split, ignored) for path in paths]
         if max_samples is not None:
             sets = [rows.select(range(min(max_samples, len(rows)))) for rows in sets]
         return sets[0] if len(sets) == 1 else mix(sets, paths, flag, odds, seed)
 
 
-def _load_set(path: str, flag: str, split: str) -> datasets.Dataset:
+def _load_set(path: str, flag: str, split: str, ignored: Collection[str]) -> datasets.Dataset:
     where = f"{flag} {path}"
     paths, num_rows = local_paths(path)
     if paths and "::" in paths[0]:
@@ -66,6 +68,7 @@ def _load_set(path: str, flag: str, split: str) -> datasets.Dataset:
         raise UserError(where, "no rows")
     if num_rows is not None:
         rows = rows.select(range(min(num_rows, len(rows))))
+    rows = with_one_name(rows.remove_columns([name for name in rows.column_names if name in ignored]))
     return with_folder(rows, paths[0]) if paths and has_images(rows) else rows
 
 

@@ -1,6 +1,6 @@
 """Whether a model can take the token samples: their ids against its embedding, their lengths against its positions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,15 @@ def check_bounds(samples: Any, tokenizer: Any, flag: str, bounds: Bounds) -> lis
 
 def check_sample(sample: dict[str, Any], flag: str, bounds: Bounds) -> None:
     """`check_bounds` of one sample of a stream, without warnings."""
-    ids = sample["input_ids"]
-    if ids and max(ids) >= bounds.vocab_size:
-        raise _beyond(flag, sample["row"], max(ids), bounds.vocab_size)
-    check_length(len(ids), sample["row"], flag, bounds)
+    check_ids_of_row(sample["input_ids"], sample["row"], flag, bounds.vocab_size)
+    check_length(len(sample["input_ids"]), sample["row"], flag, bounds)
+
+
+def check_ids_of_row(ids: Iterable[int], row: int, flag: str, vocab_size: int) -> None:
+    """Raise UserError for the first id that is not in [0, vocab_size)."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise _beyond(flag, row, token, vocab_size)
 
 
 def check_ids(samples: Any, flag: str, vocab_size: int) -> None:
@@ -52,8 +57,7 @@ def check_ids(samples: Any, flag: str, vocab_size: int) -> None:
         if all((pc.max(chunk.flatten()).as_py() or 0) < vocab_size for chunk in samples.data.column(name).chunks):
             continue
         for sample in samples.select_columns(["row", name]):
-            if sample[name] and max(sample[name]) >= vocab_size:
-                raise _beyond(flag, sample["row"], max(sample[name]), vocab_size)
+            check_ids_of_row(sample[name], sample["row"], flag, vocab_size)
 
 
 def check_length(longest: int, row: int, flag: str, bounds: Bounds) -> list[str]:

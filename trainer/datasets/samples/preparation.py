@@ -5,6 +5,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
+from trainer.datasets.samples.bounds import Bounds, check_bounds
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import is_prepared, write_prepared
 from trainer.datasets.samples.sft_samples import tokenize_rows, with_loss
@@ -14,12 +15,20 @@ FLAG = "--dataset"
 
 
 def prepare_rows(
-    rows: Dataset, tokenizer: Any, target: str, options: dict[str, Any], *, rows_per_part: int, num_proc: int
+    rows: Dataset,
+    tokenizer: Any,
+    target: str,
+    options: dict[str, Any],
+    *,
+    bounds: Bounds,
+    rows_per_part: int,
+    num_proc: int,
 ) -> Ledger:
     """Tokenize `rows` for `tokenize_sft`, write them to the new folder `target`, and return the ledger.
 
     `options` are the values of `prepared.OPTIONS`. Each part stays in the cache until the folder is complete. So a new
-    start goes on after the last finished part. Raises UserError for bad rows, and for a folder that cannot be written.
+    start goes on after the last finished part. Raises UserError for bad rows, for rows beyond the `bounds` of the model, and
+    for a folder that cannot be written.
     """
     if is_prepared(rows):
         raise UserError(FLAG, "rows that are tokenized already", "texts")
@@ -30,7 +39,8 @@ def prepare_rows(
         parts.append(tokenize_rows(part, tokenizer, flag=FLAG, first_row=first, num_proc=num_proc, **options))
         print(f"{end} of {len(rows)} rows", flush=True)
     samples = concatenate_datasets(parts)
-    _, ledger = with_loss(samples, FLAG, options["max_len"])
+    kept, ledger = with_loss(samples, FLAG, options["max_len"])
+    ledger.lines += check_bounds(kept, tokenizer, FLAG, bounds)
     write_prepared(samples, tokenizer, options, ledger.counts, target, num_proc)
     for part in parts:
         for file in part.cache_files:

@@ -45,7 +45,7 @@ def share_prompts(run) -> None:
 
 
 def read_frozen(run) -> None:
-    run.frozen = frozen_rollouts(run.args)
+    run.frozen = frozen_rollouts(run.args, run.setup.folder)
 
 
 def train_frozen(run) -> None:

@@ -2,13 +2,15 @@
 
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
+from trainer.models.model_bounds import bounds_of
 from trainer.rollout.rollouts_file import read_rollouts
 from trainer.runs.rl.rl_options import sampling_of
 
 
-def frozen_rollouts(args: PPOArguments) -> list:
-    """The rollouts of --rollouts_from. Raises UserError if they do not fit this run."""
-    frozen, size = read_rollouts(args.rollout.rollouts_from), args.rollout.n_samples_per_prompt
+def frozen_rollouts(args: PPOArguments, folder: str) -> list:
+    """The rollouts of --rollouts_from. Raises UserError if they do not fit this run, or the model in `folder`."""
+    bounds = bounds_of(folder, args.model.trust_remote_code)
+    frozen, size = read_rollouts(args.rollout.rollouts_from, bounds), args.rollout.n_samples_per_prompt
     if not frozen:
         raise UserError(
             "--rollouts_from", f"{args.rollout.rollouts_from} holds no rollout", "a rollouts.jsonl of train_ppo"
