@@ -117,6 +117,6 @@ def test_what_the_model_cannot_take_is_refused_as_in_training(demo, tmp_path, ca
     prepare_data.run([*paths, str(tmp_path / "long"), *SHORT])
     assert "more than the model's 20 positions" in capsys.readouterr().out
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 12}))
-    with pytest.raises(UserError, match="--dataset row .*: token .* beyond the 12 rows of the model's embedding"):
+    with pytest.raises(UserError, match=r"--dataset row .*: token .* beyond the 12 rows of the model's embedding"):
         prepare_data.run([*paths, str(tmp_path / "beyond"), *SHORT])
     assert not (tmp_path / "beyond").exists()
