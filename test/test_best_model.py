@@ -6,13 +6,15 @@ import pytest
 from launch import forked, read_rows, train_many
 from safetensors.torch import load_file
 
+from trainer.checkpoints.shards import ShardReader
+from trainer.cli.export import run as export
 from trainer.datasets.demos.demo import make_demo
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 PATIENCE, STEPS = 2, 12
 LAYOUTS = {
     "fsdp2": ["fsdp2"],
-    "tp": ["fsdp2", "--tensor_parallel_size", "2", "--async_save"],
+    "tp": ["fsdp2", "--tensor_parallel_size", "2", "--async_save", "--save_only_model"],
     "zero3": ["deepspeed", "--zero_stage", "3", "--lora_rank", "4"],
 }
 
@@ -110,6 +112,17 @@ def test_a_best_value_without_its_checkpoint_does_not_count_after_a_resume(folde
     code, output = forked(1, "-m", "trainer.cli.train_sft", *line)
     assert code == 0 and "does not count any more: its checkpoint is not in" in output, output[-2000:]
     assert f"best eval_loss: {evaluations(folder / 'elsewhere')[last + 1]:.9g} at step {last + 1}" in output
+
+
+def test_a_checkpoint_without_optimizer_has_the_weights_and_no_run_goes_on_from_it(folder, tmp_path):
+    checkpoint = os.path.realpath(folder / "tp/checkpoints/best")
+    keys = ShardReader(checkpoint).shapes.keys()
+    assert keys and all(key.startswith("weight/") for key in keys)
+    code, output = forked(1, "-m", "trainer.cli.train_sft", *flags(folder, "tp", "--load_checkpoint", checkpoint))
+    expected = f"error: --load_checkpoint: {checkpoint} has no optimizer to go on with: it was saved for its model only"
+    assert code and expected in output, output[-2000:]
+    export([checkpoint, str(tmp_path / "model")])
+    assert same(weights(tmp_path / "model"), weights(folder / "tp/model"))
 
 
 def test_patience_counts_evaluations_that_are_not_better():

@@ -30,6 +30,7 @@ STATE = "state.json"
 FORMAT = 1
 HF_FOLDER = "hf"  # config and tokenizer; with --save_hf_ckpt also the model's weights
 NO_LOSS_SCALE = {"scale": 1.0, "good_steps": 0}  # the state of the loss scale without fp16
+ONLY_MODEL = "only_model"  # the entry of a state without an optimizer
 MAIN = "main"  # the role of a run's first model; its keys and states have no prefix
 
 
@@ -38,12 +39,13 @@ class CheckpointForm:
     """How a checkpoint is written.
 
     `portable`: whole tensors instead of each rank's parts. `background`: training continues meanwhile. `hf_weights`:
-    the Hugging Face model is added.
+    the Hugging Face model is added. `only_model`: no state of an optimizer, so no run can go on from it.
     """
 
     portable: bool = False
     background: bool = False
     hf_weights: bool = False
+    only_model: bool = False
 
 
 class DamagedCheckpoint(UserError):
@@ -225,6 +227,8 @@ def save(
     randoms = random_states(device)
     others = {role: own for role, own in role_states.items() if role != MAIN}
     state = {"format": FORMAT, "world_size": dist.get_world_size(), **role_states[MAIN], "others": others, **state}
+    if form.only_model:
+        state[ONLY_MODEL], shards = True, (shard for shard in shards if is_weight(shard.key))
     if form.background:
         shards = _staged(shards, device)
 
@@ -308,6 +312,11 @@ def role_state(state: dict, role: str) -> dict:
     return state if role == MAIN else state["others"][role]
 
 
+def is_weight(key: str) -> bool:
+    """Whether a key names a weight of any role, not a state of an optimizer."""
+    return key.rpartition(":")[2].startswith("weight/")
+
+
 def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
     """The key of another optimizer state that was saved for the parameter of `key`, or None."""
     role, colon, kind_and_name = key.rpartition(":")
@@ -318,7 +327,7 @@ def _other_state(key: str, stored: Iterable[str]) -> Optional[str]:
 
 def _fill(shard: TensorShard, reader: ShardReader) -> None:
     """Read the values of one shard into its live storage."""
-    if shard.key.rpartition(":")[2].startswith("weight/") or shard.key in reader.shapes:
+    if is_weight(shard.key) or shard.key in reader.shapes:
         shard.tensor.copy_(reader.read(shard))
     elif other := _other_state(shard.key, reader.shapes):
         found = f"{reader.folder} has {other}, but no {shard.key}"

@@ -291,6 +291,9 @@ class CheckpointArguments:
         "native", "native: each rank writes its parts; portable: whole tensors. Every layout and backend reads both"
     )
     async_save: bool = arg(False, "keep training while a checkpoint is written (needs host memory for a copy)")
+    save_only_model: bool = arg(
+        False, "checkpoints without the optimizer: a third of the size; no run can resume from them"
+    )
     save_hf_ckpt: bool = arg(False, "also save the Hugging Face model in each checkpoint, under hf/")
     best_metric_key: Optional[str] = arg(
         None, "keep the checkpoint with the best value of this evaluation metric as checkpoints/best"

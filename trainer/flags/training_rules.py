@@ -69,6 +69,8 @@ SHARED_RULES = (
     Rule("early_stopping_patience", lambda f: not (f.eval_steps or f.evals_per_epoch),
          "without --eval_steps or --evals_per_epoch", "an evaluation at the end stops nothing early",
          "Add one of them."),
+    Rule("save_only_model", lambda f: f.verify_resume, "with --verify_resume",
+         "a resume needs the optimizer", ONE),
     Rule("load_best_model_at_end", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
     Rule("load_best_model_at_end early_stopping_patience", lambda f: f.verify_resume, "with --verify_resume",
          "such a run ends after its proof, without a model", ONE),

@@ -58,6 +58,7 @@ def save_policy(checkpoint: CheckpointArguments) -> SavePolicy:
         portable=checkpoint.ckpt_format == "portable",
         background=checkpoint.async_save,
         hf_weights=checkpoint.save_hf_ckpt,
+        only_model=checkpoint.save_only_model,
     )
 
 

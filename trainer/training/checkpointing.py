@@ -13,12 +13,21 @@ from typing import Optional
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.run_identity import Change, Identity
-from trainer.checkpoints.run_state import MAIN, STATE, CheckpointForm, DamagedCheckpoint, PendingSave, read_intact_state
+from trainer.checkpoints.run_state import (
+    MAIN,
+    ONLY_MODEL,
+    STATE,
+    CheckpointForm,
+    DamagedCheckpoint,
+    PendingSave,
+    read_intact_state,
+)
 from trainer.distributed.collectives import broadcast_object, from_rank_0, gather_objects, max_over_all_ranks, together
 from trainer.errors import Interrupted, UserError, one_line
 from trainer.metrics import METRICS_FILE, MetricsLog
 
 FOLDER = "checkpoints"
+EXPORT = "python -m trainer.cli.export {} FOLDER"
 OF_EVALUATION = {"best_metric_key", "eval_dataset", "eval_split"}  # with others, values of evaluations do not compare
 
 
@@ -71,6 +80,14 @@ class SavePolicy:
     portable: bool = False
     background: bool = False
     hf_weights: bool = False
+    only_model: bool = False
+
+    @property
+    def resumes(self) -> str:
+        """What a checkpoint of this run is good for, in words."""
+        if self.only_model:
+            return "its checkpoint has the model only, so no run goes on from it"
+        return "--load_checkpoint resumes from there"
 
     def has_lost_patience(self, progress: Progress) -> bool:
         """Whether --early_stopping_patience ends the run here."""
@@ -151,6 +168,9 @@ class Checkpoints:
 
         def look() -> list[Change]:
             state = read_intact_state(folder)
+            if state.get(ONLY_MODEL):
+                found = f"{folder} has no optimizer to go on with: it was saved for its model only"
+                raise UserError("--load_checkpoint", found, instead=f"{EXPORT.format(folder)} makes it a --pretrain.")
             with of_its_state(folder):
                 return self.identity.compare(folder, state, self.trained.loader.fingerprint())
 
@@ -206,7 +226,7 @@ class Checkpoints:
             self._end_stuck(progress)
         if stop:
             name = signal.Signals(int(stop)).name
-            raise Interrupted(f"stopped by {name} after step {progress.step}; --load_checkpoint resumes from there")
+            raise Interrupted(f"stopped by {name} after step {progress.step}; {policy.resumes}")
 
     def end(self, progress: Progress) -> None:
         """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint. Say what ended early."""
@@ -224,7 +244,10 @@ class Checkpoints:
     def _end_stuck(self, progress: Progress) -> None:
         fault = broadcast_object(self.metrics.fault if self.metrics else None)
         found = f"cannot be written: {fault}; the checkpoint of step {progress.step} has its rows"
-        raise UserError(METRICS_FILE, found, instead="Free disk space, and resume with --load_checkpoint.")
+        instead = (
+            "Free disk space." if self.policy.only_model else "Free disk space, and resume with --load_checkpoint."
+        )
+        raise UserError(METRICS_FILE, found, instead=instead)
 
     def check_place(self) -> None:
         """Raise UserError on all ranks if the run folder was moved or replaced meanwhile: a save would make a new one."""
@@ -267,7 +290,7 @@ class Checkpoints:
             "waiting_rows": list(self.metrics.waiting) if self.metrics else [],
         }
         folder = self._folder(progress.step)
-        form = CheckpointForm(policy.portable, background, policy.hf_weights)
+        form = CheckpointForm(policy.portable, background, policy.hf_weights, policy.only_model)
         pending = t.strategy.save_ckpt(folder, t.roles(), t.tokenizer, state=state, form=form, further=t.further())
         self._pending, self._saved_at = (pending, is_best), time.monotonic()
         if not background:

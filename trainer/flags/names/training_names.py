@@ -169,7 +169,6 @@ TRAINING_NAMES = (
     PeerName("average_tokens_across_devices", "HT", "", "always: the loss is the mean over the tokens of the global batch", off="no counterpart: the loss is the mean over the tokens of the global batch"),
     PeerName("saves_per_epoch", "A", "--save_steps", "steps of an epoch / this", RL),
     PeerName("evals_per_epoch", "A", "--eval_steps", "steps of an epoch / this", RL),
-    PeerName("save_only_model", "HTLAS", "", "checkpoints always hold the optimizer; --save_hf_ckpt adds the model, and no --save_steps saves only the final one"),
     PeerName("ckpt.save_hf", "O", "--save_hf_ckpt"),
     PeerName("ckpt.max_mem", "O", "--max_ckpt_mem"),
     PeerName("early_stopping_steps early_stop_interval", "LS", "--early_stopping_patience", "in evaluations"),
@@ -184,7 +183,7 @@ TRAINING_NAMES = (
     PeerName("ignore_data_skip restore_callback_states_from_checkpoint save_on_each_node enable_jit_checkpoint", "H", "", "--load_checkpoint goes on exactly where the run stood"),
     PeerName("resume_from_path trainer.resume_from_path", "V", "--load_checkpoint"),
     PeerName("trainer.max_critic_ckpt_to_keep trainer.max_ckpt_to_keep", "V", "--max_ckpt_num"),
-    PeerName("checkpoint.save_contents checkpoint.load_contents", "V", "--save_hf_ckpt", "hf_model is --save_hf_ckpt; the rest is always saved"),
+    PeerName("checkpoint.save_contents checkpoint.load_contents", "V", "--save_hf_ckpt", "hf_model is --save_hf_ckpt; without optimizer it is --save_only_model"),
     PeerName("merge_lora", "S", "", "python -m trainer.cli.export merges an adapter"),
     PeerName("create_new_adapter lora_adapter_path model.lora_adapter_path", "LV", "", "an adapter is an output here: --lora_rank; merge it first"),
     # the optimizer
