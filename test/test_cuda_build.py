@@ -1,5 +1,6 @@
 """The CUDA build of torch without a card: docs/fake_gpu.md has every cell, and a sample runs where its environment is."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ KIT = ROOT / "test/fake_gpu"
 ENVIRONMENT = Path(os.environ.get("FAKE_GPU_ENVIRONMENT", ROOT / "build/fake_gpu_environment"))
 sys.path.insert(0, str(KIT))
 
-from cells import all_cells  # noqa: E402
+from cells import MOST_WAITS, all_cells  # noqa: E402
 
 
 def test_the_page_has_every_cell_with_its_figures():
@@ -21,6 +22,8 @@ def test_the_page_has_every_cell_with_its_figures():
     assert len(rows) >= 120
     for row in rows:
         assert float(row[1]) <= (1e-5 if " fp32" in row[0] else 1e-2), row
+        assert int(row[2]) <= MOST_WAITS.get(row[0].strip(" `"), math.inf), row
+    assert MOST_WAITS.keys() <= {cell.name for cell in all_cells()}
 
 
 @pytest.mark.skipif(

@@ -2,16 +2,19 @@
 
 import json
 import sys
+import types
 
 import pytest
 import torch
 from launch import ROOT, run_process
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
-from trainer.model_parallel.expert_parallel import validate_experts
+from trainer.model_parallel import expert_parallel
+from trainer.model_parallel.expert_parallel import local_experts_forward, validate_experts
 from trainer.model_parallel.tensor_parallel import resolve_tp_plan
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.on_deepspeed.autotp_layers import validate_experts as validate_autotp
@@ -63,6 +66,34 @@ def test_a_frozen_reference_is_cut_like_the_policy(found):
 
 def test_an_adapter_on_experts_is_merged_by_the_formula(found):
     assert found[3]["error"] <= 1e-7 and found[3]["update"] > 1e-4
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises for an operation whose result has a size that a GPU would have to tell the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        name = func.overloadpacket.__name__
+        assert not by_mask and name not in ("bincount", "nonzero", "masked_select", "_local_scalar_dense"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_exchange_of_tokens_has_the_sums_of_its_experts_and_waits_once(monkeypatch):
+    """Two tp ranks with three experts each, one after the other. An expert multiplies by its weight; one has no token."""
+    monkeypatch.setattr(expert_parallel.Sum, "apply", lambda tensor, group: tensor)
+    torch.manual_seed(0)
+    weights, hidden, gates = torch.randn(6, 8), torch.randn(10, 8), torch.rand(10, 2)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(10)])  # expert 5 has none
+    total = 0
+    for rank in range(2):
+        group = types.SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        own = weights[3 * rank : 3 * rank + 3]
+        module = types.SimpleNamespace(num_experts=3, _parameters={})
+        forward = lambda tokens, ids, ones, own=own: tokens * own[ids[:, 0]]  # noqa: E731
+        with NoWaits():
+            total = total + local_experts_forward(module, forward, None, group, hidden, chosen, gates)
+    expected = sum(gates[:, [k]] * hidden * weights[chosen[:, k]] for k in range(2))
+    assert torch.allclose(total, expected, atol=1e-6)
 
 
 def test_no_rank_holds_more_than_its_share():

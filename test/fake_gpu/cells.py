@@ -42,6 +42,8 @@ class Cell:
         return " ".join(part for part in parts if part)
 
 
+# the most waits of a step: its end has 3, and each of 2 layers with shared experts has one in each of 2 micro-batches
+MOST_WAITS = {"sft 2 x fsdp2 --expert_parallel_size 2 bf16 experts": 3 + 2 * 2}
 STAGES = [("fsdp2", ""), *(("deepspeed", f"--zero_stage {stage}") for stage in range(4))]
 LARGE = [("fsdp2", ""), ("deepspeed", "--zero_stage 2"), ("deepspeed", "--zero_stage 3")]
 
@@ -89,7 +91,8 @@ def all_cells():
         cells += [
             Cell("train_sft", backend, stage, ranks=ranks, model=model) for backend, stage in LARGE for ranks in (1, 2)
         ]
-    cells.append(Cell("train_sft", "fsdp2", "--expert_parallel_size 2", ranks=2, model="experts"))
+    for dtype in ("fp32", "bf16"):
+        cells.append(Cell("train_sft", "fsdp2", "--expert_parallel_size 2", ranks=2, dtype=dtype, model="experts"))
     sequence_parallel = "--tensor_parallel_size 2 --sequence_parallel"
     cells += [Cell("train_sft", "fsdp2", sequence_parallel, ranks=2, dtype=dtype) for dtype in ("fp32", "bf16")]
     for command in ("train_dpo", "train_rm", "train_kd", "train_ppo"):

@@ -2,7 +2,8 @@
 
     test/fake_gpu/run.sh [--only TEXT] [--every N] [--out FILE] [--page FILE] [--folder FOLDER]
 
-A cell fails if its exit code is not 0, if a loss differs from the CPU's, or if an operator has no values.
+A cell fails if its exit code is not 0, if a loss differs from the CPU's, if an operator has no values, or if a step waits
+more often than `cells.MOST_WAITS` allows.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import collections
 import ctypes
 import importlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -237,6 +239,7 @@ def main():
         proved = "--verify_resume" in cell.layout and code == 0
         row["difference"] = 0.0 if proved else worst(rows, references[key][2])
         good = code == 0 and row["difference"] <= TOLERANCE[cell.dtype] and not row.get("without")
+        good = good and sum(row["waits"].values()) <= cells.MOST_WAITS.get(cell.name, math.inf)
         row["good"] = good
         table.append(row)
         if options.out:

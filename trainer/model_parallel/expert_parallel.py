@@ -159,13 +159,17 @@ def local_experts_forward(
     if tp > 1:  # the gradient of each tp rank comes from its own experts
         hidden_states, top_k_weights = (SumGradients.apply(tp_group, t)[0] for t in (hidden_states, top_k_weights))
     experts = top_k_index.flatten()
-    order = experts.argsort(stable=True)  # by expert, so also by the ranks that hold them: ep, then tp
-    sent = torch.bincount(experts, minlength=ep * tp * num_local).view(ep, tp, num_local)
-    if tp > 1:
-        order = order[experts[order] // num_local % tp == tp_group.rank()]
+    # by expert, so also by the ranks that hold them: ep, then tp
+    (in_order, order), numbers = experts.sort(stable=True), torch.arange(ep * tp * num_local, device=experts.device)
+    bounds = torch.searchsorted(in_order, numbers, right=True)  # a GPU waits for bincount, but not for this
+    sent = bounds.diff(prepend=bounds.new_zeros(1)).view(ep, tp, num_local)
+    if tp > 1:  # the tokens of this tp rank come first
+        order = order[(in_order // num_local % tp != tp_group.rank()).to(torch.int8).argsort(stable=True)]
     sent = sent[:, tp_group.rank()].contiguous()  # (ep rank, expert of that rank): number of tokens
     received = _exchange(sent, [1] * ep, [1] * ep, ep_group)  # (ep rank that sends, expert of this rank)
+    # the one place where a layer waits for its GPU
     send_sizes, receive_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    order = order[: sum(send_sizes)]
     tokens = _exchange(hidden_states[order // top_k_index.shape[-1]], receive_sizes, send_sizes, ep_group)
     ids = torch.arange(num_local, device=tokens.device).repeat(ep)
     ids = ids.repeat_interleave(received.flatten(), output_size=len(tokens))
