@@ -265,6 +265,10 @@ class OutputArguments:
     wandb_project: str = arg("trainer", "wandb project")
     run_name: Optional[str] = arg(None, "name of the run in wandb (default: the name of --output_dir)")
     use_tensorboard: bool = arg(False, "also write the metrics for TensorBoard, to <output_dir>/tensorboard")
+    push_to_hub: bool = arg(False, "upload the final model to the Hugging Face Hub, with the token of hf auth login")
+    hub_model_id: Optional[str] = arg(None, "its repository, OWNER/NAME (default: the name of --output_dir)")
+    hub_private_repo: bool = arg(False, "make the repository private, if it is new")
+    hub_dry_run: bool = arg(False, "with --push_to_hub: upload nothing, and print what would be uploaded")
     parity_dump: Optional[str] = arg(None, "folder for the full gradients of step 1 and the final weights")
 
 

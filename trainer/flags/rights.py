@@ -38,7 +38,7 @@ PLAIN_TEXTS = frozenset(
 )
 # read, never run or written: accepted if they are here, so that nothing is fetched
 READ_HERE = frozenset({"pretrain", "dataset", "eval_dataset", "teacher", "ref_model"})
-SWITCHES = frozenset({"trust_remote_code", "use_wandb", "overwrite"})  # switches that are rights
+SWITCHES = frozenset({"trust_remote_code", "use_wandb", "overwrite", "push_to_hub"})  # switches that are rights
 
 
 def is_value(name: str, hint) -> bool:

@@ -43,6 +43,13 @@ SHARED_RULES = (
     Rule("wandb_project", lambda f: not f.use_wandb, "without --use_wandb", "it names a project of wandb",
          "Add --use_wandb, or remove the flag."),
     Rule("save_path", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
+    Rule("push_to_hub", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
+    Rule("push_to_hub", lambda f: f.verify_resume, "with --verify_resume",
+         "such a run ends after its proof, without a model", ONE),
+    Rule("push_to_hub", lambda f: not (f.hub_model_id or f.output_dir), "without --hub_model_id or --output_dir",
+         "nothing names the repository", "Add --hub_model_id."),
+    Rule("hub_model_id hub_private_repo hub_dry_run", lambda f: not f.push_to_hub, "without --push_to_hub",
+         "nothing is uploaded", "Add --push_to_hub, or remove the flag."),
     Rule("min_lr_ratio",
          lambda f: not (f.lr_scheduler.endswith("with_min_lr") or f.lr_scheduler == "warmup_stable_decay"),
          "with --lr_scheduler {lr_scheduler}", "this schedule has no lowest rate",
@@ -150,6 +157,8 @@ TRACE_RULES = (
         Rule("certify", lambda f, flag=flag: getattr(f, flag), f"with --{flag}", "the plain loop does not have it", ONE)
         for flag in PLAIN_LOOP_LACKS
     ),
+    Rule("certify certificate", lambda f: f.load_best_model_at_end or f.early_stopping_patience,
+         "with --load_best_model_at_end or --early_stopping_patience", "a rerun compares the last model", ONE),
     Rule("certify certificate", lambda f: f.no_save, "with --no_save", "a run without a model has no certificate", ONE),
     Rule("certify certificate", lambda f: f.verify_resume, "with --verify_resume",
          "such a run ends after its proof, without a model", ONE),

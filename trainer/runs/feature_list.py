@@ -7,6 +7,7 @@ from trainer.runs.features.chosen_layout import LAYOUT
 from trainer.runs.features.distillation import TEACHER
 from trainer.runs.features.exact import EXACT
 from trainer.runs.features.expert_balance import EXPERTS
+from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import IMAGES
 from trainer.runs.features.module_trace import TRACE_FEATURE
 from trainer.runs.features.precompute import REFERENCE_LOG_PROBS
@@ -15,5 +16,5 @@ from trainer.runs.features.streamed_run import STREAMING
 
 FEATURES = (
     LAYOUT, STREAMING, TEACHER, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
-    SAMPLE_TRACE, BEST_MODEL, CERTIFICATE,
+    SAMPLE_TRACE, BEST_MODEL, CERTIFICATE, HUB,
 )  # fmt: skip

@@ -6,8 +6,8 @@ import os
 
 from trainer.datasets.files.set_names import check_files
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes, validate_batch_sizes
-from trainer.errors import UserError
-from trainer.flags.common_flags import SCHEDULES, LoraArguments
+from trainer.errors import UserError, one_line
+from trainer.flags.common_flags import SCHEDULES, LoraArguments, OutputArguments
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
@@ -42,6 +42,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     output_folders.check_best_metric(flags.best_metric_key, eval_metrics)
     check_layout(args)
     check_outputs(args)
+    check_hub(args.output)
 
 
 def check_adapter(flags: LoraArguments) -> None:
@@ -82,6 +83,18 @@ def check_outputs(args) -> None:
     output_folders.check_run_folder(output.output_dir, {name: vars(flags)[name] for name in SOURCE_FLAGS})
     saved = output_folders.saved_models(output, output.output_dir, flags.ema_beta is not None)
     output_folders.check_saved_models(output, saved, {name: vars(flags)[name] for name in MODEL_FLAGS})
+
+
+def check_hub(flags: OutputArguments) -> None:
+    """Raise UserError for a --hub_model_id that no repository can have."""
+    if flags.hub_model_id is None:
+        return
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # only who pushes waits for it
+
+    try:
+        validate_repo_id(flags.hub_model_id)
+    except HFValidationError as error:
+        raise UserError("--hub_model_id", one_line(error), "OWNER/NAME") from None
 
 
 def check_files_of(args, is_demo: bool = False) -> None:

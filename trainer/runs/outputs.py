@@ -5,6 +5,7 @@ import dataclasses
 import html
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -185,7 +186,7 @@ def save_model(
     strategy.print(f"model saved to {path}")
 
 
-def final_values(output_dir: str, step: int) -> dict[str, float]:
+def final_values(output_dir: str, step: float = math.inf) -> dict[str, float]:
     """The last loss, reward and evaluation of a run up to `step`, from its metrics.jsonl."""
     last: dict = {}
     with open(os.path.join(output_dir, METRICS_FILE), encoding="utf-8", errors="replace") as file:
@@ -210,7 +211,9 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     library = "peft" if config["lora_rank"] else "transformers"
     scores = command == "train_rm"
-    head = {"base_model": config["pretrain"], "library_name": library, "tags": [command]}
+    head = {"library_name": library, "tags": [command]}
+    if not os.path.exists(config["pretrain"]):  # the hub refuses a card whose base model is a folder
+        head["base_model"] = config["pretrain"]
     head["pipeline_tag"] = "text-classification" if scores else "text-generation"
     names = [name.strip() for name in str(config["dataset"]).split(",")]
     if public := [name for name in names if HUB_NAME.fullmatch(name) and not os.path.exists(name)]:

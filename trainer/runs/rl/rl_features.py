@@ -16,6 +16,7 @@ from trainer.runs.feature import Feature
 from trainer.runs.features.adapter import adapt
 from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
+from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import ImageRun, freeze_vision, use_images
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_frozen import frozen_rollouts
@@ -132,4 +133,5 @@ RL_FEATURES = (
     Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),
     BEST_MODEL,
     CERTIFICATE,
+    HUB,
 )
