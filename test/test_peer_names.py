@@ -73,7 +73,7 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
         # a family of names, and a path that is about something else than its last part
         ("train_sft", "galore_target=all", ["no counterpart"]),
         ("train_ppo", "critic.optim.weight_decay=0.1", ["no counterpart", "--critic_learning_rate"]),
-        ("train_ppo", "actor_rollout_ref.rollout.val_kwargs.top_p=1", ["answered greedily"]),
+        ("train_ppo", "actor_rollout_ref.rollout.val_kwargs.top_p=1", ["--eval_top_p"]),
         ("train_ppo", "actor_rollout_ref.rollout.temperature=1", ["did you mean --temperature?"]),
         ("train_ppo", "global_profiler.save_path=x", ["no counterpart"]),
     ],

@@ -74,6 +74,7 @@ PPO_CASES = [
     ("--dataset d with --advantage_estimator gae", IMAGES | {"dataset": "d"}),
 ]
 
+EVALUATED = {"eval_dataset": "e"}
 STALE = {"max_staleness": 1, "tis_cap": 2.0}
 ROLLOUT_CASES = [
     ("--layout auto with rollouts", {"layout": "auto"}),
@@ -115,6 +116,10 @@ ROLLOUT_CASES = [
     ("--dynamic_filtering with --rollouts_from", {"dynamic_filtering": True, "rollouts_from": "r"}),
     ("--dynamic_filtering with --n_samples_per_prompt 1", {"dynamic_filtering": True}),
     ("--dynamic_filtering_range 0.1 0.9 without", {"dynamic_filtering_range": [0.1, 0.9]}),
+    ("--eval_source_key k without --eval_dataset", {"eval_source_key": "k"}),
+    ("--eval_samples 4 without --eval_temperature", {**EVALUATED, "eval_samples": 4}),
+    ("--eval_top_p 0.9 without --eval_temperature", {**EVALUATED, "eval_top_p": 0.9}),
+    ("--eval_temperature 0.001 with --rollout_engine vllm_server", {**EVALUATED, **SERVER, "eval_temperature": 0.001}),
     ("--routing_replay with --rollout_engine vllm", {"routing_replay": True, "rollout_engine": "vllm"}),
     ("--routing_replay with --env", {"routing_replay": True, "env": "e.py"}),
     ("--routing_replay with --aux_loss_coef", {"routing_replay": True, "aux_loss_coef": 0.1}),
@@ -153,6 +158,7 @@ ALLOWED = [
     {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased": True, "kl_target": 6.0},
     {"reward_func": "math,style.py", "reward_weights": [1.0, 2.0], "label_key": "label", "needs_labels": True},
     {"rollout_engine": "vllm", "engine_tensor_parallel_size": 2, "num_ranks": 4, "top_p": 0.9, "top_k": 50},
+    {**EVALUATED, **SERVER, "eval_samples": 8, "eval_temperature": 0.6, "eval_top_p": 0.95, "eval_source_key": "k"},
     {"critic_learning_rate": 1e-3, "is_demo": True, **GROUP},
 ]
 

@@ -52,7 +52,7 @@ EFFECTS: dict[str, str] = {
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas weight_decay max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype exact deterministic trust_remote_code limits remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
-        eval_dataset eval_split best_metric_key early_stopping_patience""",
+        eval_dataset eval_split best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
         attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc
         cache_pixels micro_train_batch_size max_tokens_per_micro_batch packing_samples layout backend zero_stage

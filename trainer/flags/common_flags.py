@@ -72,7 +72,7 @@ class DataArguments:
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
     )
-    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it greedily")
+    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples")
     eval_split: str = arg("train", "split of --eval_dataset")
     max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
     limits: Optional[list[str]] = arg(

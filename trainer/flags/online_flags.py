@@ -15,7 +15,13 @@ from trainer.flags.common_flags import (
 )
 from trainer.flags.groups import group
 from trainer.flags.preference_flags import PreferenceArguments
-from trainer.flags.rl_flags import EnvironmentArguments, PromptArguments, RolloutArguments, ScoreArguments
+from trainer.flags.rl_flags import (
+    EnvironmentArguments,
+    EvaluationArguments,
+    PromptArguments,
+    RolloutArguments,
+    ScoreArguments,
+)
 
 
 @dataclass
@@ -29,6 +35,7 @@ class OnlineDPOArguments:
     rollout: RolloutArguments = group(RolloutArguments)
     scores: ScoreArguments = group(ScoreArguments)
     environment: EnvironmentArguments = group(EnvironmentArguments)
+    evaluation: EvaluationArguments = group(EvaluationArguments)
     preference: PreferenceArguments = group(PreferenceArguments)
     experts: ExpertArguments = group(ExpertArguments)
     batch: BatchArguments = group(BatchArguments)

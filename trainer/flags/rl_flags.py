@@ -143,6 +143,16 @@ class ScoreArguments:
 
 
 @dataclass
+class EvaluationArguments:
+    """Evaluation"""
+
+    eval_samples: int = arg(1, "answers to each prompt, for avg@k and pass@k", type="PositiveInt")
+    eval_temperature: float = arg(0.0, "temperature of these answers; 0 is greedy", type="NonNegativeFloat")
+    eval_top_p: float = arg(1.0, "draw from the most likely tokens up to this share", type="PositiveFloat")
+    eval_source_key: Optional[str] = arg(None, "column whose values get results of their own")
+
+
+@dataclass
 class EnvironmentArguments:
     """Environments"""
 
@@ -270,6 +280,7 @@ class PPOArguments:
     rollout: RolloutArguments = group(RolloutArguments)
     scores: ScoreArguments = group(ScoreArguments)
     environment: EnvironmentArguments = group(EnvironmentArguments)
+    evaluation: EvaluationArguments = group(EvaluationArguments)
     advantage: AdvantageArguments = group(AdvantageArguments)
     kl: KLArguments = group(KLArguments)
     critic: CriticArguments = group(CriticArguments)

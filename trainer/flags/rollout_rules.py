@@ -114,6 +114,23 @@ PROMPT_RULES = (
 # fmt: on
 
 # fmt: off
+ANSWER_RULES = (
+    Rule("eval_samples", lambda f: not f.eval_temperature, "without --eval_temperature",
+         "greedy answers to a prompt are all the same", "Add --eval_temperature, such as 0.7.", which="above 1"),
+    Rule("eval_top_p", lambda f: not f.eval_temperature, "without --eval_temperature",
+         "a greedy answer takes the most likely token", "Add --eval_temperature, or remove the flag."),
+    Rule("eval_temperature", lambda f: f.rollout_engine != "hf" and f.eval_temperature < 0.01,
+         "with --rollout_engine {rollout_engine}", "vLLM silently raises such a temperature", "Set it to 0, or to 0.01 or more.",
+         which="below 0.01"),
+)
+EVAL_RULES = (
+    Rule("eval_samples eval_temperature eval_top_p eval_source_key", lambda f: not f.eval_dataset, "without --eval_dataset",
+         "nothing is evaluated", "Add --eval_dataset, or remove the flag."),
+    *ANSWER_RULES,
+)
+# fmt: on
+
+# fmt: off
 REPLAY_RULES = (
     Rule("routing_replay", lambda f: f.rollout_engine != "hf", "with --rollout_engine {rollout_engine}",
          "only the hf engine records experts", "Take --rollout_engine hf, or remove the flag."),
@@ -174,6 +191,7 @@ ROLLOUT_RULES = (
     *ENGINE_RULES,
     *STALENESS_RULES,
     *PROMPT_RULES,
+    *EVAL_RULES,
     *REPLAY_RULES,
     *REWARD_RULES,
 )

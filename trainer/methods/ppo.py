@@ -34,13 +34,12 @@ from trainer.methods.rollout_facts import (
     score_notes,
     scores_of,
 )
-from trainer.methods.rollout_phase import evaluate, offloaded, scored_samples, sync
+from trainer.methods.rollout_phase import answers_to, evaluation_facts, offloaded, scored_samples, sync
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
-from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import FILE, span, timed
 from trainer.training.checkpointing import Progress, StopRequest
@@ -74,7 +73,7 @@ def train_ppo(
     told: set[str] = set()  # each note comes once
     for model, _, _ in filter(None, (roles.actor, roles.critic)):
         model.train()
-    if run.eval_prompts and loop.eval_steps and progress.step == 0:
+    if run.evaluation and loop.eval_steps and progress.step == 0:
         last_eval = _evaluation(run, log, progress)
     quiet = contextlib.nullcontext()
     with StopRequest() as stop, run.timeline or quiet, roles.ahead or quiet, log.bar:
@@ -85,7 +84,7 @@ def train_ppo(
             samples = make_rollout(run, progress, facts)
             _log_samples(run, samples, metrics, progress)
             if samples:
-                notes = score_notes(samples, run.options, state.prompts.curriculum, bool(run.eval_prompts))
+                notes = score_notes(samples, run.options, state.prompts.curriculum, bool(run.evaluation))
                 for subject in notes.keys() - told:
                     strategy.print(notes[subject])
                 told |= notes.keys()
@@ -95,7 +94,7 @@ def train_ppo(
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
                 state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
             num_steps, eval_metrics = progress.step - first_step, None
-            if run.eval_prompts and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
+            if run.evaluation and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
                 with _saved_if_a_reward_fails(run, progress):
                     last_eval = eval_metrics = _evaluation(run, log, progress)
             if run.timeline:
@@ -326,8 +325,11 @@ def _log_samples(run: PPORun, samples: list[Sample], metrics: Optional[MetricsLo
 
 
 def _evaluation(run: PPORun, log: StepLog, progress: Progress) -> dict[str, float]:
-    started, (_, right) = time.perf_counter(), run.options.reward_range or WRONG_AND_RIGHT
+    started = time.perf_counter()
     with span("evaluate"):
-        values = evaluate(run.strategy, run.roles, run.eval_prompts, run.options.sampling, progress.step, right)
+        samples, facts = answers_to(run.strategy, run.roles, run.evaluation, progress.step)
+        if run.answers_log:
+            run.answers_log(progress.step, samples)
+    values = evaluation_facts(run.evaluation, samples) | facts
     log.evaluation(values, started, digits=6)
     return values

@@ -8,6 +8,7 @@ from trainer.methods import advantages as adv
 from trainer.models.losses.policy_loss import PolicyOptions
 from trainer.rollout.asynchronous import RolloutsAhead
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.evaluation import Evaluation
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.resumed_rollouts import history_after, link_of
 from trainer.rollout.rollouts_file import RolloutsLog
@@ -137,7 +138,8 @@ class PPORun:
     checkpoints: Checkpoints
     sp_group: object = None
     recorded: Recorded = None  # by --rollouts_from, or generated before a resume
-    eval_prompts: Optional[list[dict]] = None
+    evaluation: Optional[Evaluation] = None
+    answers_log: Optional[Callable[[int, list[Sample]], None]] = None  # (step, answers of an evaluation)
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
     timeline: Optional[Timeline] = None

@@ -10,6 +10,7 @@ from trainer.methods.rollout_facts import sample_facts, scores_of
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.evaluation import NUMBERS, Evaluation
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span, timed
@@ -105,13 +106,20 @@ def _next_samples(roles: Roles, state: RLState, options: PPOOptions, first: int,
     return samples
 
 
-def evaluate(strategy, roles: Roles, prompts: list[dict], sampling: Sampling, step: int, right: float = 1.0) -> dict:
-    """Mean score, share of scores of `right` or more (pass@1), and lengths of greedy answers to `prompts` (collective)."""
-    greedy = Sampling(0.0, sampling.max_new_tokens, sampling.stop_ids, sampling.stop_texts)
+def answers_to(strategy, roles: Roles, evaluation: Evaluation, step: int) -> tuple[list[Sample], dict]:
+    """The answers of the present policy with their scores, and the metrics of the sync (collective).
+
+    Each evaluation has the same random numbers, whatever the layout.
+    """
     with offloaded(strategy, roles):
         facts = sync(strategy, roles, step)
-        samples = generate(roles, prompts, 1, greedy, seed=0, rollout=0)
+        samples = generate(roles, evaluation.prompts, evaluation.num_each, evaluation.sampling, **NUMBERS)
         roles.score(samples)
-    found = sample_facts(samples)
-    found["pass_at_1"] = (scores_of(samples) >= right).double().mean().item()
-    return {f"eval_{name}": value for name, value in found.items()} | facts
+    return samples, facts
+
+
+def evaluation_facts(evaluation: Evaluation, samples: list[Sample]) -> dict[str, float]:
+    """Scores, shares of right answers and lengths, of all prompts and of each group."""
+    facts = sample_facts(samples)
+    facts |= {name: value for name, value in evaluation.facts(samples).items() if name not in facts}
+    return {f"eval_{name}": value for name, value in facts.items()}

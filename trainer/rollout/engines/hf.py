@@ -140,7 +140,7 @@ class HFEngine:
             log_probs, kept_ids = logits.log_softmax(-1), None
             if sampling.truncates:
                 log_probs = truncate(log_probs, sampling.top_p, sampling.top_k, sampling.min_p)
-                kept_ids = log_probs > float("-inf")
+                kept_ids = log_probs > float("-inf") if sampling.gives_sets else None
             tokens = log_probs.argmax(-1) if uniforms is None else pick_tokens(log_probs, uniforms[:, step])
             picked = log_probs.gather(1, tokens[:, None]).squeeze(1)
             num_open = responses.append(tokens, picked, kept_ids)

@@ -25,10 +25,15 @@ class Sampling:
     top_p: float = 1.0  # these three: see models/losses/truncation.py
     top_k: int = 0
     min_p: float = 0.0
+    keeps_sets: bool = True  # if it truncates: completions have the sets that tokens are from, which training needs
 
     @property
     def truncates(self) -> bool:
         return bool(self.temperature) and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def gives_sets(self) -> bool:
+        return self.truncates and self.keeps_sets
 
 
 @dataclass

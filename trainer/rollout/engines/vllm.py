@@ -146,7 +146,7 @@ class VLLMEngine:
             one.max_tokens = limit
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._outputs(requests, params, images)
-        return [_completion(output.outputs[0], sampling.truncates) for output in outputs]
+        return [_completion(output.outputs[0], sampling.gives_sets) for output in outputs]
 
     def _outputs(self, requests: list[dict], params: list, images: Sequence[tuple]) -> list:
         if not images:
@@ -183,7 +183,7 @@ def _sampling_params(sampling: Sampling, seed: int | None, vocab_size: int):
         detokenize=bool(sampling.stop_texts),
         skip_special_tokens=False,  # a stop text may be a special token
         # of the sampled token only, or of all that it was sampled from: vLLM keeps more than top_k if some are equal
-        logprobs=min(sampling.top_k + SPARE_LOGPROBS, vocab_size) if sampling.truncates else 0,
+        logprobs=min(sampling.top_k + SPARE_LOGPROBS, vocab_size) if sampling.gives_sets else 0,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
@@ -191,9 +191,9 @@ def _sampling_params(sampling: Sampling, seed: int | None, vocab_size: int):
     )
 
 
-def _completion(output, truncates: bool) -> Completion:
+def _completion(output, gives_sets: bool) -> Completion:
     token_ids, kept_ids = list(output.token_ids), []
-    if truncates:
+    if gives_sets:
         kept_ids = [[id for id, found in step.items() if found.logprob > float("-inf")] for step in output.logprobs]
     log_probs = [step[token].logprob for step, token in zip(output.logprobs, token_ids)]
     return Completion(token_ids, log_probs, output.finish_reason == "stop", kept_ids)

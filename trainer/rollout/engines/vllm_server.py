@@ -185,6 +185,7 @@ class VLLMServerEngine:
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
         params = {
             "temperature": sampling.temperature,
+            "top_p": sampling.top_p,  # below 1 only if nobody needs the sets of tokens, as in an evaluation
             "max_tokens": limit,
             "stop_token_ids": list(sampling.stop_ids),
             "stop": list(sampling.stop_texts),

@@ -4,7 +4,7 @@ from trainer.errors import UserError
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.runs.flag_checks import check_flags
-from trainer.runs.rl.rl_checks import EVAL_METRICS, check_rewards, check_rollouts, facts_of_rollouts
+from trainer.runs.rl.rl_checks import check_rewards, check_rollouts, eval_metrics, facts_of_rollouts
 
 
 def parse(argv: list[str]) -> OnlineDPOArguments:
@@ -20,7 +20,7 @@ def check(argv: list[str]) -> OnlineDPOArguments:
     args = parse(argv)
     if not args.preference.online:
         raise UserError("--online", "false", "leave it out")
-    check_flags("train_dpo --online", args, EVAL_METRICS, **facts_of_rollouts(args.scores))
+    check_flags("train_dpo --online", args, eval_metrics(args.evaluation), **facts_of_rollouts(args.scores))
     check_rollouts(args.rollout)
     has_other_scores = args.rollout.rollouts_from and not args.data.eval_dataset
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)

@@ -30,6 +30,7 @@ def as_ppo(args: OnlineDPOArguments) -> PPOArguments:
         rollout=args.rollout,
         scores=args.scores,
         environment=args.environment,
+        evaluation=args.evaluation,
         advantage=AdvantageArguments(advantage_estimator="dr_grpo"),
         kl=KLArguments(
             ref_model=preference.ref_model,

@@ -5,18 +5,23 @@ import math
 import os
 
 from trainer.errors import UserError
-from trainer.flags.rl_flags import EnvironmentArguments, PPOArguments, RolloutArguments, ScoreArguments
+from trainer.flags.rl_flags import (
+    EnvironmentArguments,
+    EvaluationArguments,
+    PPOArguments,
+    RolloutArguments,
+    ScoreArguments,
+)
 from trainer.rollout.envs.environments import load_environment
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
 from trainer.rollout.rewards.reward_functions import needs_labels
+from trainer.rollout.shares import sizes_of_pass
 from trainer.runs.flag_checks import check_flags
-
-EVAL_METRICS = ("eval_reward", "eval_pass_at_1", "eval_response_length")
 
 
 def validate(args: PPOArguments, is_demo: bool = False) -> None:
     """Raise UserError for flags that no run could have."""
-    check_flags("train_ppo", args, EVAL_METRICS, is_demo=is_demo, **facts_of_rollouts(args.scores))
+    check_flags("train_ppo", args, eval_metrics(args.evaluation), is_demo=is_demo, **facts_of_rollouts(args.scores))
     if args.advantage.dual_clip is not None and args.advantage.dual_clip <= 1:
         raise UserError("--dual_clip", f"{args.advantage.dual_clip:g}", "above 1")
     if min(args.advantage.sapo_temperatures) <= 0:
@@ -24,6 +29,14 @@ def validate(args: PPOArguments, is_demo: bool = False) -> None:
     check_rollouts(args.rollout)
     has_other_scores = args.kl.teacher or (args.rollout.rollouts_from and not args.data.eval_dataset)
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
+
+
+def eval_metrics(evaluation: EvaluationArguments) -> tuple[str, ...]:
+    """The metrics that may choose the best checkpoint. Raises UserError for a value that no evaluation could have."""
+    if evaluation.eval_top_p > 1:
+        raise UserError("--eval_top_p", f"{evaluation.eval_top_p:g}", "above 0, up to 1")
+    passes = [f"eval_pass_at_{k}" for k in sizes_of_pass(evaluation.eval_samples)]
+    return ("eval_reward", *passes, "eval_response_length")
 
 
 def facts_of_rollouts(scores: ScoreArguments) -> dict:

@@ -24,6 +24,7 @@ from trainer.rollout.rewards.reward_functions import function_names, load_reward
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
 from trainer.runs.feature import apply
+from trainer.runs.rl.rl_evaluation import answers_log, evaluation_of, with_groups
 from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import check_policy_loss, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
@@ -75,7 +76,9 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
         strategy.print(verify_resume(run.ppo, loop, run.progress, args.checkpoint.verify_resume))
         return
 
-    run.ppo.eval_prompts = list(run.eval_samples) if run.eval_samples else None
+    if run.eval_samples:
+        run.ppo.evaluation = evaluation_of(args, run.eval_samples, run.options.sampling)
+        run.ppo.answers_log = answers_log(run.output_dir, run.ppo.evaluation, run.setup.tokenizer)
     run.ppo.rollouts_log = RolloutsLog(run.output_dir, run.setup.tokenizer)
     apply(RL_FEATURES, run, "with_logs")
     facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
@@ -120,6 +123,8 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         num_proc=args.data.dataset_num_proc,
         needs_labels=needs_labels(args.scores.reward_func),
     )
+    if flag == "--eval_dataset":
+        prompts = with_groups(prompts, rows, args, names, split, flag)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
 

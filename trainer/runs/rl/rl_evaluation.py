@@ -1,0 +1,68 @@
+"""The evaluation of a run of RL, from its flags: its prompts with their groups, and the file of its answers."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+
+from datasets import Dataset
+
+from trainer.datasets.rows import check_keys, column_of_key, lookup
+from trainer.errors import UserError
+from trainer.flags.rl_flags import PPOArguments
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, groups_of, write_answers
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT
+from trainer.rollout.samples import Sample
+from trainer.runs.run_data import load_flag_rows
+
+MOST_VALUES = 100  # of --eval_source_key: each has a row of results
+
+
+def evaluation_of(args: PPOArguments, prompts, sampling: Sampling) -> Evaluation:
+    """How `prompts` are evaluated. Length and stops are those of `sampling`."""
+    flags, (_, right) = args.evaluation, args.scores.reward_range or WRONG_AND_RIGHT
+    own = {"temperature": flags.eval_temperature, "top_p": flags.eval_top_p, "top_k": 0, "min_p": 0.0}
+    sampling = dataclasses.replace(sampling, **own, keeps_sets=False)
+    prompts = list(prompts)
+    return Evaluation(prompts, sampling, flags.eval_samples, right, groups_of(prompts))
+
+
+def answers_log(output_dir: str, evaluation: Evaluation, tokenizer) -> Callable[[int, list[Sample]], None]:
+    """Return `write(step, samples)`, which writes the answers of a step to a file of the run folder."""
+
+    def write(step: int, samples: list[Sample]) -> None:
+        write_answers(os.path.join(output_dir, FOLDER, f"step_{step}.jsonl"), evaluation, samples, tokenizer)
+
+    return write
+
+
+def with_groups(prompts: Dataset, rows: Dataset, args: PPOArguments, names: str, split: str, flag: str) -> Dataset:
+    """Prompts of `rows` with the names of their groups: the set, if there are several, and the value of --eval_source_key."""
+    parts = _sets(args, names, split, flag), _sources(rows, args.evaluation.eval_source_key, flag)
+    found = [[part[row] for part in parts if part] for row in prompts["row"]]
+    return prompts.add_column(GROUPS, found) if any(parts) else prompts
+
+
+def _sets(args: PPOArguments, names: str, split: str, flag: str) -> list[str]:
+    """The set of each row, as set/NAME. Empty if there is one set."""
+    paths = [name.strip() for name in names.split(",") if name.strip()]
+    if len(paths) == 1:
+        return []
+    load = functools.partial(load_flag_rows, args.data, args.batch.seed, split=split, flag=flag)
+    short = [os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths]
+    shown = short if len(set(short)) == len(short) else paths
+    return [f"set/{name}" for name, path in zip(shown, paths) for _ in range(len(load(path)))]
+
+
+def _sources(rows: Dataset, key: str | None, flag: str) -> list[str]:
+    """The value of column `key` of each row, as KEY/VALUE. Empty without a key."""
+    if key is None:
+        return []
+    check_keys(rows.column_names, flag, {"--eval_source_key": key})
+    found = [f"{key}/{lookup(row, key)}" for row in rows.select_columns([column_of_key(rows.column_names, key)])]
+    if len(set(found)) > MOST_VALUES:
+        raise UserError(
+            "--eval_source_key", f"{key} has {len(set(found))} values", f"a column with up to {MOST_VALUES}"
+        )
+    return found
