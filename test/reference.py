@@ -83,8 +83,11 @@ def quantization(args) -> dict:
 
 
 def add_lora(model, args, task_type: str = "CAUSAL_LM"):
-    """peft's own model, its matrices A drawn again as peft draws them, but from the seed alone."""
-    from peft import LoraConfig, get_peft_model
+    """peft's own model, its matrices A drawn again as peft draws them, but from the seed alone; or peft's loaded model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if args.lora_adapter:
+        return PeftModel.from_pretrained(model, args.lora_adapter, is_trainable=True)
 
     from trainer.models.lora import default_targets
 
@@ -183,7 +186,7 @@ def main(argv: list[str]) -> None:
 
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa, the default of transformers, drops the soft cap without a word
-    if args.lora_rank:
+    if args.lora_rank or args.lora_adapter:
         model = add_lora(model, args)
     model.eval()  # gradients as ever, and no dropout, whatever rates the model's config has
     for layer in model.modules():

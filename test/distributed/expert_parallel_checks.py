@@ -110,7 +110,7 @@ def merged_by_hand(base: str, adapter: Path) -> dict[str, float]:
     """The experts that `export` merges: the largest differences from W + alpha / rank * B A of each one, and from W."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.model_folders.adapter_tensors import ADAPTER_WEIGHTS
+    from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS
     from trainer.runs.exported_models import merged_model
 
     tensors, merged = load_file(adapter / ADAPTER_WEIGHTS), merged_model(base, str(adapter)).state_dict()

@@ -50,9 +50,9 @@ class DDPStrategy:
     def setup_ring_attn(self) -> dist.ProcessGroup:
         return self.meshes.root["sp"].get_group()
 
-    def load_model(self, folder: str, auto_class, *, attn_implementation="sdpa", trust_remote_code=False):
+    def load_model(self, folder: str, auto_class, *, attn_implementation="sdpa", trust_remote_code=False, adapter=None):
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        return auto_class.from_pretrained(folder, dtype=torch.float32, weights_only=True, **options)
+        return auto_class.from_pretrained(adapter or folder, dtype=torch.float32, weights_only=True, **options)
 
     def create_optimizer(self, model, *, lr: float, betas=(0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0):
         return build_optimizer(self.options.optim, model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

@@ -32,7 +32,7 @@ EFFECTS: dict[str, str] = {
         streaming streaming_buffer curriculum optim lora_rank target_modules lora_experts online""",
     OBJECTIVE: """
         train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
-        lora_alpha lora_dropout load_in_4bit multiturn pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
+        lora_alpha lora_dropout load_in_4bit merge_adapter multiturn pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
         teacher_answers generate_max_len temperature kd_coef kd_temperature
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
@@ -42,7 +42,7 @@ EFFECTS: dict[str, str] = {
         policy_loss sapo_temperatures loss_agg mask_truncated eps_clip eps_clip_high dual_clip tis_cap tis_level tis_mask
         rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef init_kl_coef use_kl_loss kl_unbiased kl_in_score
         kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",
-    CONTENT: "pretrain dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
+    CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
     SAMPLES: """
         dataset_split dataset_probs max_samples input_template apply_chat_template tokenizer_chat_template max_len
         ignore_columns system template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key

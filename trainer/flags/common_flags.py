@@ -16,7 +16,9 @@ SCHEDULES = (
 class ModelArguments:
     """Model"""
 
-    pretrain: Optional[str] = arg(None, "model folder or hub name; without this and --dataset, the embedded demo")
+    pretrain: Optional[str] = arg(
+        None, "model folder or hub name, or adapter folder; without this and --dataset, the embedded demo"
+    )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = arg(
         "auto",
         "compute dtype; auto: bf16, or fp32 on a CPU without bf16 instructions; "
@@ -58,6 +60,10 @@ class LoraArguments:
         None, "comma-separated names of the layers, such as q_proj,v_proj (default: all-linear, without the head)"
     )
     lora_experts: bool = arg(False, "also adapt the experts of a mixture, each one with its own matrices")
+    lora_adapter: Optional[str] = arg(
+        None, "adapter folder to go on training, on the base --pretrain; --pretrain ADAPTER names both"
+    )
+    merge_adapter: bool = arg(False, "add the adapter of --pretrain to the weights first, then train these")
     load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")
 
 

@@ -23,7 +23,7 @@ from trainer.flags.groups import arg, group
 class TeacherArguments:
     """Teacher"""
 
-    teacher: Optional[str] = arg(None, "model to learn from; it needs the vocabulary of --pretrain")
+    teacher: Optional[str] = arg(None, "model or adapter folder to learn from; it needs the vocabulary of --pretrain")
     teacher_answers: int = arg(
         0,
         "learn from this many answers of the teacher to each prompt; 0: from the answers in --dataset",

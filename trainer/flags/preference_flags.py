@@ -77,7 +77,7 @@ class PreferenceArguments:
     label_smoothing: float = arg(0.0, "cdpo, robust: probability that a label is wrong", type="ClosedUnitInterval")
     simpo_gamma: float = arg(0.5, "simpo: target margin", type="NonNegativeFloat")
     nll_loss_coef: float = arg(0.0, "add this times -log p per token of the chosen answer", type="NonNegativeFloat")
-    ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
+    ref_model: Optional[str] = arg(None, "reference model, or adapter folder (default: --pretrain)")
     ref_offload: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "offload_ref"
     )

@@ -37,7 +37,7 @@ PLAIN_TEXTS = frozenset(
     ]
 )
 # read, never run or written: accepted if they are here, so that nothing is fetched
-READ_HERE = frozenset({"pretrain", "dataset", "eval_dataset", "teacher", "ref_model"})
+READ_HERE = frozenset({"pretrain", "dataset", "eval_dataset", "teacher", "ref_model", "lora_adapter"})
 SWITCHES = frozenset({"trust_remote_code", "use_wandb", "overwrite", "push_to_hub"})  # switches that are rights
 
 

@@ -237,7 +237,7 @@ class KLArguments:
         "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
         "policy; scores, if there are any, are only logged",
     )
-    ref_model: Optional[str] = arg(None, "reference model (default: --pretrain)")
+    ref_model: Optional[str] = arg(None, "reference model, or adapter folder (default: --pretrain)")
     offload_ref: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "ref_offload"
     )

@@ -4,7 +4,14 @@ from trainer.flags.data_rules import DATA_RULES, REMOVE
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
-PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "aux_loss_coef", "expert_bias_update_rate")
+PLAIN_LOOP_LACKS = (
+    "streaming",
+    "lora_rank",
+    "load_in_4bit",
+    "merge_adapter",
+    "aux_loss_coef",
+    "expert_bias_update_rate",
+)
 
 # fmt: off
 SHARED_RULES = (
@@ -88,6 +95,11 @@ SHARED_RULES = (
 
 # fmt: off
 LORA_RULES = (
+    Rule("merge_adapter", lambda f: not f.lora_adapter, "without an adapter", "there is nothing to merge",
+         "Give --pretrain ADAPTER, or remove the flag."),
+    Rule("merge_adapter", lambda f: f.lora_rank, "with --lora_rank {lora_rank}",
+         "the new adapter would name a base model without the merged one",
+         "Merge it first: python -m trainer.cli.export ADAPTER MODEL, then --pretrain MODEL."),
     Rule("lora_alpha lora_dropout target_modules load_in_4bit lora_experts", lambda f: f.lora_rank is None,
          "without --lora_rank", "no adapter is trained", "Add --lora_rank, or remove the flag."),
     Rule("lora_dropout", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
@@ -179,6 +191,8 @@ EXACT_RULES = (
     Rule("exact", lambda f: f.lora_dropout, "with --lora_dropout {lora_dropout}",
          "each rank drops other elements", "Set it to 0."),
     Rule("exact", lambda f: f.lora_experts, "with --lora_experts", "equal bits are not proved for them",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.merge_adapter, "with --merge_adapter", "equal bits are not proved for merged weights",
          "Remove one of them."),
     Rule("exact", lambda f: f.load_in_4bit, "with --load_in_4bit", "equal bits are not proved for 4-bit weights",
          "Remove one of them."),

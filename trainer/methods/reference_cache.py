@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.datasets.files.image_files import has_images
 from trainer.methods.dpo import answer_log_probs
+from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.models.losses.sequence_sums import counts_here
 from trainer.training.per_sample import values_by_row
 
@@ -20,13 +21,14 @@ VERSION = 2
 COLUMNS = ("ref_chosen", "ref_rejected")  # columns of pairs that carry these log-probs
 
 
-def model_hash(folder: str) -> str:
-    """A hash of the contents of config and weights."""
+def model_hash(folder: str, adapter: Optional[str] = None) -> str:
+    """A hash of the contents of config and weights of a model folder, and of the adapter folder on it."""
     digest = hashlib.blake2b(digest_size=16)
     weights = [
         path for kind in ("safetensors", "bin") for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}"))
     ]
-    for path in sorted([os.path.join(folder, "config.json"), *weights]):
+    of_adapter = [os.path.join(adapter, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)] if adapter else []
+    for path in [*sorted([os.path.join(folder, "config.json"), *weights]), *of_adapter]:
         with open(path, "rb") as file:
             while block := file.read(1 << 24):
                 digest.update(block)

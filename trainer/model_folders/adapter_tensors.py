@@ -2,13 +2,16 @@
 Also their names in the base model's folder and in peft's files."""
 
 import copy
+import os
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+from trainer.errors import UserError, one_line
+from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, read_adapter
+
 NAME = "default"  # peft's name for the only adapter of a model
 
 
@@ -19,7 +22,7 @@ def adapter_config(model: torch.nn.Module):
 
 def is_of_adapter(name: str, config) -> bool:
     """Whether a tensor is trained and saved with the adapter: its matrices, and modules such as a reward head."""
-    return ".lora_" in name or name.rpartition(".")[0] in (config.modules_to_save or ())
+    return ".lora_" in name or any(f".{module}." in f".{name}" for module in config.modules_to_save or ())
 
 
 def base_name(name: str) -> str:
@@ -35,12 +38,45 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{name}".replace(f".{NAME}.", ".")
 
 
+def start_from(model: torch.nn.Module, folder: str, flag: str) -> None:
+    """Let the adapter on `model` begin with the tensors of an adapter folder, which `flag` named.
+
+    A head that the folder lacks keeps the values of its base. Raises UserError if the folder does not fit.
+    """
+    config, tensors = adapter_config(model), {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    own = {peft_name(name): tensor for name, tensor in tensors.items() if is_of_adapter(name, config)}
+    held = read_tensors(folder, flag)
+    odd = sorted(name for name in own.keys() ^ held.keys() if ".lora_" in name or name in held)
+    odd += [name for name in own.keys() & held.keys() if shape_of(own[name]) != tuple(held[name].shape)]
+    if odd:
+        found = f"{folder} does not fit the model: {len(odd)} tensors are in only one of the two, such as {odd[0]}"
+        raise UserError(flag, found, "an adapter of this model, with the same flags")
+    vars(model)["first_values"] = {name: held[peft_name(name)] for name in tensors if peft_name(name) in held}
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a whole tensor, also of one that ZeRO 3 has partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def read_tensors(folder: str, flag: str) -> dict[str, torch.Tensor]:
+    """{name in the file: fp32 tensor} of an adapter folder. Raises UserError if the file is broken."""
+    path = os.path.join(folder, ADAPTER_WEIGHTS)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(flag, f"{path} cannot be read: {one_line(error)}", "a complete adapter") from None
+
+
 def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """{name: fp32 tensor} of a new adapter; empty for a model without one.
+    """{name: fp32 tensor} with which an adapter begins; empty for a model without one. See also `start_from`.
 
     A is uniform in +-1 / sqrt(inputs), as in peft, and depends only on the seed. B is zero. `model` must have the
     shapes of whole tensors.
     """
+    if "first_values" in vars(model):
+        return vars(model)["first_values"]
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -55,7 +91,9 @@ def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor
 def save_adapter_config(model: torch.nn.Module, folder: str) -> None:
     """Write peft's adapter_config.json as peft writes it, for inference. Every run writes the same file."""
     config = copy.copy(adapter_config(model))
-    config.inference_mode, config.target_modules = True, sorted(config.target_modules)
+    config.inference_mode = True
+    if not isinstance(config.target_modules, str):  # a regular expression stays
+        config.target_modules = sorted(config.target_modules or ())
     config.save_pretrained(folder)
 
 
@@ -80,9 +118,9 @@ def merge_adapter(
             continue
         held.setdefault(layer, []).append(tensor.float())
         if len(held[layer]) == 3:
-            weight, a, b = held.pop(layer)
-            update = (b @ a).T if model.get_submodule(layer).fan_in_fan_out else b @ a  # a Conv1D has W transposed
-            yield f"{layer}.weight", (weight + (config.lora_alpha / config.r) * update).to(dtype)
+            (weight, a, b), module = held.pop(layer), model.get_submodule(layer)
+            update = (b @ a).T if module.fan_in_fan_out else b @ a  # a Conv1D has W transposed
+            yield f"{layer}.weight", (weight + module.scaling[NAME] * update).to(dtype)
 
 
 class WeightsWithAdapter:
@@ -98,3 +136,50 @@ class WeightsWithAdapter:
         if name not in self._new:
             return self._base.read(base_name(name), region)
         return self._new[name] if region is None else self._new[name][region]
+
+
+class MergedWeights:
+    """The weights of a base model with the update of an adapter folder added, in fp32, read slice by slice.
+
+    W + scale B A, where the scale is alpha / rank (Hu et al. 2021). A module that the adapter holds as a whole replaces
+    that of the base. `shapes` are those of the model, whose linear layers may be `transposed`. Raises UserError if the folder
+    does not fit.
+    """
+
+    def __init__(self, base, folder: str, shapes: dict[str, tuple[int, ...]], transposed: bool):
+        facts = read_adapter(folder, folder)
+        if facts.has_experts or facts.config.get("alpha_pattern") or facts.config.get("rank_pattern"):
+            found = "it has experts, or ranks that differ by layer, which only the command export merges"
+            raise UserError(folder, found, instead=f"Merge it: python -m trainer.cli.export {folder} MODEL")
+        self._base, self._scale, self._transposed = base, facts.alpha / facts.rank, transposed
+        held = {name.removeprefix("base_model.model."): tensor for name, tensor in read_tensors(folder, folder).items()}
+        layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
+        self._updates = {
+            f"{layer}.weight": (held.pop(f"{layer}.lora_A.weight"), held.pop(f"{layer}.lora_B.weight", torch.empty(0)))
+            for layer in layers
+        }
+        self._whole = held
+        odd = [name for name, (a, b) in self._updates.items() if shapes.get(name) != self._shape(a, b)]
+        odd += [name for name, tensor in held.items() if shapes.get(name) != tuple(tensor.shape)]
+        if odd:
+            found = f"does not fit its base model: {len(odd)} tensors have no place, such as {min(odd)}"
+            raise UserError(folder, found, "an adapter of this model")
+
+    def _shape(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+        if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+            return ()
+        return (a.shape[1], b.shape[0]) if self._transposed else (b.shape[0], a.shape[1])
+
+    def dtype(self, name: str) -> str:
+        return "F32" if name in self._updates or name in self._whole else self._base.dtype(name)
+
+    def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
+        if name in self._whole:
+            return self._whole[name] if region is None else self._whole[name][region]
+        weight = self._base.read(name, region)
+        if name not in self._updates:
+            return weight
+        a, b = self._updates[name]
+        left, right = (a.T, b.T) if self._transposed else (b, a)
+        rows, columns = region or (slice(None), slice(None))
+        return weight.float() + self._scale * (left[rows] @ right[:, columns])

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
 from trainer.limits import is_inside
@@ -90,20 +91,30 @@ def new_tensors(model, seed: int) -> dict[str, torch.Tensor]:
     return adapter_tensors.initial_tensors(model, seed)
 
 
-def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tensor]):
+def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tensor], adapter: Optional[str] = None):
     """The weights of `folder` and the `new` tensors, under the model's own names.
 
-    Returns an object with `read(name, region)` and `dtype(name)`.
+    `adapter` is the folder of an adapter whose update is added. Returns an object with `read(name, region)` and `dtype(name)`.
 
     Raises:
-        UserError: a weight is missing.
+        UserError: a weight is missing, or the adapter does not fit.
     """
     if left_out:
         return UnreadWeights(model)
-    if not has_adapter(model):
-        return _open_folder(model, folder, names)
-    weights = _open_folder(model, folder, [adapter_tensors.base_name(name) for name in names if name not in new])
-    return adapter_tensors.WeightsWithAdapter(weights, new)
+    if has_adapter(model):
+        names = [adapter_tensors.base_name(name) for name in names if name not in new]
+    weights = _open_folder(model, folder, names)
+    if adapter:
+        weights = _merged(model, weights, adapter)
+    return adapter_tensors.WeightsWithAdapter(weights, new) if has_adapter(model) else weights
+
+
+def _merged(model, weights, adapter: str):
+    with torch.device("meta"):  # the parameters of `model` may be sharded, partitioned, or below another adapter
+        skeleton = plain_class(model)(copy.deepcopy(model.config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(skeleton).items()}
+    transposed = any(isinstance(module, Conv1D) for module in skeleton.modules())  # GPT-2
+    return adapter_tensors.MergedWeights(weights, adapter, shapes, transposed)
 
 
 def _open_folder(model, folder: str, names: list[str]):

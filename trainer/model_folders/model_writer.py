@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainer.distributed.collectives import together
 from trainer.errors import UserError
 from trainer.model_folders import adapter_tensors
+from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.model_folders.model_folder import GENERATION_CONFIG, plain_class, published_weights
 from trainer.model_folders.safetensors_stream import SafetensorsStream
@@ -134,7 +135,7 @@ def copy_processor(source: str, folder: str) -> None:
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:
     """Write the (name, CPU tensor) pairs of an adapter to one file, under peft's names."""
     own = {adapter_tensors.peft_name(name): tensor.contiguous() for name, tensor in tensors}
-    save_file(own, os.path.join(folder, adapter_tensors.ADAPTER_WEIGHTS), metadata={"format": "pt"})
+    save_file(own, os.path.join(folder, ADAPTER_WEIGHTS), metadata={"format": "pt"})
 
 
 def fresh_folder(folder: str) -> str:

@@ -9,10 +9,13 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError, one_line
+from trainer.model_folders.adapter_folder import read_adapter
+from trainer.model_folders.adapter_tensors import start_from
 from trainer.model_parallel.expert_parallel import are_experts
 
 # layers whose own forward pass computes the same as nn.Linear: in Falcon, and in 4-bit models
 SAME_AS_LINEAR = ("FalconLinear", "Linear4bit")
+START = "--lora_adapter"
 HEADS = ("score",)  # the head of a reward model is new: it is trained whole and saved with the adapter
 
 
@@ -25,6 +28,7 @@ class LoraOptions:
     dropout: float = 0.0
     target_modules: Optional[tuple[str, ...]] = None
     experts: bool = False  # also the stacked experts of mixtures, each with matrices of its own
+    start: Optional[str] = None  # the folder of an adapter to go on from: its config decides all but the dropout
 
 
 def add_adapter(model, options: LoraOptions, base: str) -> None:
@@ -34,20 +38,27 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     the meta device: `prepare` gives the adapter its values.
 
     Raises:
-        UserError: target modules do not exist in the model, or are not linear layers inside it.
+        UserError: target modules do not exist in the model, or are not linear layers inside it. Or the adapter to go on
+            from does not fit.
     """
     from peft import LoraConfig, inject_adapter_in_model  # an extra, `.[lora]`, that may be absent
 
     heads = [name for name, _ in model.named_children() if name in HEADS]
+    layers = {
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "target_modules": None if options.start else list(options.target_modules or default_targets(model)),
+        "target_parameters": _stacked_experts(model) if options.experts else None,
+        "exclude_modules": heads or None,
+    }
+    if options.start:
+        layers = read_adapter(options.start, START).config
+        heads = sorted({*heads, *(layers.pop("modules_to_save", None) or ())})
     config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
+        **layers,
         lora_dropout=options.dropout,
-        target_modules=list(options.target_modules or default_targets(model)),
-        target_parameters=_stacked_experts(model) if options.experts else None,
-        exclude_modules=heads or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2: weights are transposed
-        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        task_type="SEQ_CLS" if set(heads) & set(HEADS) else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
     try:
@@ -57,8 +68,14 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     _validate_targets(model)
     # set only after peft's injection: the head itself is trained, not a copy of it
     config.modules_to_save = heads or None
-    for name in heads:
-        model.get_submodule(name).requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if not any(f".{head}." in f".{name}" for head in heads):
+            continue
+        if name in _tied(model):
+            raise UserError(START, f"{options.start} trains {name}, which shares its weight", "another adapter")
+        parameter.requires_grad_(True)
+    if options.start:
+        start_from(model, options.start, START)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationCo
 
 from trainer.errors import UserError, one_line
 from trainer.limits import MB, is_inside, limit, too_large
-from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG
+from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
@@ -28,7 +28,7 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
         UserError: there is no such model, or a file is broken. `flag` is the flag that named it.
     """
     if os.path.isdir(name):
-        if os.path.exists(os.path.join(name, ADAPTER_CONFIG)) and not os.path.exists(os.path.join(name, SINGLE)):
+        if is_adapter(name):
             raise UserError(
                 flag,
                 f"{name} is an adapter, not a model",
@@ -49,6 +49,15 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
         found = f"{name} is not a folder, and the hub does not give it ({one_line(error)})"
         raise UserError(flag, found) from None
+
+
+def resolve_adapted_model(name: str, flag: str) -> tuple[str, Optional[str]]:
+    """`resolve_model_folder` of a model or of the base of an adapter folder, and that adapter folder or None."""
+    if not is_adapter(name):
+        return resolve_model_folder(name, flag), None
+    _refuse_special_files(name, flag)
+    read_adapter(name, flag)
+    return resolve_model_folder(base_folder(name, flag), flag), name
 
 
 def _readable(folder: str, flag: str) -> str:

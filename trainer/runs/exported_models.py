@@ -19,7 +19,7 @@ from trainer.checkpoints.piece_index import PieceIndex
 from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError
-from trainer.model_folders.adapter_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights
 from trainer.model_folders.model_folder import all_tensors, open_files
 from trainer.model_folders.model_writer import (

@@ -7,28 +7,37 @@ import os
 from trainer.datasets.files.set_names import check_files
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes, validate_batch_sizes
 from trainer.errors import UserError, one_line
-from trainer.flags.common_flags import SCHEDULES, LoraArguments, OutputArguments
+from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
+from trainer.model_folders.adapter_folder import base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name
 from trainer.runs import output_folders
 from trainer.runs.start_line import resolve_dtype
 from trainer.strategies import refuse_options
 from trainer.strategies.options import StrategyOptions
 
-MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")  # they name folders of models
+MODEL_FLAGS = (
+    "pretrain",
+    "lora_adapter",
+    "ref_model",
+    "reward_pretrain",
+    "critic_pretrain",
+    "teacher",
+)  # they name folders of models
 SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 
 
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
     """Raise UserError for flags that no run could have, before any rank, data or model is used.
 
-    Sets --param_dtype auto, and the --best_metric_key that other flags need.
+    Sets --param_dtype auto, the --best_metric_key that other flags need, and what follows from --pretrain ADAPTER.
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
     args.model.param_dtype = resolve_dtype(args.model.param_dtype, args.layout.device)
+    start_from_adapter(args.model, args.lora)
     refuse(command, args, is_demo=is_demo, **facts)
     check_numbers(flat(args))
     check_secrets(flat(args))
@@ -43,6 +52,39 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     check_layout(args)
     check_outputs(args)
     check_hub(args.output)
+
+
+def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
+    """Put the base model of --pretrain ADAPTER in its place, and set the flags that the adapter decides.
+
+    Raises UserError for an adapter that is not usable, and for flags that contradict it.
+    """
+    if is_adapter(model.pretrain):
+        if lora.lora_adapter:
+            raise UserError("--pretrain", f"{model.pretrain} is an adapter, too", "the base model of --lora_adapter")
+        lora.lora_adapter, model.pretrain = model.pretrain, base_folder(model.pretrain, "--pretrain")
+    if lora.lora_adapter is None:
+        return
+    facts = read_adapter(lora.lora_adapter, "--lora_adapter")
+    if lora.merge_adapter:
+        return
+    names = facts.target_modules if isinstance(facts.target_modules, tuple) else None  # no flag is a regular expression
+    given = tuple(sorted(names_of(lora.target_modules))) if lora.target_modules else None
+    pairs = {
+        "lora_rank": (lora.lora_rank, facts.rank),
+        "lora_alpha": (lora.lora_alpha, facts.alpha),
+        "target_modules": (given, names),
+        "lora_experts": (lora.lora_experts or None, facts.has_experts),
+    }
+    for name, (wanted, held) in pairs.items():
+        if wanted is not None and wanted != held:
+            shown = held if held is not None else facts.target_modules
+            shown = ",".join(shown) if isinstance(shown, tuple) else shown
+            found = f"{vars(lora)[name]}, but {lora.lora_adapter} has {shown}"
+            raise UserError(f"--{name}", found, instead=f"Leave out --{name}: the adapter decides it.")
+    lora.lora_rank, lora.lora_experts = facts.rank, facts.has_experts
+    lora.lora_alpha = facts.alpha if isinstance(facts.alpha, int) else None
+    lora.target_modules = ",".join(names) if names else None
 
 
 def check_adapter(flags: LoraArguments) -> None:

@@ -1,5 +1,7 @@
 """The parts of `train_rm` and `train_dpo`: pairs and single answers from the flags, the losses and their reference."""
 
+from typing import Optional
+
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.unpaired import tokenize_unpaired, unpair
 from trainer.distributed.collectives import rank_0_first
@@ -8,7 +10,7 @@ from trainer.flags.preference_flags import PreferenceArguments
 from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
 from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions, loss_names
-from trainer.models.model_loading import resolve_model_folder
+from trainer.models.model_loading import resolve_adapted_model
 from trainer.runs.run_data import load_flag_rows, tokenizer_of_rows
 from trainer.runs.run_models import frozen_model
 
@@ -127,9 +129,10 @@ def pair_loss(flags: PreferenceArguments, reference, sp_group):
 def make_dpo_loss(run):
     """The loss function of `train_dpo`, with the reference model if it needs one of its own."""
     flags, answers, sp_group = run.args.preference, run.args.answers, run.setup.sp_group
-    # with an adapter, its base is the reference, unless --ref_model names another model
+    # with a new adapter, its base is the reference, unless --ref_model names another model
     has_reference = needs_reference(flags.loss) and not flags.precompute_ref_logps
-    needs_model = has_reference and (flags.ref_model or not run.args.lora.lora_rank)
+    lora = run.args.lora
+    needs_model = has_reference and (flags.ref_model or lora.lora_adapter or not lora.lora_rank)
     reference = load_reference(run) if needs_model else None
     if flags.loss == "kto":
         weights = answers.desirable_weight, answers.undesirable_weight
@@ -140,11 +143,12 @@ def make_dpo_loss(run):
 # --- the reference model
 
 
-def reference_folder(run) -> str:
+def reference_folder(run) -> tuple[str, Optional[str]]:
+    """The folder of the reference model, and of the adapter whose update is added to it."""
     ref_model = run.args.preference.ref_model
     if not ref_model:
-        return run.setup.folder
-    return rank_0_first(lambda: resolve_model_folder(ref_model, "--ref_model"))
+        return run.setup.folder, run.args.lora.lora_adapter
+    return rank_0_first(lambda: resolve_adapted_model(ref_model, "--ref_model"))
 
 
 def load_reference(run):
@@ -153,5 +157,6 @@ def load_reference(run):
     if flags.ref_offload and strategy.device.type == "cpu":
         strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
     flag = "--ref_model" if flags.ref_model else "--pretrain"
-    reference = run.load(reference_folder(run), flag, trained=False)
+    folder, adapter = reference_folder(run)
+    reference = run.load(folder, flag, trained=False, adapter=adapter)
     return frozen_model(run.setup, reference, flags.ref_offload)

@@ -76,15 +76,20 @@ class Run:
         return knowledge(self.args, COMMANDS.values())
 
     @property
+    def merged_adapter(self) -> Optional[str]:
+        """The adapter whose update is in the weights of the trained model from the start on."""
+        return self.args.lora.lora_adapter if self.args.lora.merge_adapter else None
+
+    @property
     def has_images(self) -> bool:
         """Whether rows have images."""
         return has_images(self.samples) or has_images(self.eval_samples)
 
-    def load(self, folder: str, flag: str = "--pretrain", trained: bool = True):
-        """A model of this run, of `folder`, which `flag` named."""
+    def load(self, folder: str, flag: str = "--pretrain", trained: bool = True, adapter: Optional[str] = None):
+        """A model of this run, of `folder`, which `flag` named. The update of `adapter` is added to its weights."""
         for check in self.folder_checks:
             check(folder, flag)
-        model = load_model(self.args.model, self.setup, folder, self.auto_class, flag, trained)
+        model = load_model(self.args.model, self.setup, folder, self.auto_class, flag, trained, adapter)
         for change in self.model_changes:
             change(model)
         return model

@@ -45,9 +45,13 @@ def reading(is_replaced: bool) -> Iterator[None]:
 
 
 def load_model(
-    flags: ModelArguments, setup: Setup, folder: str, auto_class, flag: str = "--pretrain", trained: bool = True
-):
-    """Load the model of `folder`, which `flag` named, and change its layers. `trained`: a checkpoint has its weights."""
+    flags: ModelArguments, setup: Setup, folder: str, auto_class, flag: str = "--pretrain", trained: bool = True,
+    adapter: Optional[str] = None,
+):  # fmt: skip
+    """Load the model of `folder`, which `flag` named, and change its layers. `trained`: a checkpoint has its weights.
+
+    `adapter` is the folder of an adapter whose update is added to the weights.
+    """
     find_weights(folder, flag)
     strategy, attention, remote_code = setup.strategy, setup.attention, flags.trust_remote_code
     check_code(folder, flag, remote_code)
@@ -60,9 +64,8 @@ def load_model(
         validate_model(folder, remote_code, setup.attention, setup.is_packed, auto_class)
     try:
         with reading(trained and setup.resumes):
-            model = strategy.load_model(
-                folder, auto_class, attn_implementation=attention, trust_remote_code=remote_code
-            )
+            options = {"attn_implementation": attention, "trust_remote_code": remote_code, "adapter": adapter}
+            model = strategy.load_model(folder, auto_class, **options)
     except UserError:
         raise
     except LOAD_ERRORS as error:

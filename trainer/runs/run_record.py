@@ -20,9 +20,10 @@ from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
+from trainer.model_folders.adapter_folder import is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
-from trainer.models.model_loading import resolve_model_folder
+from trainer.models.model_loading import resolve_adapted_model, resolve_model_folder
 from trainer.runs.outputs import versions
 from trainer.runs.preference_runs import needs_reference
 
@@ -87,6 +88,9 @@ def contents(run, flags) -> dict[str, dict]:
     hashes = {path: weights_hash(path) for path in set(frozen.values())}
     for flag, path in frozen.items():
         found[flag]["weights"] = hashes[path]
+    for flag, adapter in {"teacher": known.teacher, "ref_model": known.ref_model or known.lora_adapter}.items():
+        if flag in frozen and is_adapter(adapter):
+            found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": weights_hash(adapter)}
     if setup.rolls_out:
         state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
         found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
@@ -102,9 +106,9 @@ def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
     found = {"pretrain": pretrain} if known.lora_rank else {}
     has_reference = needs_reference(known.loss) if command == "train_dpo" else known.init_kl_coef > 0
     if known.teacher:
-        found["teacher"] = resolve_model_folder(known.teacher, "--teacher")
+        found["teacher"] = resolve_adapted_model(known.teacher, "--teacher")[0]
     elif has_reference:
-        found["ref_model"] = resolve_model_folder(known.ref_model, "--ref_model") if known.ref_model else pretrain
+        found["ref_model"] = resolve_adapted_model(known.ref_model, "--ref_model")[0] if known.ref_model else pretrain
     for number, name in enumerate((known.reward_pretrain or "").split(",")):
         if name.strip():
             found["reward_pretrain" + f" {number + 1}" * bool(number)] = resolve_model_folder(

@@ -67,7 +67,7 @@ def set_up(
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
         kind["trust_remote_code"] = args.model.trust_remote_code
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
-    tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_folder(folder, args.lora.lora_adapter), args.model.trust_remote_code)
     prepare_tokenizer(
         tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
     )
@@ -83,6 +83,11 @@ def set_up(
         rolls_out=rolls_out,
         resumes=_resumes(args.output.output_dir, args.checkpoint.load_checkpoint, args.lora.lora_rank),
     )
+
+
+def tokenizer_folder(folder: str, adapter: Optional[str]) -> str:
+    """The folder of the tokenizer: that of the adapter if it has one, with its chat template, or of the model."""
+    return adapter if adapter and "tokenizer_config.json" in os.listdir(adapter) else folder
 
 
 def strategy_of(args):

@@ -44,7 +44,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
         run.eval_loader = loader_of(run, run.eval_samples, shuffle=False)
 
     run.open()
-    run.model = run.load(method.model_folder(run))
+    run.model = run.load(method.model_folder(run), adapter=run.merged_adapter)
     apply(features, run, "with_model")
     run.loss_fn = method.make_loss(run)
     apply(features, run, "with_loss")

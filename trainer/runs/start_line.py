@@ -54,6 +54,8 @@ def start_line(command: str, args) -> str:
     """What runs where, in one line: model, size, ranks, layout, dtype, folder. `args` are the checked flags."""
     model, layout, dtype = args.model.pretrain, args.layout, args.model.param_dtype
     num_ranks, num_parameters = int(os.environ.get("WORLD_SIZE", 1)), count_parameters(Path(model))
+    if args.lora.lora_adapter:
+        model += f" with {args.lora.lora_adapter}"
     size = f" with {shown_number(num_parameters)} parameters" if num_parameters else ""
     axes = {"dp_replicate": layout.dp_replicate_size, "sp": layout.ring_attn_size, "tp": layout.tensor_parallel_size}
     axes["dp"] = num_ranks // math.prod(axes.values())

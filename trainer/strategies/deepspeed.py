@@ -64,7 +64,7 @@ class DeepspeedStrategy:
         )
         self.exact: Optional[ExactGradients] = None
         self._exact_grads: dict[str, torch.Tensor] = {}  # complete gradients of a step, by name
-        self._folders = weakref.WeakKeyDictionary()  # loaded model -> folder of its weights
+        self._folders = weakref.WeakKeyDictionary()  # loaded model -> its weights' folder and adapter
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 
     # --- distributed set-up
@@ -96,9 +96,13 @@ class DeepspeedStrategy:
     # --- models
 
     def load_model(
-        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
-    ) -> torch.nn.Module:
-        """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it."""
+        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False,
+        adapter: Optional[str] = None,
+    ) -> torch.nn.Module:  # fmt: skip
+        """The model of a Hugging Face folder. Under ZeRO 3 it is read and partitioned now, else `prepare` reads it.
+
+        `adapter` is the folder of an adapter whose update is added to its weights.
+        """
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             tensor_parallel.validate_tp_sizes(config, self.sizes.tp, fsdp=1)
@@ -107,7 +111,7 @@ class DeepspeedStrategy:
             facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
             engine_config = self._engine_config(with_optimizer=False)
             model = zero_loading.load_partitioned(
-                folder, config, auto_class, options, engine_config=engine_config, **facts
+                folder, config, auto_class, options, adapter=adapter, engine_config=engine_config, **facts
             )
         elif self.options.load_in_4bit:
             options |= zero_loading.in_4_bits(self.param_dtype, self.device)
@@ -116,7 +120,7 @@ class DeepspeedStrategy:
             with torch.device("meta"):
                 model = auto_class.from_config(config, dtype=torch.float32, **options)
             model_folder.read_generation_config(model, folder)
-        self._folders[model] = folder
+        self._folders[model] = folder, adapter
         return model
 
     def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
@@ -169,11 +173,11 @@ class DeepspeedStrategy:
 
         Returns the weights of its folder if it gets fp32 masters, else None.
         """
-        folder, new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
+        (folder, adapter), new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
         is_empty, weights = next(model.parameters()).is_meta, None
         if is_empty or with_masters:
             names = list(model_folder.all_tensors(model) if is_empty else model_folder.stored_tensors(model))
-            weights = model_folder.open_weights(model, folder, names, new)
+            weights = model_folder.open_weights(model, folder, names, new, adapter)
         if is_empty:
             device = torch.device("cpu") if offload or self.sizes.tp > 1 else self.device
             for parameter in filter(torch.is_floating_point, model.parameters()):
@@ -184,7 +188,7 @@ class DeepspeedStrategy:
                 tensor.data.copy_(weights.read(name))
             model_folder.restore_computed_buffers(model, device)
         for name, tensor in new.items() if not is_empty else ():
-            model.get_parameter(name).data.copy_(tensor)
+            zero_loading.set_whole(model.get_parameter(name), tensor)
         return weights
 
     def _initializer(self, model) -> tuple:

@@ -56,7 +56,7 @@ class FSDP2Strategy:
         if options.param_dtype == "fp16":
             self.loss_scale = DynamicLossScale()
         self.exact: Optional[ExactGradients] = None
-        self._folders = weakref.WeakKeyDictionary()  # model that is not sharded yet -> folder of its weights
+        self._folders = weakref.WeakKeyDictionary()  # model that is not sharded yet -> its weights' folder and adapter
 
     # --- distributed set-up
 
@@ -76,9 +76,13 @@ class FSDP2Strategy:
     # --- models
 
     def load_model(
-        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
-    ) -> torch.nn.Module:
-        """The model of a Hugging Face folder on the meta device. `prepare` reads its weights."""
+        self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False,
+        adapter: Optional[str] = None,
+    ) -> torch.nn.Module:  # fmt: skip
+        """The model of a Hugging Face folder on the meta device. `prepare` reads its weights.
+
+        `adapter` is the folder of an adapter whose update is added to them.
+        """
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             tensor_parallel.validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
@@ -92,7 +96,7 @@ class FSDP2Strategy:
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
             validate_experts(model, self.options.expert_parallel_size, self.sizes)
         model_folder.read_generation_config(model, folder)
-        self._folders[model] = folder
+        self._folders[model] = folder, adapter
         return model
 
     def create_optimizer(
@@ -169,7 +173,8 @@ class FSDP2Strategy:
         model.tie_weights(recompute_mapping=False)
         tensors = model_folder.all_tensors(model)  # without tied aliases, which were tied again above
         new = model_folder.new_tensors(model, self.seed)
-        weights = model_folder.open_weights(model, self._folders.pop(model), list(tensors), new)
+        folder, adapter = self._folders.pop(model)
+        weights = model_folder.open_weights(model, folder, list(tensors), new, adapter)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 to_local_if_dtensor(tensor).copy_(weights.read(name, local_region(tensor)))

@@ -10,7 +10,7 @@ TRAINING_NAMES = (
     PeerName("model", "S", "--pretrain"),
     PeerName("model.path model.partial_pretrain", "V", "--pretrain"),
     PeerName("model_revision revision_of_model", "TLAS", "", "download that revision and give its folder to --pretrain"),
-    PeerName("adapter_name_or_path lora_model_dir adapters", "LAS", "", "an adapter is an output here: --lora_rank"),
+    PeerName("adapter_name_or_path lora_model_dir adapters", "LAS", "--lora_adapter", "one folder"),
     PeerName("bf16", "HTAO", "--param_dtype bf16", off="--param_dtype fp32, if fp16 is off too"),
     PeerName("fp16 float16", "HTA", "--param_dtype fp16"),
     PeerName("bfloat16 pure_bf16", "AL", "--param_dtype bf16", "master weights stay fp32", off="--param_dtype fp32"),
@@ -187,7 +187,8 @@ TRAINING_NAMES = (
     PeerName("trainer.max_critic_ckpt_to_keep trainer.max_ckpt_to_keep", "V", "--max_ckpt_num"),
     PeerName("checkpoint.save_contents checkpoint.load_contents", "V", "--save_hf_ckpt", "hf_model is --save_hf_ckpt; without optimizer it is --save_only_model"),
     PeerName("merge_lora", "S", "", "python -m trainer.cli.export merges an adapter"),
-    PeerName("create_new_adapter lora_adapter_path model.lora_adapter_path", "LV", "", "an adapter is an output here: --lora_rank; merge it first"),
+    PeerName("lora_adapter_path model.lora_adapter_path", "V", "--lora_adapter"),
+    PeerName("create_new_adapter", "L", "", "merge the first one: python -m trainer.cli.export; then --lora_rank"),
     # the optimizer
     PeerName("actor_learning_rate", "O", "--learning_rate"),
     PeerName("actor.optim.lr optim.lr adam.lr muon.lr", "VO", "--learning_rate"),

@@ -1,26 +1,35 @@
 """`--lora_rank`: the adapter of low-rank matrices that the flags describe."""
 
 import os
+from typing import Optional
 
 from trainer.flags.common_flags import LoraArguments
+from trainer.model_folders.adapter_folder import read_adapter
 from trainer.models.lora import LoraOptions, add_adapter
 from trainer.runs.feature import Feature
 from trainer.runs.flag_checks import names_of
 
 
-def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str) -> None:
-    """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters."""
+def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str, start: Optional[str] = None) -> None:
+    """Add the adapter of the flags to a model that is not wrapped yet. Print the number of trainable parameters.
+
+    `start` is the folder of the adapter that it goes on from.
+    """
     names = names_of(flags.target_modules or "")
     targets = None if names in ((), ("all-linear",), ("all",)) else names  # peft's and LLaMA-Factory's names for all
     alpha = flags.lora_alpha or 2 * flags.lora_rank
-    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts)
+    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts, start)
     add_adapter(model, options, os.path.abspath(pretrain) if os.path.isdir(pretrain) else pretrain)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters")
+    origin = f", from {start}" if start else ""
+    strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters{origin}")
+    if start and (dropout := read_adapter(start, "--lora_adapter").dropout) != flags.lora_dropout:
+        strategy.print(f"its dropout was {dropout}; this run has --lora_dropout {flags.lora_dropout}")
 
 
 def adapt(run) -> None:
-    add_adapter_of_flags(run.args.lora, run.setup.strategy, run.model, run.args.model.pretrain)
+    flags = run.args.lora
+    add_adapter_of_flags(flags, run.setup.strategy, run.model, run.args.model.pretrain, flags.lora_adapter)
 
 
 ADAPTER = Feature("adapter", lambda run: run.args.lora.lora_rank, with_loss=adapt)

@@ -9,7 +9,7 @@ import os
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
 
-MODEL_FLAGS = ("pretrain", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
+MODEL_FLAGS = ("pretrain", "lora_adapter", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 
 
 def certify_run(saved: list[str], folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:

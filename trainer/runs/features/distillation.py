@@ -20,7 +20,7 @@ from trainer.flags.parse_flags import with_flags
 from trainer.methods.teacher_loss import make_teacher_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.model_bounds import bounds_of
-from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.sync import sync_weights
@@ -84,7 +84,7 @@ TEACHER = Feature(
 def load_teacher(run) -> tuple[Any, str]:
     """Return (teacher, its folder). It is frozen, and sharded like the model."""
     flags, setup, remote_code = run.args.teacher, run.setup, run.args.model.trust_remote_code
-    folder = rank_0_first(lambda: resolve_model_folder(flags.teacher, "--teacher"))
+    folder, adapter = rank_0_first(lambda: resolve_adapted_model(flags.teacher, "--teacher"))
     if load_tokenizer(folder, remote_code).get_vocab() != setup.tokenizer.get_vocab():
         found = f"{flags.teacher} has another vocabulary than --pretrain"
         raise UserError("--teacher", found, "a model with the same one")
@@ -92,7 +92,7 @@ def load_teacher(run) -> tuple[Any, str]:
     if coefficient(flags) and len({config.vocab_size for config in configs}) > 1:
         found = f"{flags.teacher} has {configs[0].vocab_size} logits, and --pretrain {configs[1].vocab_size}"
         raise UserError("--teacher", found, "equal numbers, or --teacher_answers with --kd_coef 0")
-    teacher = run.load(folder, "--teacher", trained=False)
+    teacher = run.load(folder, "--teacher", trained=False, adapter=adapter)
     return frozen_model(setup, teacher, flags.teacher_offload), folder
 
 

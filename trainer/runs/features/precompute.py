@@ -18,8 +18,8 @@ def add_log_probs(run) -> None:
     disk.
     """
     strategy, args, sets, reference, result = run.setup.strategy, run.args, [run.samples, run.eval_samples], None, []
-    folder = reference_folder(run)
-    model = broadcast_object(cache.model_hash(folder) if strategy.is_rank_0() else None)
+    folder, adapter = reference_folder(run)
+    model = broadcast_object(cache.model_hash(folder, adapter) if strategy.is_rank_0() else None)
     for pairs in sets:
         if pairs is None:
             result.append(None)

@@ -14,7 +14,7 @@ from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 
 def reference_is_base(args: PPOArguments) -> bool:
     """Whether the reference is the policy with its adapter off, instead of a separate model."""
-    return bool(args.lora.lora_rank) and not args.kl.ref_model
+    return bool(args.lora.lora_rank) and not (args.kl.ref_model or args.lora.lora_adapter)
 
 
 def engine_tp_size(args: PPOArguments) -> int:

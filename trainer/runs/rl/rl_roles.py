@@ -12,7 +12,7 @@ from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.ppo_state import Roles
-from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.models.model_loading import load_tokenizer, resolve_adapted_model, resolve_model_folder
 from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import move, trained_by
@@ -86,7 +86,7 @@ def make_batches_of(run: RLRun) -> Callable:
 def build_roles(run: RLRun) -> Roles:
     """Load and shard all models one after the other, so that only one model is ever whole."""
     args, setup = run.args, run.setup
-    run.model = run.load(setup.folder)
+    run.model = run.load(setup.folder, adapter=run.merged_adapter)
     check_length(args, run.model.config)
     apply(RL_FEATURES, run, "with_model")
     groups, tower_lr = (args.model, args.optimizer, args.layout), args.vision.vision_learning_rate
@@ -116,26 +116,29 @@ def check_length(args: PPOArguments, config) -> None:
 def build_reference(run: RLRun):
     """The reference model or the teacher, frozen and sharded like the policy."""
     flags, setup, folder, flag = run.args.kl, run.setup, run.setup.folder, "--pretrain"
+    adapter = run.args.lora.lora_adapter
     if flags.ref_model:
         flag = "--teacher" if flags.teacher else "--ref_model"
-        folder = rank_0_first(lambda: resolve_model_folder(flags.ref_model, flag))
+        folder, adapter = rank_0_first(lambda: resolve_adapted_model(flags.ref_model, flag))
     if flags.teacher:
         tokenizer = load_tokenizer(folder, run.args.model.trust_remote_code)
         if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             found = f"{flags.teacher} has another vocabulary than --pretrain"
             raise UserError("--teacher", found, "a model with the same one")
-    return frozen_model(setup, run.load(folder, flag, trained=False), flags.offload_ref)
+    return frozen_model(setup, run.load(folder, flag, False, adapter), flags.offload_ref)
 
 
 def build_critic(run: RLRun) -> tuple:
     """The critic, which scores tokens, from --critic_pretrain: with its head if it has one, else a new head."""
     args, setup, source, flag = run.args, run.setup, run.setup.folder, "--pretrain"
+    adapter = args.lora.lora_adapter  # the critic begins as the policy does
     if args.critic.critic_pretrain:
+        adapter = None
         flag = "--critic_pretrain"
         source = rank_0_first(lambda: resolve_model_folder(args.critic.critic_pretrain, flag))
     initial, options = os.path.join(run.output_dir, "initial_critic"), (args.batch.seed, args.model.trust_remote_code)
     rank_0_alone(lambda: make_initial_reward_model(source, initial, *options, flag=flag))
-    model = load_model(args.model, setup, initial, AutoModelForSequenceClassification, flag)
+    model = load_model(args.model, setup, initial, AutoModelForSequenceClassification, flag, adapter=adapter)
     if args.lora.lora_rank:
         add_adapter_of_flags(args.lora, setup.strategy, model, args.model.pretrain)
     return_token_scores(model)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Optional
 
 import deepspeed
 import torch
@@ -39,6 +40,7 @@ def load_partitioned(
     auto_class,
     options: dict,
     *,
+    adapter: Optional[str] = None,
     engine_config: dict,
     dtype: torch.dtype,
     meshes: Meshes,
@@ -47,7 +49,7 @@ def load_partitioned(
     """Build under zero.Init, so no rank holds the whole model. Each rank then reads its partitions from the folder.
 
     With hpZ, the first rank of each dp x sp group reads the parameters, one at a time (broadcast). `options` go to
-    `auto_class.from_config`.
+    `auto_class.from_config`. `adapter` is the folder of an adapter whose update is added.
     """
     partitioned = deepspeed.zero.Init(
         config_dict_or_path=engine_config,
@@ -66,7 +68,7 @@ def load_partitioned(
     model_folder.read_generation_config(model, folder)
     model.tie_weights(recompute_mapping=False)  # skipped by no_init_weights
     names = list(model_folder.stored_tensors(model))
-    weights = model_folder.open_weights(model, folder, names, new={})
+    weights = model_folder.open_weights(model, folder, names, {}, adapter)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     with torch.no_grad():
         for name in names:
@@ -84,6 +86,15 @@ def load_partitioned(
                     parameters[name].copy_(weights.read(name))
     model_folder.restore_computed_buffers(model, device, dtypes)
     return model
+
+
+def set_whole(parameter, tensor: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter, which ZeRO 3 may have partitioned (then it communicates)."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(tensor)
+        return
+    with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.copy_(tensor)
 
 
 def read_stretch(weights, name: str, shape, start: int, size: int) -> torch.Tensor:

@@ -1,0 +1,171 @@
+"""Training goes on from an adapter folder, as peft's plain loop does from the loaded one; and adapters of frozen models.
+
+One launch holds all runs. The folder that runs go on from was written by a run of the same launch.
+"""
+
+import json
+
+import pytest
+import torch
+from launch import read_steps, train_many
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from test_lora import BACKENDS, LAYOUTS, merge, run_reference
+from test_parity import assert_same_steps, assert_same_tensors
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.cli import train_sft
+from trainer.errors import UserError
+from trainer.models.lora import LoraOptions, add_adapter
+
+STEPS = ["--max_steps", "2", "--max_samples", "24", "--learning_rate", "1e-3", "--weight_decay", "0.1"]
+GOES_ON = ["fsdp2-dp2", "fsdp2-tp2", "z1-dp2", "z3-dp2"]
+MERGED = ["fsdp2-tp2", "z2-dp2", "z3-dp2"]
+PAIRS = ["fsdp2-tp2", "z3-dp2"]
+
+
+def line(name: str, folder, data, pretrain, *more: str, run: str = "", command: str = "") -> list[str]:
+    run, rows = run or name, "pairs" if "dpo" in command else "train"
+    flags = ["--pretrain", str(pretrain), "--dataset", f"{data}/gsm8k/{rows}.jsonl", "--param_dtype", "fp32"]
+    flags += ["--train_batch_size", "8", "--micro_train_batch_size", "2", "--max_len", "128", *STEPS]
+    flags += ["--output_dir", f"{folder}/{run}", "--parity_dump", f"{folder}/{run}/parity"]
+    flags += [] if rows == "pairs" else ["--input_key", "question", "--output_key", "answer"]
+    if name != "reference":
+        backend, layout = name.split("-")
+        flags += [*BACKENDS[backend], *LAYOUTS[layout]]
+    return [*([command] if command else []), *flags, *more]
+
+
+def make_adapter(base: str, folder, **config) -> None:
+    """An adapter whose update is not zero, written by peft."""
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **config))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_data):
+    folder, base = tmp_path_factory.mktemp("adapters"), f"{shared_data}/models/stories260K-hf"
+    made = folder / "made"
+    make_adapter(base, made, r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    first = [line("fsdp2-dp2", folder, shared_data, made, run="first")]
+    saved = folder / "first" / "model"
+    lines = [line(name, folder, shared_data, saved) for name in GOES_ON]
+    lines += [line(name, folder, shared_data, saved, "--merge_adapter", run=f"{name}-merged") for name in MERGED]
+    resume = ["--verify_resume", "1"]
+    lines += [line(name, folder, shared_data, saved, *resume, run=f"{name}-again") for name in ("fsdp2-dp2", "z3-dp2")]
+    train_many(2, [*first, *lines], folder, timeout=600)
+    merge(saved, folder / "whole")
+    lines = []
+    for name in (
+        PAIRS
+    ):  # the reference: an adapter of a frozen model, that model merged, the adapter that training goes on from
+        for run, model, *more in (
+            ("adapter", base, "--ref_model", str(saved)),
+            ("whole", base, "--ref_model", f"{folder}/whole"),
+            ("default", saved),
+            ("named", saved, "--ref_model", str(saved)),
+        ):
+            lines.append(line(name, folder, shared_data, model, *more, run=f"{name}-{run}", command="train_dpo"))
+    train_many(2, lines, folder, timeout=600)
+    return folder
+
+
+def test_a_run_goes_on_from_an_adapter_as_peft_does(runs, shared_data):
+    base, saved = f"{shared_data}/models/stories260K-hf", runs / "first" / "model"
+    run_reference("reference.py", line("reference", runs, shared_data, base, "--lora_adapter", str(saved)))
+    before = load_file(saved / "adapter_model.safetensors")
+    assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    for name in GOES_ON:
+        assert_same_steps(runs / name, runs / "reference", 1e-5, 1e-4)
+        assert_same_tensors(runs / name, runs / "reference", "weights_final", 1e-4)
+        config = json.loads((runs / name / "model" / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 12, ["down_proj", "q_proj"])
+        assert config["base_model_name_or_path"] == base
+        assert load_file(runs / name / "model" / "adapter_model.safetensors").keys() == before.keys()
+
+
+def test_a_merged_adapter_is_trained_as_whole_weights(runs, shared_data):
+    whole = line("reference", runs, shared_data, runs / "whole", run="reference-merged")
+    run_reference("reference.py", whole)
+    for name in MERGED:
+        assert_same_steps(runs / f"{name}-merged", runs / "reference-merged", 1e-5, 1e-4)
+        assert_same_tensors(runs / f"{name}-merged", runs / "reference-merged", "weights_final", 1e-4)
+        assert (runs / f"{name}-merged" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_adapter_is_a_reference(runs, name):
+    """--ref_model ADAPTER is the merged model; the default of --pretrain ADAPTER is that adapter, not its base."""
+    keys = ("loss", "grad_norm", "reward_margin", "chosen_rewards")
+    steps = {run: read_steps(runs / f"{name}-{run}") for run in ("adapter", "whole", "default", "named")}
+    rows = {run: torch.tensor([[row[key] for key in keys] for row in found]) for run, found in steps.items()}
+    torch.testing.assert_close(rows["adapter"], rows["whole"], rtol=1e-4, atol=1e-5)
+    assert rows["adapter"][0, 2].abs() > 1e-3 and rows["default"][0, 2].abs() < 1e-5
+    assert torch.equal(rows["default"], rows["named"])
+
+
+# --- flags and folders
+
+
+def folder_of(tmp_path, base: str, **changes):
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj"]}
+    config |= {"base_model_name_or_path": base, **changes}
+    folder = tmp_path / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+@pytest.fixture
+def base(shared_data):
+    return f"{shared_data}/models/stories260K-hf"
+
+
+def test_the_adapter_sets_flags_that_a_config_repeats(base, tmp_path):
+    folder = folder_of(tmp_path, base)
+    args, _ = train_sft.check(["--pretrain", folder, "--dataset", __file__])
+    assert (args.model.pretrain, args.lora.lora_adapter) == (base, folder)
+    assert (args.lora.lora_rank, args.lora.lora_alpha, args.lora.target_modules) == (4, 12, "q_proj")
+    again = ["--lora_rank", "4", "--lora_alpha", "12", "--target_modules", "q_proj", "--lora_dropout", "0.1"]
+    args, _ = train_sft.check(["--pretrain", base, "--lora_adapter", folder, "--dataset", __file__, *again])
+    assert args.lora.lora_dropout == 0.1
+    args, _ = train_sft.check(["--pretrain", folder, "--merge_adapter", "--dataset", __file__])
+    assert args.lora.lora_rank is None and args.lora.lora_adapter == folder
+
+
+@pytest.mark.parametrize(
+    "flags, changes, expected",
+    [
+        (["--lora_rank", "8"], {}, "--lora_rank: 8, but .*adapter has 4. Leave out --lora_rank"),
+        (["--lora_alpha", "8"], {}, "--lora_alpha: 8, but .*adapter has 12"),
+        (["--target_modules", "v_proj"], {}, "--target_modules: v_proj, but .*adapter has q_proj"),
+        (["--lora_experts"], {}, "--lora_experts: True, but"),
+        (["--merge_adapter", "--lora_rank", "8"], {}, "--merge_adapter with --lora_rank 8"),
+        ([], {"peft_type": "IA3"}, "is an adapter of the kind IA3. Merge it"),
+        ([], {"use_qalora": True}, "has use_qalora True, which is not built. Merge it: python -m trainer.cli.export"),
+        ([], {"init_lora_weights": "pissa"}, "has init_lora_weights pissa"),
+        ([], {"base_model_name_or_path": "some/hub"}, "names the base model some/hub, .* --lora_adapter"),
+        ([], {"base_model_name_or_path": None}, "names no base model. Name it"),
+        ([], {"r": "x"}, "adapter_config.json cannot be read"),
+        ([], {"r": 0}, "adapter_config.json cannot be read: rank 0"),
+    ],
+)
+def test_what_an_adapter_contradicts_is_refused(base, tmp_path, flags, changes, expected):
+    folder = folder_of(tmp_path, base, **changes)
+    with pytest.raises(UserError, match=expected):
+        train_sft.check(["--pretrain", folder, "--dataset", __file__, *flags])
+
+
+def test_an_adapter_that_does_not_fit_is_one_line(base, tmp_path):
+    make_adapter(base, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["v_proj"]}))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(UserError, match=r"--lora_adapter: .* does not fit the model: 20 tensors"):
+        add_adapter(model, LoraOptions(4, 8, start=str(tmp_path / "adapter")), base)
