@@ -1,10 +1,11 @@
-"""Write metrics.jsonl, the record of a run, and copy it to wandb and TensorBoard. Also format the line of a step."""
+"""Write metrics.jsonl, the record of a run, and copy it to trackers such as wandb. Also format the line of a step."""
 
 import json
 import math
 import os
 import re
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -32,14 +33,17 @@ class MetricsLog:
         self,
         output_dir: str,
         *,
-        use_tensorboard: bool = False,
-        wandb_project: Optional[str] = None,
+        trackers: Iterable[str] = (),
+        project: str = "",
         config: Optional[dict] = None,
-        wandb_run_id: Optional[str] = None,
+        run_ids: Optional[dict[str, Optional[str]]] = None,
         run_name: Optional[str] = None,
         needs_whole: bool = False,
     ):
-        """`needs_whole`: a damaged row in the file is a UserError, since a certificate cannot be written of it."""
+        """`trackers` are names in `mirrors.TRACKERS`, and `run_ids` their ids in the run that goes on.
+
+        `needs_whole`: a damaged row in the file is a UserError, since a certificate cannot be written of it.
+        """
         self._path = os.path.join(output_dir, METRICS_FILE)
         self.waiting: list[str] = []
         self.fault = ""  # why rows wait
@@ -50,10 +54,8 @@ class MetricsLog:
             self._size = os.fstat(self._file).st_size  # of the whole rows
         except OSError as error:
             raise UserError(self._path, f"cannot be opened: {error.strerror}", "a file that can be written") from None
-        self._mirrors, self.wandb_run_id = None, None
-        if use_tensorboard or wandb_project:
-            self._mirrors = Mirrors(output_dir, use_tensorboard, wandb_project, config, wandb_run_id, run_name)
-            self.wandb_run_id = self._mirrors.wandb_run_id
+        self._mirrors = Mirrors(output_dir, trackers, project, config, run_ids, run_name)
+        self.run_ids = self._mirrors.run_ids
 
     @property
     def is_stuck(self) -> bool:
@@ -67,13 +69,11 @@ class MetricsLog:
     def row(self, step: int, **values) -> None:
         """Write the row of a step or of an evaluation."""
         self._append({"step": step, **values})
-        if self._mirrors:
-            self._mirrors.row(step, values)
+        self._mirrors.row(step, values)
 
     def table(self, name: str, step: int, rows: list[dict]) -> None:
-        """Show rows of texts and numbers in wandb and TensorBoard. metrics.jsonl gets no texts."""
-        if self._mirrors:
-            self._mirrors.table(name, step, rows)
+        """Show rows of texts and numbers in the trackers. metrics.jsonl gets no texts."""
+        self._mirrors.table(name, step, rows)
 
     def add_missing(self, lines: list[str]) -> None:
         """Write the lines of a checkpoint, in which they waited, that the file does not have."""
@@ -120,8 +120,7 @@ class MetricsLog:
     def close(self) -> None:
         self._write_waiting()
         os.close(self._file)
-        if self._mirrors:
-            self._mirrors.close()
+        self._mirrors.close()
 
 
 @dataclass(frozen=True)

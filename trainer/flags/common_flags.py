@@ -267,10 +267,13 @@ class OutputArguments:
     )
     eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
-    use_wandb: bool = arg(False, "also send the metrics to Weights & Biases (WANDB_MODE=offline works)")
-    wandb_project: str = arg("trainer", "wandb project")
-    run_name: Optional[str] = arg(None, "name of the run in wandb (default: the name of --output_dir)")
-    use_tensorboard: bool = arg(False, "also write the metrics for TensorBoard, to <output_dir>/tensorboard")
+    report_to: Optional[str] = arg(
+        None, "also send the metrics to these (comma-separated): wandb, tensorboard, trackio, mlflow, swanlab"
+    )
+    use_wandb: bool = arg(False, "like --report_to wandb: Weights & Biases (WANDB_MODE=offline works)")
+    wandb_project: str = arg("trainer", "project in wandb, trackio, mlflow (experiment) or swanlab")
+    run_name: Optional[str] = arg(None, "name of the run there (default: the name of --output_dir)")
+    use_tensorboard: bool = arg(False, "like --report_to tensorboard: to <output_dir>/tensorboard")
     push_to_hub: bool = arg(False, "upload the final model to the Hugging Face Hub, with the token of hf auth login")
     hub_model_id: Optional[str] = arg(None, "its repository, OWNER/NAME (default: the name of --output_dir)")
     hub_private_repo: bool = arg(False, "make the repository private, if it is new")

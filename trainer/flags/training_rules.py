@@ -13,6 +13,12 @@ PLAIN_LOOP_LACKS = (
     "expert_bias_update_rate",
 )
 
+
+def has_projects(f) -> bool:
+    """Whether a tracker is used that has projects and named runs."""
+    return f.use_wandb or bool({name.strip() for name in (f.report_to or "").split(",")} - {"", "none", "tensorboard"})
+
+
 # fmt: off
 SHARED_RULES = (
     Rule("sp_mode", lambda f: f.ring_attn_size == 1, "with --ring_attn_size 1",
@@ -47,8 +53,8 @@ SHARED_RULES = (
          "nobody knows the length of a stream", "Take --eval_steps and --save_steps."),
     Rule("eval_steps evals_per_epoch eval_split", lambda f: not f.eval_dataset, "without --eval_dataset", "nothing is evaluated",
          "Add --eval_dataset, or remove the flag."),
-    Rule("wandb_project", lambda f: not f.use_wandb, "without --use_wandb", "it names a project of wandb",
-         "Add --use_wandb, or remove the flag."),
+    Rule("wandb_project run_name", lambda f: not has_projects(f), "without a tracker that has projects",
+         "it names the project or the run there", "Add --report_to with wandb, trackio, mlflow or swanlab, or remove the flag."),
     Rule("save_path", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
     Rule("push_to_hub", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
     Rule("push_to_hub", lambda f: f.verify_resume, "with --verify_resume",
@@ -69,8 +75,6 @@ SHARED_RULES = (
          "Take another schedule, such as constant_with_warmup, or remove the flag.", which="above 0"),
     Rule("lr_warmup_ratio", lambda f: f.warmup_steps is not None, "with --warmup_steps {warmup_steps}",
          "both say how long the warm-up is", ONE),
-    Rule("run_name", lambda f: not f.use_wandb, "without --use_wandb", "it names the run in wandb",
-         "Add --use_wandb, or remove the flag."),
     Rule("overwrite", lambda f: f.load_checkpoint, "with --load_checkpoint", "a run is either resumed or replaced",
          ONE),
     Rule("load_checkpoint", lambda f: f.output_dir is None, "without --output_dir",

@@ -44,7 +44,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     if args.optimizer.lr_scheduler not in SCHEDULES:
         raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))
     check_adapter(args.lora)
-    output_folders.check_mirrors(args.output.use_wandb, args.output.use_tensorboard)
+    output_folders.check_trackers(args.output)
     flags = args.checkpoint
     if flags.load_best_model_at_end or flags.early_stopping_patience:
         flags.best_metric_key = flags.best_metric_key or eval_metrics[0]

@@ -12,6 +12,7 @@ from typing import Optional
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import METRICS_FILE
+from trainer.mirrors import TRACKERS
 
 LOCK_FILE = ".lock"
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
@@ -132,11 +133,20 @@ def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[
             raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
 
 
-def check_mirrors(use_wandb: bool, use_tensorboard: bool) -> None:
-    """Raise UserError, with the pip extra, for a requested metrics package that is not installed."""
-    for flag, used, package in (("use_wandb", use_wandb, "wandb"), ("use_tensorboard", use_tensorboard, "tensorboard")):
-        if used and importlib.util.find_spec(package) is None:
-            raise UserError(f"--{flag}", f"{package} is not installed", f"pip install -e '.[{package}]'")
+def trackers_of(output: OutputArguments) -> tuple[str, ...]:
+    """The names of the trackers that a run uses, from --report_to, --use_wandb and --use_tensorboard."""
+    named = [] if output.report_to in (None, "none") else [name.strip() for name in output.report_to.split(",")]
+    also = {"wandb": output.use_wandb, "tensorboard": output.use_tensorboard}
+    return tuple(dict.fromkeys([*named, *(name for name, is_used in also.items() if is_used)]))
+
+
+def check_trackers(output: OutputArguments) -> None:
+    """Raise UserError for a name that is no tracker, or for a package that is not installed."""
+    for name in trackers_of(output):
+        if name not in TRACKERS:
+            raise UserError("--report_to", repr(name), f"{', '.join(TRACKERS)} (comma-separated), or none")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--report_to {name}", f"{name} is not installed", f"pip install -e '.[{name}]'")
 
 
 def check_best_metric(key: Optional[str], eval_metrics: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog
 from trainer.models.cpu_matmul import chosen
-from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder
+from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder, trackers_of
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 OF_A_RESUME = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # they say where a run goes on
@@ -88,17 +88,19 @@ def start_metrics(
         return None
     progress, config = checkpoints.progress, without_secrets(config)
     goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
+    trackers = trackers_of(output)
     written = write_config(folder, config, goes_on)
     metrics = MetricsLog(
         folder,
-        use_tensorboard=output.use_tensorboard,
-        wandb_project=output.wandb_project if output.use_wandb else None,
+        trackers=trackers,
+        project=output.wandb_project,
         run_name=output.run_name,
         config=config,
-        wandb_run_id=progress.wandb_run_id,
+        run_ids={tracker: vars(progress).get(f"{tracker}_run_id") for tracker in trackers},
         needs_whole=output.certificate,
     )
-    progress.wandb_run_id = metrics.wandb_run_id
+    for tracker, run_id in metrics.run_ids.items():
+        setattr(progress, f"{tracker}_run_id", run_id)
     checkpoints.metrics = metrics
     facts = {"config": config, "mesh": dataclasses.asdict(strategy.sizes), "versions": versions(), **facts}
     if strategy.device.type == "cpu":

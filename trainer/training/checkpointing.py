@@ -43,6 +43,8 @@ class Progress:
     best_step: Optional[int] = None  # of that evaluation
     evals_since_best: int = 0
     wandb_run_id: Optional[str] = None
+    mlflow_run_id: Optional[str] = None
+    swanlab_run_id: Optional[str] = None
 
 
 @dataclass

@@ -35,7 +35,10 @@ METHOD_NAMES = (
     PeerName("reward_model.model.fsdp_config.param_offload", "V", "--offload_reward", "", RL),
     PeerName("*profiler.* global_profiler.* *.trace.* *.prometheus.* *_target_ *.external_lib *.mtp.* transfer_queue.*", "V", "", "no counterpart of verl's tools; --timeline shows what each rank does", RL),
     # output
-    PeerName("report_to trainer.logger use_swanlab", "HTSVL", "--use_wandb", "wandb is --use_wandb, tensorboard is --use_tensorboard; others and none: leave it out, metrics.jsonl is always written"),
+    PeerName("trainer.logger", "V", "--report_to", "wandb, tensorboard, mlflow or swanlab; console and metrics.jsonl are always written"),
+    PeerName("use_swanlab", "L", "--report_to swanlab"),
+    PeerName("use_trackio", "A", "--report_to trackio"),
+    PeerName("use_mlflow", "A", "--report_to mlflow"),
     PeerName("trainer.project_name swanlab_project project logger.wandb.project", "VLHTO", "--wandb_project"),
     PeerName("wandb_entity wandb_org wandb_group logger.wandb.org logger.wandb.group logger.wandb.key", "AO", "", "WANDB_ENTITY and WANDB_RUN_GROUP of wandb; beside --wandb_project"),
     PeerName("ckpt_path ckpt.path trainer.default_local_dir", "OV", "--output_dir", "checkpoints are in it"),

@@ -1,0 +1,148 @@
+"""--report_to: each tracker gets the numbers and tables, by the calls of its own package, and a resume goes on in its run.
+
+The packages are small modules with the signatures of trackio 0.30, mlflow 3 and swanlab 0.7: other arguments fail.
+"""
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from trainer.cli import train_sft
+from trainer.errors import UserError
+from trainer.metrics import MetricsLog
+
+calls: list[tuple] = []
+
+
+def note(name: str, signature: str):
+    """A function with the parameters of `signature`, which notes its name and what it was given."""
+    made: dict = {"note": lambda **given: calls.append((name, {k: v for k, v in given.items() if v is not None}))}
+    exec(f"def call({signature}):\n    note(**locals())", made)
+    return made["call"]
+
+
+def stub(monkeypatch, name: str, **functions: str) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update({function: note(f"{name}.{function}", signature) for function, signature in functions.items()})
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def trackers(monkeypatch):
+    calls.clear()
+    log = {"finish": ""}
+    trackio = stub(
+        monkeypatch, "trackio", init="project, name=None, group=None, config=None, resume='never'",
+        **(log | {"log": "metrics, step=None"}),
+    )  # fmt: skip
+    trackio.Table = lambda dataframe: dataframe.to_dict("records")
+    swanlab = stub(
+        monkeypatch, "swanlab",
+        init="project=None, workspace=None, experiment_name=None, config=None, logdir=None, mode=None, id=None, resume=None",
+        **(log | {"log": "data, step=None"}),
+    )  # fmt: skip
+    swanlab.Text = lambda data: data
+    mlflow = stub(
+        monkeypatch, "mlflow", set_experiment="experiment_name=None, experiment_id=None", log_params="params",
+        log_metrics="metrics, step=None", log_text="text, artifact_file", end_run="status='FINISHED'",
+    )  # fmt: skip
+
+    def start_run(run_id=None, experiment_id=None, run_name=None):
+        calls.append(("mlflow.start_run", {"run_id": run_id, "run_name": run_name}))
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
+
+    mlflow.start_run = start_run
+    return SimpleNamespace(trackio=trackio, mlflow=mlflow, swanlab=swanlab)
+
+
+def write(tmp_path, name: str, run_ids=None) -> dict:
+    config = {"seed": 1, "long": "x" * 900} | {f"flag{n}": n for n in range(150)}
+    log = MetricsLog(str(tmp_path), trackers=[name], project="mine", run_name="run 1", config=config, run_ids=run_ids)
+    log.row(3, loss=0.5, lr=0.1, batch_hash="text")
+    log.row(3, eval_loss=0.25)
+    log.table("samples", 3, [{"prompt": "a|b", "score": 1.0}])
+    log.close()
+    return log.run_ids
+
+
+NUMBERS = {"train/loss": 0.5, "train/learning_rate": 0.1}
+TABLE = "| prompt | score |\n| --- | --- |\n| a\\|b | 1.0 |\n"
+
+
+def test_trackio(trackers, tmp_path):
+    assert write(tmp_path, "trackio") == {}
+    (_, start), *rest = calls
+    assert (start["project"], start["name"], start["resume"], start["config"]["seed"]) == ("mine", "run 1", "allow", 1)
+    assert rest == [
+        ("trackio.log", {"metrics": NUMBERS, "step": 3}),
+        ("trackio.log", {"metrics": {"eval/loss": 0.25}, "step": 3}),
+        ("trackio.log", {"metrics": {"samples": [{"prompt": "a|b", "score": 1.0}]}, "step": 3}),
+        ("trackio.finish", {}),
+    ]
+
+
+def test_mlflow(trackers, tmp_path):
+    assert write(tmp_path, "mlflow") == {"mlflow": "new"}
+    assert calls[:2] == [
+        ("mlflow.set_experiment", {"experiment_name": "mine"}),
+        ("mlflow.start_run", {"run_id": None, "run_name": "run 1"}),
+    ]
+    params = [given["params"] for name, given in calls if name == "mlflow.log_params"]
+    assert [len(part) for part in params] == [100, 52] and len(params[0]["long"]) == 500
+    assert calls[4:] == [
+        ("mlflow.log_metrics", {"metrics": NUMBERS, "step": 3}),
+        ("mlflow.log_metrics", {"metrics": {"eval/loss": 0.25}, "step": 3}),
+        ("mlflow.log_text", {"text": TABLE, "artifact_file": "samples_3.md"}),
+        ("mlflow.end_run", {"status": "FINISHED"}),
+    ]
+    calls.clear()
+    assert write(tmp_path, "mlflow", {"mlflow": "new"}) == {"mlflow": "new"}
+    assert calls[1] == ("mlflow.start_run", {"run_id": "new", "run_name": "run 1"})
+    assert "mlflow.log_params" not in [name for name, _ in calls]
+
+
+def test_swanlab(trackers, tmp_path):
+    run_ids = write(tmp_path, "swanlab")
+    (_, start), *rest = calls
+    assert (start["project"], start["experiment_name"], start["resume"]) == ("mine", "run 1", "allow")
+    assert start["id"] == run_ids["swanlab"] and len(start["id"]) == 21 and start["logdir"] == f"{tmp_path}/swanlog"
+    assert rest[0] == ("swanlab.log", {"data": NUMBERS, "step": 3}) and rest[-1] == ("swanlab.finish", {})
+    assert rest[2] == ("swanlab.log", {"data": {"samples": TABLE}, "step": 3})
+    calls.clear()
+    assert write(tmp_path, "swanlab", run_ids) == run_ids and calls[0][1]["id"] == run_ids["swanlab"]
+
+
+def test_a_tracker_that_fails_is_left_out_and_one_that_does_not_start_is_one_line(trackers, tmp_path, capsys):
+    def fail(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    trackers.mlflow.log_metrics = fail
+    write(tmp_path, "mlflow")
+    assert capsys.readouterr().out == "--report_to mlflow gets no more rows: no route\n"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    trackers.trackio.init = fail
+    with pytest.raises(UserError, match=r"^--report_to trackio: no route$"):
+        write(tmp_path, "trackio")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--report_to trackio", r"--report_to trackio: trackio is not installed \(allowed: pip install"),
+        (
+            "--report_to tensorboard,comet",
+            r"--report_to: 'comet' \(allowed: wandb, tensorboard, trackio, mlflow, swanlab",
+        ),
+        ("--report_to all", "--report_to: 'all'"),
+        ("--report_to tensorboard --run_name x", "--run_name x without a tracker that has projects"),
+        ("--report_to none --wandb_project x", "--wandb_project x without a tracker that has projects"),
+    ],
+)
+def test_refused_at_the_start(flags, expected, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    with pytest.raises(UserError, match=expected):
+        train_sft.check(["--pretrain", "m", "--dataset", "d", *flags.split()])
