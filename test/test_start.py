@@ -11,8 +11,11 @@ from launch import run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
+from trainer.flags.groups import from_flat
+from trainer.flags.rules import COMMANDS
+from trainer.runs.flag_checks import check_flags
 from trainer.runs.run_data import shortened
-from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype
+from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype, start_line
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "missing file", "broken line"])
@@ -41,7 +44,7 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
             process.send_signal(signal.SIGINT)
             break
     rest = process.communicate(timeout=120)[0]  # the pipe closes when every rank is gone
-    assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, to stopped\n"), lines[0]
+    assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, learning rate 5e-06, to stopped\n"), lines[0]
     stop = json.loads((demo / "stopped/metrics.jsonl").read_text().splitlines()[-1])
     assert stop["event"] == "stop" and stop["reason"] == rest.splitlines()[-1]
     assert process.returncode == 75 and "Traceback" not in rest, "".join(lines)[-2000:] + rest
@@ -86,3 +89,19 @@ def test_a_long_first_sample_is_printed_without_its_middle():
     text = "a" * 30_000 + "b" * 30_000
     assert shortened(text[:2000]) == text[:2000]
     assert shortened(text) == "a" * 1000 + "\n... 58000 characters ...\n" + "b" * 1000
+
+
+@pytest.mark.parametrize(
+    ("command", "rank", "rate"),
+    [
+        ("train_sft", None, 5e-6), ("train_sft", 8, 2e-4), ("train_rm", None, 5e-6), ("train_dpo", None, 5e-7),
+        ("train_dpo", 8, 5e-6), ("train_ppo", None, 1e-6), ("train_ppo", 8, 1e-5), ("train_dpo --online", None, 5e-7),
+    ],
+)  # fmt: skip
+def test_the_default_rate_is_that_of_the_method(command, rank, rate):
+    args = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "device": "cpu"})
+    check_flags(command, args, ("eval_loss",))
+    assert args.optimizer.learning_rate == rate and f", learning rate {rate:g}, " in start_line(command, args)
+    given = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "learning_rate": 0.5})
+    check_flags(command, given, ("eval_loss",))
+    assert given.optimizer.learning_rate == 0.5

@@ -182,7 +182,11 @@ class BatchArguments:
 class OptimizerArguments:
     """Optimization"""
 
-    learning_rate: float = arg(5e-6, "peak learning rate", type="PositiveFloat")
+    learning_rate: Optional[float] = arg(
+        None,
+        "peak learning rate (default: sft, rm and kd 5e-6, with LoRA 2e-4; dpo 5e-7, LoRA 5e-6; RL 1e-6, LoRA 1e-5)",
+        type="PositiveFloat",
+    )
     lr_scheduler: str = arg("cosine_with_min_lr", "name of a scheduler of transformers.get_scheduler")
     lr_warmup_ratio: float = arg(
         0.03,

@@ -18,6 +18,10 @@ from trainer.runs.start_line import resolve_dtype
 from trainer.strategies import refuse_options
 from trainer.strategies.options import StrategyOptions
 
+# peak learning rates by command: (all weights, LoRA), as papers and other trainers have them
+OF_LABELS, OF_PAIRS, OF_REWARDS = (5e-6, 2e-4), (5e-7, 5e-6), (1e-6, 1e-5)
+RATES = {"train_sft": OF_LABELS, "train_rm": OF_LABELS, "train_kd": OF_LABELS, "train_dpo": OF_PAIRS}
+RATES |= {"train_dpo --online": OF_PAIRS, "train_ppo": OF_REWARDS}
 MODEL_FLAGS = (
     "pretrain",
     "lora_adapter",
@@ -32,12 +36,15 @@ SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
     """Raise UserError for flags that no run could have, before any rank, data or model is used.
 
-    Sets --param_dtype auto, the --best_metric_key that other flags need, and what follows from --pretrain ADAPTER.
+    Sets --param_dtype auto, the --learning_rate of the method, the --best_metric_key that other flags need, and what
+    follows from --pretrain ADAPTER.
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
     args.model.param_dtype = resolve_dtype(args.model.param_dtype, args.layout.device)
     start_from_adapter(args.model, args.lora)
+    if args.optimizer.learning_rate is None:
+        args.optimizer.learning_rate = RATES[command][args.lora.lora_rank is not None]
     refuse(command, args, is_demo=is_demo, **facts)
     check_numbers(flat(args))
     check_secrets(flat(args))

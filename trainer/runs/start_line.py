@@ -65,6 +65,7 @@ def start_line(command: str, args) -> str:
         where = f"{num_ranks} ranks, --layout auto"
     if dtype != "fp16" and not multiplies_bf16(layout.device):
         dtype += f" ({NO_BF16}{'; fp32 is faster' if dtype == 'bf16' else ''})"
+    dtype += f", learning rate {args.optimizer.learning_rate:g}"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
 
 
