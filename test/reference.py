@@ -98,6 +98,8 @@ def add_lora(model, args, task_type: str = "CAUSAL_LM"):
         target_modules=targets,
         target_parameters=["experts.down_proj", "experts.gate_up_proj"] if args.lora_experts else None,
         exclude_modules=["score"],
+        use_dora=args.use_dora,
+        use_rslora=args.use_rslora,
         task_type=task_type,
     )
     model = get_peft_model(model, config)

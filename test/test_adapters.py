@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from launch import read_steps, train_many
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_lora import BACKENDS, LAYOUTS, merge, run_reference
 from test_parity import assert_same_steps, assert_same_tensors
@@ -16,12 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli import train_sft
 from trainer.errors import UserError
+from trainer.model_folders.adapter_tensors import initial_tensors, merge_adapter
+from trainer.model_folders.model_folder import all_tensors
 from trainer.models.lora import LoraOptions, add_adapter
 
 STEPS = ["--max_steps", "2", "--max_samples", "24", "--learning_rate", "1e-3", "--weight_decay", "0.1"]
 GOES_ON = ["fsdp2-dp2", "fsdp2-tp2", "z1-dp2", "z3-dp2"]
 MERGED = ["fsdp2-tp2", "z2-dp2", "z3-dp2"]
 PAIRS = ["fsdp2-tp2", "z3-dp2"]
+DORA = ["fsdp2-sp2", "fsdp2-recompute", "z2-packed"]
+DORA_FLAGS = ["--lora_rank", "4", "--use_dora", "--use_rslora"]
 
 
 def line(name: str, folder, data, pretrain, *more: str, run: str = "", command: str = "") -> list[str]:
@@ -56,8 +60,11 @@ def runs(tmp_path_factory, shared_data):
     saved = folder / "first" / "model"
     lines = [line(name, folder, shared_data, saved) for name in GOES_ON]
     lines += [line(name, folder, shared_data, saved, "--merge_adapter", run=f"{name}-merged") for name in MERGED]
+    lines += [line(name, folder, shared_data, base, *DORA_FLAGS, run=f"{name}-dora") for name in DORA]
     resume = ["--verify_resume", "1"]
     lines += [line(name, folder, shared_data, saved, *resume, run=f"{name}-again") for name in ("fsdp2-dp2", "z3-dp2")]
+    again = folder / "fsdp2-sp2-dora" / "model"
+    lines += [line("z1-dp2", folder, shared_data, again, "--verify_resume", "1", run="dora-again")]
     train_many(2, [*first, *lines], folder, timeout=600)
     merge(saved, folder / "whole")
     lines = []
@@ -109,6 +116,33 @@ def test_an_adapter_is_a_reference(runs, name):
     assert torch.equal(rows["default"], rows["named"])
 
 
+def test_dora_and_rslora_equal_the_plain_loop_of_peft(runs, shared_data):
+    base = f"{shared_data}/models/stories260K-hf"
+    run_reference("reference.py", line("reference", runs, shared_data, base, *DORA_FLAGS, run="reference-dora"))
+    for name in DORA:
+        assert_same_steps(runs / f"{name}-dora", runs / "reference-dora", 1e-5, 1e-4)
+        assert_same_tensors(runs / f"{name}-dora", runs / "reference-dora", "grads_step1", 1e-4)
+        assert_same_tensors(runs / f"{name}-dora", runs / "reference-dora", "weights_final", 1e-4)
+    final = load_file(runs / "z2-packed-dora" / "parity" / "weights_final.safetensors")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), runs / "z2-packed-dora" / "model")
+    loaded = {key.removeprefix("base_model.model."): value for key, value in model.named_parameters()}
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in final.items())
+    assert sum(".lora_magnitude_vector." in key for key in final) == 35
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}])
+def test_engines_get_what_peft_merges(base, tmp_path, kind):
+    make_adapter(base, tmp_path, r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], **kind)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    add_adapter(model, LoraOptions(4, 12, start=str(tmp_path)), base)
+    for name, tensor in initial_tensors(model, 0).items():
+        model.get_parameter(name).data.copy_(tensor)
+    merged = dict(merge_adapter(((name, tensor.detach()) for name, tensor in all_tensors(model).items()), model))
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = PeftModel.from_pretrained(plain, tmp_path).merge_and_unload().state_dict()
+    assert all((merged[name] - expected[name]).norm() <= 1e-6 * expected[name].norm() for name in merged)
+
+
 # --- flags and folders
 
 
@@ -146,6 +180,9 @@ def test_the_adapter_sets_flags_that_a_config_repeats(base, tmp_path):
         (["--lora_alpha", "8"], {}, "--lora_alpha: 8, but .*adapter has 12"),
         (["--target_modules", "v_proj"], {}, "--target_modules: v_proj, but .*adapter has q_proj"),
         (["--lora_experts"], {}, "--lora_experts: True, but"),
+        (["--use_dora"], {}, "--use_dora: True, but .*adapter has False"),
+        (["--tensor_parallel_size", "2"], {"use_dora": True}, "--use_dora with --tensor_parallel_size 2"),
+        (["--zero_stage", "3", "--backend", "deepspeed"], {"use_dora": True}, "--use_dora with --zero_stage 3"),
         (["--merge_adapter", "--lora_rank", "8"], {}, "--merge_adapter with --lora_rank 8"),
         ([], {"peft_type": "IA3"}, "is an adapter of the kind IA3. Merge it"),
         ([], {"use_qalora": True}, "has use_qalora True, which is not built. Merge it: python -m trainer.cli.export"),

@@ -68,7 +68,7 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
         ("train_sft", "load_in_8bit=false", ["leave it out"]),
         ("train_sft", "bf16=False", ["--param_dtype fp32"]),
         ("train_sft", "mask_history=false", ["--multiturn"]),
-        ("train_sft", "peft_use_rslora=true", ["square root of the rank", "--lora_alpha"]),
+        ("train_sft", "peft_use_rslora=true", ["--use_rslora"]),
         ("train_sft", "freeze_vit=false", ["--freeze_vision false"]),
         # a family of names, and a path that is about something else than its last part
         ("train_sft", "galore_target=all", ["no counterpart"]),

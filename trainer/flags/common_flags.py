@@ -59,6 +59,8 @@ class LoraArguments:
     target_modules: Optional[str] = arg(
         None, "comma-separated names of the layers, such as q_proj,v_proj (default: all-linear, without the head)"
     )
+    use_dora: bool = arg(False, "DoRA: also train the length of each row of an adapted weight")
+    use_rslora: bool = arg(False, "rsLoRA: scale by --lora_alpha / square root of --lora_rank")
     lora_experts: bool = arg(False, "also adapt the experts of a mixture, each one with its own matrices")
     lora_adapter: Optional[str] = arg(
         None, "adapter folder to go on training, on the base --pretrain; --pretrain ADAPTER names both"

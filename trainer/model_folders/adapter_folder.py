@@ -13,7 +13,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # fields of peft's LoraConfig that change what is computed, and that are read here or by peft's layers
 USED = {"r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "exclude_modules"}
-USED |= {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"}
+USED |= {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "use_dora", "use_rslora"}
 # fields that change nothing of a trained adapter; the dropout is a choice of each run
 WITHOUT_EFFECT = {"peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode"}
 WITHOUT_EFFECT |= {"peft_version", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"}
@@ -30,6 +30,8 @@ class AdapterFacts:
     dropout: float
     target_modules: tuple[str, ...] | str  # a text is peft's regular expression
     has_experts: bool
+    use_dora: bool
+    use_rslora: bool
     base: Optional[str]  # folder or hub name of its base model
     config: dict[str, Any]  # the fields in USED, for peft's LoraConfig
 
@@ -83,6 +85,8 @@ def _facts(config: dict[str, Any]) -> AdapterFacts:
         dropout=dropout,
         target_modules=targets if isinstance(targets, str) else tuple(sorted(map(str, targets))),
         has_experts=bool(config.get("target_parameters")),
+        use_dora=bool(config.get("use_dora")),
+        use_rslora=bool(config.get("use_rslora")),
         base=base or None,
         config={name: config[name] for name in sorted(USED & config.keys())},
     )

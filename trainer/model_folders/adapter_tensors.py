@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.errors import UserError, one_line
 from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, read_adapter
 
+MAGNITUDE = ".lora_magnitude_vector."  # of DoRA: the lengths of the rows of the weight
 NAME = "default"  # peft's name for the only adapter of a model
 
 
@@ -35,7 +36,8 @@ def base_name(name: str) -> str:
 
 def peft_name(name: str) -> str:
     """The name in an adapter file. ...q_proj.lora_A.default.weight becomes base_model.model....q_proj.lora_A.weight."""
-    return f"base_model.model.{name}".replace(f".{NAME}.", ".")
+    name = name.removesuffix(".weight") if MAGNITUDE in name else name
+    return f"base_model.model.{name}.".replace(f".{NAME}.", ".").removesuffix(".")
 
 
 def start_from(model: torch.nn.Module, folder: str, flag: str) -> None:
@@ -72,7 +74,8 @@ def read_tensors(folder: str, flag: str) -> dict[str, torch.Tensor]:
 def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """{name: fp32 tensor} with which an adapter begins; empty for a model without one. See also `start_from`.
 
-    A is uniform in +-1 / sqrt(inputs), as in peft, and depends only on the seed. B is zero. `model` must have the
+    A is uniform in +-1 / sqrt(inputs), as in peft, and depends only on the seed. B is zero. The lengths of DoRA are those of
+    the base, which is not read here. `model` must have the
     shapes of whole tensors.
     """
     if "first_values" in vars(model):
@@ -117,41 +120,60 @@ def merge_adapter(
             yield base_name(name), tensor
             continue
         held.setdefault(layer, []).append(tensor.float())
-        if len(held[layer]) == 3:
-            (weight, a, b), module = held.pop(layer), model.get_submodule(layer)
+        module = model.get_submodule(layer)
+        if len(held[layer]) == 3 + bool(module.use_dora[NAME]):
+            weight, a, b, *magnitude = held.pop(layer)
             update = (b @ a).T if module.fan_in_fan_out else b @ a  # a Conv1D has W transposed
-            yield f"{layer}.weight", (weight + module.scaling[NAME] * update).to(dtype)
+            weight = weight + module.scaling[NAME] * update
+            for lengths in magnitude:  # DoRA (Liu et al. 2024, equation 5)
+                factors = lengths / row_lengths(weight, module.fan_in_fan_out)
+                weight = weight * (factors if module.fan_in_fan_out else factors[:, None])
+            yield f"{layer}.weight", weight.to(dtype)
+
+
+def row_lengths(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The Euclidean lengths (outputs,) of the rows of a weight, or of the columns of a `transposed` one."""
+    return torch.linalg.norm(weight, dim=0 if transposed else 1)
 
 
 class WeightsWithAdapter:
-    """The weights of a base model's folder and the new tensors of an adapter, under the names of the combined model."""
+    """The weights of a base model's folder and the new tensors of an adapter, under the names of the combined model.
 
-    def __init__(self, base, new_tensors: dict[str, torch.Tensor]):
-        self._base, self._new = base, new_tensors
+    Lengths of DoRA that are not among the new tensors are those of the base. `transposed` says its linear layers are.
+    """
+
+    def __init__(self, base, new_tensors: dict[str, torch.Tensor], transposed: bool):
+        self._base, self._new, self._transposed = base, new_tensors, transposed
 
     def dtype(self, name: str) -> str:
-        return "F32" if name in self._new else self._base.dtype(base_name(name))
+        return "F32" if name in self._new or MAGNITUDE in name else self._base.dtype(base_name(name))
 
     def read(self, name: str, region: Optional[tuple[slice, ...]] = None) -> torch.Tensor:
-        if name not in self._new:
+        if name not in self._new and MAGNITUDE not in name:
             return self._base.read(base_name(name), region)
-        return self._new[name] if region is None else self._new[name][region]
+        tensor = self._new.get(name)
+        if tensor is None:
+            weight = self._base.read(f"{name.partition(MAGNITUDE)[0]}.weight").float()
+            tensor = row_lengths(weight, self._transposed)
+        return tensor if region is None else tensor[region]
 
 
 class MergedWeights:
     """The weights of a base model with the update of an adapter folder added, in fp32, read slice by slice.
 
-    W + scale B A, where the scale is alpha / rank (Hu et al. 2021). A module that the adapter holds as a whole replaces
+    W + scale B A, where the scale is alpha / rank (Hu et al. 2021), or alpha / square root of the rank (rsLoRA). A module that the adapter holds as a whole replaces
     that of the base. `shapes` are those of the model, whose linear layers may be `transposed`. Raises UserError if the folder
     does not fit.
     """
 
     def __init__(self, base, folder: str, shapes: dict[str, tuple[int, ...]], transposed: bool):
         facts = read_adapter(folder, folder)
-        if facts.has_experts or facts.config.get("alpha_pattern") or facts.config.get("rank_pattern"):
-            found = "it has experts, or ranks that differ by layer, which only the command export merges"
+        odd = ("target_parameters", "alpha_pattern", "rank_pattern", "use_dora")
+        if any(facts.config.get(name) for name in odd):
+            found = "it has experts, DoRA, or ranks that differ by layer, which only the command export merges"
             raise UserError(folder, found, instead=f"Merge it: python -m trainer.cli.export {folder} MODEL")
-        self._base, self._scale, self._transposed = base, facts.alpha / facts.rank, transposed
+        divisor = facts.rank**0.5 if facts.use_rslora else facts.rank
+        self._base, self._scale, self._transposed = base, facts.alpha / divisor, transposed
         held = {name.removeprefix("base_model.model."): tensor for name, tensor in read_tensors(folder, folder).items()}
         layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
         self._updates = {

@@ -102,11 +102,12 @@ def open_weights(model, folder: str, names: list[str], new: dict[str, torch.Tens
     if left_out:
         return UnreadWeights(model)
     if has_adapter(model):
-        names = [adapter_tensors.base_name(name) for name in names if name not in new]
+        names = [adapter_tensors.base_name(name) for name in names if name not in new and ".lora_" not in name]
     weights = _open_folder(model, folder, names)
     if adapter:
         weights = _merged(model, weights, adapter)
-    return adapter_tensors.WeightsWithAdapter(weights, new) if has_adapter(model) else weights
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2
+    return adapter_tensors.WeightsWithAdapter(weights, new, transposed) if has_adapter(model) else weights
 
 
 def _merged(model, weights, adapter: str):

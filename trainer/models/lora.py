@@ -28,6 +28,8 @@ class LoraOptions:
     dropout: float = 0.0
     target_modules: Optional[tuple[str, ...]] = None
     experts: bool = False  # also the stacked experts of mixtures, each with matrices of its own
+    dora: bool = False  # DoRA (Liu et al. 2024): also the length of each row of the weight is trained
+    rslora: bool = False  # rsLoRA (Kalajdzievski 2023): the scale is alpha / square root of the rank
     start: Optional[str] = None  # the folder of an adapter to go on from: its config decides all but the dropout
 
 
@@ -50,6 +52,8 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
         "target_modules": None if options.start else list(options.target_modules or default_targets(model)),
         "target_parameters": _stacked_experts(model) if options.experts else None,
         "exclude_modules": heads or None,
+        "use_dora": options.dora,
+        "use_rslora": options.rslora,
     }
     if options.start:
         layers = read_adapter(options.start, START).config

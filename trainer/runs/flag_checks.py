@@ -82,6 +82,8 @@ def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
         "lora_alpha": (lora.lora_alpha, facts.alpha),
         "target_modules": (given, names),
         "lora_experts": (lora.lora_experts or None, facts.has_experts),
+        "use_dora": (lora.use_dora or None, facts.use_dora),
+        "use_rslora": (lora.use_rslora or None, facts.use_rslora),
     }
     for name, (wanted, held) in pairs.items():
         if wanted is not None and wanted != held:
@@ -90,6 +92,7 @@ def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
             found = f"{vars(lora)[name]}, but {lora.lora_adapter} has {shown}"
             raise UserError(f"--{name}", found, instead=f"Leave out --{name}: the adapter decides it.")
     lora.lora_rank, lora.lora_experts = facts.rank, facts.has_experts
+    lora.use_dora, lora.use_rslora = facts.use_dora, facts.use_rslora
     lora.lora_alpha = facts.alpha if isinstance(facts.alpha, int) else None
     lora.target_modules = ",".join(names) if names else None
 

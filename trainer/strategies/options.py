@@ -25,6 +25,7 @@ class StrategyOptions:
     deterministic: bool = True
     lora_rank: Optional[int] = None
     lora_experts: bool = False
+    use_dora: bool = False
     load_in_4bit: bool = False
     compile: bool = False
     reduce_once: bool = False

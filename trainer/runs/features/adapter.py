@@ -18,7 +18,8 @@ def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str, s
     names = names_of(flags.target_modules or "")
     targets = None if names in ((), ("all-linear",), ("all",)) else names  # peft's and LLaMA-Factory's names for all
     alpha = flags.lora_alpha or 2 * flags.lora_rank
-    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, flags.lora_experts, start)
+    kind = {"experts": flags.lora_experts, "dora": flags.use_dora, "rslora": flags.use_rslora, "start": start}
+    options = LoraOptions(flags.lora_rank, alpha, flags.lora_dropout, targets, **kind)
     add_adapter(model, options, os.path.abspath(pretrain) if os.path.isdir(pretrain) else pretrain)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     origin = f", from {start}" if start else ""
