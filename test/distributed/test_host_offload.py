@@ -3,7 +3,7 @@
 import torch
 
 from trainer.datasets.batches.global_batches import to_device
-from trainer.distributed.host_offload import bring_back, keep_on_host, take_to_host
+from trainer.distributed.host_offload import added_to_earlier, bring_back, keep_on_host, take_to_host
 
 
 def test_frozen_weights_are_on_the_device_only_during_a_forward_pass():
@@ -18,6 +18,19 @@ def test_frozen_weights_are_on_the_device_only_during_a_forward_pass():
         for name, weight in model.state_dict().items():
             assert torch.equal(weight, expected[name])
     assert seen == ["meta", "meta"]
+
+
+def test_new_gradients_are_added_to_earlier_ones():
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    (one * 3).sum().backward()
+    first = one.grad
+    with added_to_earlier([one, other]):
+        assert one.grad is None
+        (one * 4 + other).sum().backward()
+    assert one.grad is first and one.grad.tolist() == [7, 7] and other.grad.tolist() == [1, 1]
+    with added_to_earlier([one]):
+        pass  # a micro-batch that does not reach it
+    assert one.grad.tolist() == [7, 7]
 
 
 def test_a_failed_forward_pass_leaves_the_weights_on_the_host():

@@ -44,6 +44,7 @@ class Cell:
 
 # the most waits of a step: its end has 3, and each of 2 layers with shared experts has one in each of 2 micro-batches
 MOST_WAITS = {"sft 2 x fsdp2 --expert_parallel_size 2 bf16 experts": 3 + 2 * 2}
+MOST_WAITS |= {f"sft {ranks} x fsdp2 --adam_offload fp32": 1 for ranks in (1, 2)}
 STAGES = [("fsdp2", ""), *(("deepspeed", f"--zero_stage {stage}") for stage in range(4))]
 LARGE = [("fsdp2", ""), ("deepspeed", "--zero_stage 2"), ("deepspeed", "--zero_stage 3")]
 

@@ -1,8 +1,11 @@
 """Move tensors to host memory and back: frozen models that wait there, and storages that are empty for a while."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
+
+from trainer.distributed.sharded_tensors import to_local_if_dtensor
 
 
 def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -31,6 +34,22 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     model.register_forward_pre_hook(lambda *_: put(True))
     model.register_forward_hook(lambda *_: put(False), always_call=True)
     return model
+
+
+@contextlib.contextmanager
+def added_to_earlier(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, a backward pass finds no gradients. Afterwards, the earlier ones are added to the new ones.
+
+    FSDP2 copies a gradient to host memory without waiting only where it has nothing to add it to.
+    """
+    earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    yield
+    for parameter, total in earlier:
+        if parameter.grad is not None:
+            to_local_if_dtensor(total).add_(to_local_if_dtensor(parameter.grad))
+        parameter.grad = total
 
 
 def take_to_host(tensors: Iterable[torch.Tensor]) -> list[tuple]:

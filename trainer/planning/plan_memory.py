@@ -170,6 +170,8 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
         return Needs(found.load, found.step + extra, found.state, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
     buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
+    if layout.backend == "fsdp2":
+        buffers = max(buffers, GRADS * p / n)  # gradients of a micro-batch, before they are added to the earlier ones
     return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, 0.0, state + buffers)
 
 

@@ -21,7 +21,7 @@ from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.bucketed_gather import gathered, piece_of
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
-from trainer.distributed.host_offload import bring_back, take_to_host
+from trainer.distributed.host_offload import added_to_earlier, bring_back, take_to_host
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas, replicated_axes
 from trainer.distributed.sharded_tensors import even_placement, local_region, part_of, to_local_if_dtensor, whole
@@ -197,7 +197,10 @@ class FSDP2Strategy:
         elif replicated:
             model.set_requires_all_reduce(is_last)
         factor = self.meshes.loss.size() * self._scale() / num_targets
-        (loss_sum * factor).backward()
+        in_host_memory = self.options.adam_offload and isinstance(model, FSDPModule)
+        sharded = [parameter for _, _, parameter in _trained_parts(model)] if in_host_memory else []
+        with added_to_earlier(sharded):
+            (loss_sum * factor).backward()
         if replicated and is_last:
             groups = (group for part in model.modules() if isinstance(part, FSDPModule) for group in _groups(part))
             if any(group._partial_reduce_output is not None for group in groups):
