@@ -213,12 +213,16 @@ def test_vllm_chooses_its_batch_on_a_gpu_and_strict_mode_rests_while_it_starts(c
 
 def test_engines_give_the_gpu_back_while_training(calls):
     calls.note(torch.cuda, "empty_cache")
-    hf, model = HFEngine.__new__(HFEngine), SimpleNamespace()
-    model.to = lambda place: calls.found.append(("to", place))
-    hf.model, hf.device = model, CARD
-    hf.sleep()
-    hf.wake()
-    assert calls.found == [("to", "cpu"), ("empty_cache",), ("to", CARD)]
+    hf, model = HFEngine.__new__(HFEngine), torch.nn.Linear(3, 2)
+    model.all_tied_weights_keys = {}
+    hf.model, hf.device, hf.dropped = model, CARD, []
+    for _ in range(2):  # twice is once
+        hf.sleep()
+    assert [p.untyped_storage().nbytes() for p in model.parameters()] == [0, 0]
+    for _ in range(2):
+        hf.wake()
+    assert [p.untyped_storage().nbytes() for p in model.parameters()] == [24, 8]  # update_weights fills them
+    assert calls.found == [("empty_cache",)] * 2
     calls.found.clear()
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.device, engine._sleeping = CARD, False

@@ -20,6 +20,30 @@ def test_frozen_weights_are_on_the_device_only_during_a_forward_pass():
     assert seen == ["meta", "meta"]
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3)
+
+    def forward(self, hidden):
+        return self.inner(hidden)
+
+
+def test_one_layer_at_a_time_is_on_the_device():
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(3, 3)).requires_grad_(False)
+    model._no_split_modules = ["Block"]
+    keep_on_host(model, torch.device("meta"))
+    seen = []
+    for part in model:
+        part.register_forward_hook(lambda *_: seen.append([p.device.type for p in model.parameters()]))
+    model(torch.zeros(1, 3, device="meta"))
+    assert seen == [["cpu"] * 4 + ["meta"] * 2] * 3  # the hook of a block comes after its weights have gone
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    model[0].inner.register_forward_hook(lambda *_: seen.append([p.device.type for p in model.parameters()]))
+    model(torch.zeros(1, 3, device="meta"))
+    assert seen[3] == ["meta"] * 2 + ["cpu"] * 2 + ["meta"] * 2
+
+
 def test_new_gradients_are_added_to_earlier_ones():
     one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     (one * 3).sum().backward()

@@ -126,6 +126,7 @@ def make_rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
                 samples = scored_samples(roles, run.state, run.options, run.recorded, facts)
                 if roles.engine is not None:
                     roles.engine.sleep()
+                    roles.synced_step = None  # it keeps no weights while it sleeps
         except UserError:
             run.state.load_state_dict(before)
             raise

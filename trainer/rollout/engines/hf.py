@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.distributed.host_offload import drop, restore_room
 from trainer.model_folders.model_folder import restore_computed_buffers, stored_tensors
 from trainer.models.layers.compiled import compile_decoding
 from trainer.models.layers.routing_replay import RecordedRows, Routers
@@ -65,7 +66,7 @@ class HFEngine:
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
         self.kind_of_rows, self.read_images = CachedRows if cached else UncachedRows, read_images
         self.options = {"compiled": compile_decoding(self.model)} if compiled and cached else {}
-        self.routers = None
+        self.routers, self.dropped = None, []  # storages that sleep has emptied
         if record_experts:
             self.routers = Routers(model, config)
             self.routers.records = True
@@ -91,13 +92,14 @@ class HFEngine:
         return held.hexdigest(), num_bytes
 
     def sleep(self) -> None:
-        """Free the accelerator's memory for training."""
-        self.model.to("cpu")
+        """Free the memory of the weights for training. `update_weights` must bring them again after `wake`."""
+        self.dropped = self.dropped or drop(stored_tensors(self.model).values())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self.model.to(self.device)
+        restore_room(self.dropped)
+        self.dropped = []
 
     def generate(
         self,
