@@ -4,11 +4,13 @@ docs/gpu.md lists what each test executes.
 """
 
 import contextlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, masking_utils
 
 from trainer.checkpoints import run_state
@@ -25,7 +27,8 @@ from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
 from trainer.model_parallel import expert_parallel
-from trainer.models.attention import flash_limits
+from trainer.models.attention import flash, flash_limits
+from trainer.models.attention.flash import use_flash_attention_3
 from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_inputs
 from trainer.rollout.engines import vllm
 from trainer.rollout.engines.hf import HFEngine
@@ -33,7 +36,7 @@ from trainer.rollout.engines.vllm import VLLMEngine
 from trainer.runs import run_setup
 from trainer.runs.features import precompute
 from trainer.runs.rl import rl_engines
-from trainer.runs.run_setup import set_up, set_up_gpu
+from trainer.runs.run_setup import kernels_line, set_up, set_up_gpu
 from trainer.training import loop
 from trainer.training.checkpointing import Progress, SavePolicy
 
@@ -264,13 +267,43 @@ def test_a_run_on_a_gpu_is_set_up_for_it(calls, monkeypatch, tmp_path):
     calls.note(dist, "get_world_size", 1)
     calls.note(dist, "get_rank", 0)
     calls.note(run_setup, "set_up_gpu")
+    calls.note(run_setup, "use_flash_attention_3", True)
+    strategy.print = lambda line: calls.found.append(("print", line))
     args = from_flat(SFTArguments, {"pretrain": str(tmp_path / "model"), "adam_offload": True})
     setup = set_up("train_sft", args, longest=8)
     made = [call for call in calls.found if call[0].startswith("set")]
     assert made == [("setup_distributed",), ("set_up_gpu", True, False)] and setup.attention == "sdpa"
+    assert ("use_flash_attention_3", CARD) in calls.found
+    assert [call[1] for call in calls.found if call[0] == "print"] == [kernels_line(True, True)]
     args.layout.cpu_matmul = "mkl"
     with pytest.raises(UserError, match="--cpu_matmul mkl on a GPU"):
         set_up("train_sft", args, longest=8)
+
+
+@pytest.fixture
+def flash_attention_3(monkeypatch):
+    """A package flash-attn 3 without kernels."""
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        library.define(f"{name}(Tensor query) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    flash.flash_fault.cache_clear()
+    yield
+    flash.flash_fault.cache_clear()
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.parametrize("capability, taken", [((9, 0), "FA3"), ((8, 0), None), ((10, 0), None)])
+def test_torchs_attention_calls_flash_attention_3_where_it_can(monkeypatch, flash_attention_3, capability, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert use_flash_attention_3(CARD) == bool(taken) and current_flash_attention_impl() == taken
+
+
+def test_the_first_lines_say_which_kernels_a_gpu_takes():
+    assert kernels_line(True, True) == (
+        "attention: FlashAttention 3, deterministic: its backward pass is slower than with --deterministic false"
+    )
+    assert "no two runs have the same bits" in kernels_line(False, False)
 
 
 def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):

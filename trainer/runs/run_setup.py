@@ -15,6 +15,7 @@ from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
 from trainer.models.attention.choice import resolve_attention, setup_attention
+from trainer.models.attention.flash import use_flash_attention_3
 from trainer.models.attention.packed_masks import no_search_for_packed_rows
 from trainer.models.cpu_matmul import choose_cpu_matmul
 from trainer.models.model_loading import check_code, load_tokenizer, resolve_model_folder
@@ -58,6 +59,8 @@ def set_up(
         set_up_cpu(strategy, args.layout.cpu_matmul)
     else:
         set_up_gpu(args.layout.adam_offload, vllm)
+        takes_3 = args.model.attn_implementation == "auto" and use_flash_attention_3(strategy.device)
+        strategy.print(kernels_line(takes_3, args.layout.deterministic))
     if is_demo:
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")
         rank_0_first(lambda: make_demo(DEMO_DIR))
@@ -134,6 +137,14 @@ def set_up_gpu(adam_offload: bool, vllm: bool) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if adam_offload and torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, _num_cores() // _num_local_ranks()))
+
+
+def kernels_line(flash_3: bool, deterministic: bool) -> str:
+    """Which kernels a run on GPUs takes, and what determinism costs. A person may not expect either."""
+    attention = "FlashAttention 3" if flash_3 else "that of torch"
+    if not deterministic:
+        return f"attention: {attention}; no two runs have the same bits (--deterministic false)"
+    return f"attention: {attention}, deterministic: its backward pass is slower than with --deterministic false"
 
 
 def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str]:

@@ -10,11 +10,13 @@ import importlib.metadata
 from typing import Optional
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
 from trainer.errors import one_line
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
 # flash-attn-4 installs into the same folder, flash_attn, as flash-attn 2, but it has none of its modules
 PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}
@@ -31,6 +33,18 @@ def flash_fault(version: int) -> Optional[str]:
         if _is_installed(PACKAGES[version]):
             return f"the installed {PACKAGES[version]} cannot be imported: {one_line(error)}"
         return f"flash-attn {version} is not installed{f', only {others}' if others else ''}"
+
+
+def use_flash_attention_3(device: torch.device) -> bool:
+    """Let torch's own attention call FlashAttention 3. Return False where the GPU or the package does not allow that.
+
+    torch has kernels of FlashAttention 2 only, and calls others if it is told to. Those of FlashAttention 3 are for Hopper,
+    and have a deterministic backward pass.
+    """
+    fits = torch.cuda.get_device_capability(device) == HOPPER and flash_fault(3) is None
+    if fits:
+        activate_flash_attention_impl("FA3")
+    return fits
 
 
 def has_flash_attn() -> bool:
