@@ -15,6 +15,7 @@ from test_parity_preference import make_mixture_of_experts
 from trainer.cli import train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.runs import outputs
 from trainer.runs.flag_checks import check_outputs
 from trainer.runs.output_folders import make_writable
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
@@ -182,3 +183,12 @@ def test_what_cannot_be_written_is_told_before_the_first_step(folder):
         assert_one_line(output, [flag, "afile", "a folder that can be written"])
     with pytest.raises(UserError, match="--save_path: /proc/none"):
         make_writable("--save_path", "/proc/none")
+
+
+def test_versions_name_the_kernels_that_a_machine_has(monkeypatch):
+    """transformers takes fla, causal-conv1d and mamba-ssm wherever it can import them. The certificate has these versions."""
+    own, real = {"flash-linear-attention": "0.6.0", "causal-conv1d": "1.6.0"}, outputs.importlib.metadata.version
+    monkeypatch.setattr(outputs.importlib.metadata, "version", lambda name: own.get(name) or real(name))
+    found = outputs.versions()
+    assert found.items() >= own.items() and {"python", "torch", "deepspeed"} <= found.keys()
+    assert "mamba-ssm" not in found

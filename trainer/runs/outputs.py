@@ -149,9 +149,40 @@ def _deciding(config: dict) -> dict:
     return yaml.safe_load(yaml.dump({k: v for k, v in config.items() if k not in OF_A_RESUME}, None, ConfigDumper))
 
 
+# packages with kernels of attention, linear attention, losses and 4-bit weights
+KERNELS = [
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "ring-flash-attn",
+    "flash-linear-attention",
+    "fla-core",
+    "causal-conv1d",
+    "mamba-ssm",
+    "liger-kernel",
+    "kernels",
+    "triton",
+    "bitsandbytes",
+    "vllm",
+    "peft",
+]
+
+
 def versions() -> dict[str, str]:
-    packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors"]
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+    """The version of Python, of the packages that every run uses, and of the packages with kernels that are installed.
+
+    transformers takes the kernels of some packages by itself where it can import them.
+    """
+    packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors", *KERNELS]
+    found = {name: version_of(name) for name in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # --- the trained model

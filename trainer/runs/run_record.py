@@ -1,7 +1,6 @@
 """Gather the identity of a run: its flags, and the contents of what they name. See `checkpoints/run_identity.py`."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
@@ -24,24 +23,9 @@ from trainer.model_folders.adapter_folder import is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
 from trainer.models.model_loading import resolve_adapted_model, resolve_model_folder
-from trainer.runs.outputs import versions
+from trainer.runs.outputs import KERNELS, version_of, versions
 from trainer.runs.preference_runs import needs_reference
 
-# packages with kernels of attention, linear attention, losses and 4-bit weights
-KERNELS = [
-    "flash-attn",
-    "flash-attn-3",
-    "ring-flash-attn",
-    "flash-linear-attention",
-    "causal-conv1d",
-    "mamba-ssm",
-    "liger-kernel",
-    "kernels",
-    "triton",
-    "bitsandbytes",
-    "vllm",
-    "peft",
-]
 # of a config: they name it and its file, and change no number of the model
 WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
 HASHED_WHOLE = 2 << 30  # bytes of weights; of larger models, three parts of each tensor are hashed
@@ -61,15 +45,8 @@ def identity_of(run, flags) -> Identity:
         packages = {name: version_of(name) for name in KERNELS}
         kernels = {"attention": run.setup.attention, "device": device_name(run.setup.strategy.device)}
         kernels |= {"cpu_matmul": chosen()} if kernels["device"] == "cpu" else {}
-        record |= {"content": contents(run, flags), "versions": versions() | packages, "kernels": kernels}
+        record |= {"content": contents(run, flags), "versions": packages | versions(), "kernels": kernels}
     return Identity(sealed(record), defaults, allowed)
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def device_name(device: torch.device) -> str:
