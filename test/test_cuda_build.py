@@ -1,5 +1,6 @@
 """The CUDA build of torch without a card: docs/fake_gpu.md has every cell, and a sample runs where its environment is."""
 
+import json
 import math
 import os
 import sys
@@ -36,3 +37,16 @@ def test_a_sample_of_cells_runs(tmp_path):
         FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT),
     )
     assert code == 0, output[-3000:]
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / "kernels").exists(), reason="test/fake_gpu/run.sh installs fla and liger-kernel")
+def test_kernels_of_fla_and_liger_equal_their_formulas_in_tritons_interpreter():
+    code, output = run_process(
+        [str(ENVIRONMENT / "bin/python"), str(KIT / "interpreted.py")],
+        timeout=300,
+        PYTHONPATH=str(ENVIRONMENT / "kernels"),
+    )
+    assert code == 0, output[-3000:]
+    found = json.loads(output.splitlines()[-1])
+    assert len(found) == 6
+    assert max(max(pair) for pair in found.values()) <= 1e-6, found

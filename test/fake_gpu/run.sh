@@ -10,6 +10,9 @@ if [[ ! -f "$ENVIRONMENT/.installed" ]]; then
     # "===" takes the build without a local version, which is the one for CUDA
     PIP_FIND_LINKS= "$PYTHON" -m pip install --quiet "torch===2.13.0" --index-url https://pypi.org/simple
     "$PYTHON" -m pip install --quiet -c constraints.txt -e ".[lora]"
+    # apart: transformers would take fla's kernels wherever it can import them
+    "$PYTHON" -m pip install --quiet --no-deps --target "$ENVIRONMENT/kernels" flash-linear-attention==0.6.0 fla-core==0.6.0 \
+        liger-kernel==0.8.5 einops==0.8.2
     touch "$ENVIRONMENT/.installed"
 fi
 LIBRARIES="$ENVIRONMENT/fake_gpu"
