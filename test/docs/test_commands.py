@@ -18,10 +18,10 @@ from trainer.flags.kd_flags import KDArguments
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
-from trainer.flags.rl_flags import PPOArguments
+from trainer.flags.rl_flags import EvaluateArguments, PPOArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
-ARGUMENTS |= {"train_kd": KDArguments}
+ARGUMENTS |= {"train_kd": KDArguments, "evaluate": EvaluateArguments}
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     block

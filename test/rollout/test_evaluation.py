@@ -5,13 +5,16 @@ import json
 import statistics
 
 import pytest
-from launch import read_rows, train_many
+from launch import forked, read_rows, train_many
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.samples import Sample
-from trainer.rollout.shares import pass_at, sizes_of_pass
+from trainer.rollout.shares import QUANTILE, mean_and_interval, pass_at, sizes_of_pass
+from trainer.runs.rl.evaluation_checks import checked
 
 
 @pytest.mark.parametrize("num_right", range(7))
@@ -105,3 +108,80 @@ def test_the_metrics_are_those_of_the_answers(runs):
     assert last["eval_pass_at_3"] == pytest.approx(statistics.mean(map(max, groups)))
     assert last["eval_pass_at_3/set/two"] == pytest.approx(statistics.mean(map(max, groups[2:])))
     assert first["eval_pass_at_2"] == last["eval_pass_at_2"]
+
+
+# --- the command
+
+
+def test_intervals():
+    """Wilson's ends solve (p - share)^2 = z^2 p (1 - p) / n. A bootstrap is near the normal interval of many values."""
+    found = mean_and_interval([1.0] * 7 + [0.0] * 13)
+    for end in (found.low, found.high):
+        assert (end - 0.35) ** 2 == pytest.approx(QUANTILE**2 * end * (1 - end) / 20)
+    assert found.interval == "wilson" and mean_and_interval([0.0] * 5).low == 0.0 < mean_and_interval([0.0] * 5).high
+    values = [n % 10 / 10 for n in range(400)]
+    found, half = mean_and_interval(values), QUANTILE * statistics.pstdev(values) / 20
+    assert found.interval == "bootstrap" and found == mean_and_interval(values)
+    assert [found.low, found.high] == pytest.approx([0.45 - half, 0.45 + half], abs=0.004)
+
+
+LETTERS = """
+def reward_func(prompts, responses, labels):
+    return [float("e" in response[-4:]) for response in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory, shared_data):
+    """An evaluation of stories260K on two ranks, greedy and fp32, and its flags."""
+    folder = tmp_path_factory.mktemp("command")
+    model, stories = (
+        shared_data / "models/stories260K-hf",
+        ("Once upon a time", "Lily saw a big", "The dog ran to", "Tom was"),
+    )
+    rows = [{"start": text, "kind": text[0]} for text in (*stories, "A very little")]
+    (folder / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "letters.py").write_text(LETTERS)
+    line = ["--pretrain", str(model), "--dataset", f"{folder}/stories.jsonl", "--input_key", "start"]
+    line += ["--reward_func", f"{folder}/letters.py", "--eval_source_key", "kind", "--param_dtype", "fp32"]
+    line += ["--generate_max_len", "20", "--prompt_max_len", "64", "--output_dir", str(folder / "out")]
+    code, output = forked(2, "-m", "trainer.cli.evaluate", *line, timeout=120)
+    assert code == 0, output[-3000:]
+    return folder, model, line, output
+
+
+def test_the_answers_of_evaluate_are_those_of_a_plain_loop(command):
+    folder, path, _, output = command
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    rows = [json.loads(line) for line in (folder / "out/answers.jsonl").read_text().splitlines()]
+    scores = []
+    for row, asked in zip(rows, (folder / "stories.jsonl").read_text().splitlines(), strict=True):
+        ids = tokenizer(json.loads(asked)["start"], return_tensors="pt").input_ids
+        answer = model.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :].tolist()
+        assert row["response_ids"] == answer
+        scores.append(float("e" in tokenizer.decode(answer, skip_special_tokens=True)[-4:]))
+    assert [row["score"] for row in rows] == scores and 0 < sum(scores) < 5, "the scores differ"
+    found = json.loads((folder / "out/evaluation.json").read_text())
+    whole = found["results"]["all"]
+    assert whole["pass_at_1"]["mean"] == pytest.approx(sum(scores) / 5) and whole["prompts"] == 5
+    assert found["results"]["kind/T"]["pass_at_1"]["mean"] == pytest.approx((scores[2] + scores[3]) / 2)
+    assert whole["pass_at_1"]["interval"] == "wilson" and found["flags"]["eval_dataset"].endswith("stories.jsonl")
+    shown = next(line for line in output.splitlines() if line.startswith("all "))
+    assert f"{sum(scores) / 5:.4f} [{whole['pass_at_1']['low']:.4f}, {whole['pass_at_1']['high']:.4f}]" in shown
+
+
+def test_evaluate_refuses_in_one_line(command):
+    folder, _, line, _ = command
+    cases = {
+        f"--output_dir: {folder}/out holds another evaluation": line,
+        "--eval_samples 4 without --eval_temperature": [*line, "--eval_samples", "4"],
+        "--reward_func: missing": [*line[:6], "--output_dir", f"{folder}/new"],
+        "--pretrain: missing": line[2:],
+        "--eval_top_p: 1.5": [*line, "--eval_temperature", "1", "--eval_top_p", "1.5"],
+    }
+    for start, flags in cases.items():
+        with pytest.raises(UserError) as error:
+            checked(flags)
+        assert str(error.value).startswith(start)
+    with pytest.raises(UserError, match="train_sft"):
+        checked([*line, "--max_len", "5"])

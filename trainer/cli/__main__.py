@@ -15,6 +15,7 @@ from trainer.entry import EXIT_INTERRUPTED, leave, run_command
 from trainer.errors import UserError
 
 TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
+RANKED = {**TRAINING, "eval": "evaluate"}  # commands that start ranks
 OTHERS = (
     "check", "doctor", "export", "make_demo", "plan", "prepare_data", "report", "serve_engine", "serve_rm", "verify_run",
     "watch",
@@ -24,9 +25,10 @@ NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend
 USAGE = f"""usage: trainer COMMAND [--nproc N] [--flag value ...]
 
 to train:   {", ".join(TRAINING)}
+to measure: eval
 besides:    {", ".join(OTHERS)}
 
---nproc N   ranks on this machine (default: 1), for commands that train
+--nproc N   ranks on this machine (default: 1), for commands that train, and for eval
 {", ".join(f"--{name}" for name in NODE_FLAGS)}: as torchrun has them, for several machines
 
 example:    trainer sft --nproc 2 --pretrain MODEL --dataset data.jsonl --apply_chat_template
@@ -38,9 +40,9 @@ def run(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
-    name = TRAINING.get(argv[0], argv[0])
-    if name not in (*TRAINING.values(), *OTHERS):
-        raise UserError(argv[0], "no such command", ", ".join((*TRAINING, *OTHERS)))
+    name = RANKED.get(argv[0], argv[0])
+    if name not in (*RANKED.values(), *OTHERS):
+        raise UserError(argv[0], "no such command", ", ".join((*RANKED, *OTHERS)))
     door = importlib.import_module(f"trainer.cli.{name}")
     num_ranks, nodes, flags = split(argv[1:]) if name not in OTHERS else (1, {}, argv[1:])
     if num_ranks > 1 or nodes:

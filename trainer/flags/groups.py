@@ -19,6 +19,23 @@ def group(kind: type):
     return dataclasses.field(default_factory=kind)
 
 
+def some_flags(kind: type, names: str) -> type:
+    """A group with only these flags of another one, in its order. `names` are separated by spaces."""
+    wanted, hints = set(names.split()), typing.get_type_hints(kind)
+    fields = [
+        (
+            f.name,
+            hints[f.name],
+            dataclasses.field(default=f.default, default_factory=f.default_factory, metadata=f.metadata),
+        )
+        for f in dataclasses.fields(kind)
+        if f.name in wanted
+    ]
+    if missing := wanted - {name for name, *_ in fields}:
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(missing))}")
+    return dataclasses.make_dataclass(kind.__name__, fields, namespace={"__doc__": kind.__doc__})
+
+
 def groups_of(command: type) -> dict[str, type]:
     """{attribute: dataclass of flags} of a command, in the order of --help."""
     return {field.name: field.default_factory for field in dataclasses.fields(command)}

@@ -51,7 +51,8 @@ def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
     check_free(folder, overwrite, resumes)
     if holds_run(folder) and not resumes:
         lock_folder(folder)
-        for name in f"{METRICS_FILE} config.yaml certificate.json tensorboard checkpoints rollouts.jsonl ahead".split():
+        files = f"{METRICS_FILE} config.yaml certificate.json rollouts.jsonl"
+        for name in f"{files} tensorboard checkpoints evaluations ahead".split():
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     make_writable("--output_dir", folder)
