@@ -217,7 +217,9 @@ def test_importance_weights_are_the_ratios_of_tokens_or_responses(level, masked)
     lengths = [len(ratios) for ratios in responses]
     log_ratio = torch.tensor([r for ratios in responses for r in ratios], dtype=torch.float64).log()
     mask = adv.rows_mask(lengths)
-    weights = adv.importance_weights(adv.to_rows(log_ratio, mask), mask, level, 2.2, masked)[mask]
+    rows = adv.to_rows(log_ratio, mask)
+    kept = adv.within_ratios(rows, mask, level, (1 / 2.2, 2.2)) if masked else mask
+    weights = (adv.importance_weights(rows, mask, level, 2.2) * kept)[mask]
     expected = [w for ratios in responses for w in plain_weights(ratios, level, 2.2, masked)]
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
     assert (0 in expected) == masked and len(set(expected)) > 2
@@ -226,8 +228,8 @@ def test_importance_weights_are_the_ratios_of_tokens_or_responses(level, masked)
 def test_a_ratio_beyond_range_gets_the_cap_or_nothing():
     log_ratio, mask = torch.tensor([[800.0, 800.0]], dtype=torch.float64), adv.rows_mask([2])
     for level in ("token", "sequence", "geometric"):
-        assert adv.importance_weights(log_ratio, mask, level, 2.0, False).tolist() == [[2, 2]]
-        assert adv.importance_weights(log_ratio, mask, level, 2.0, True).tolist() == [[0, 0]]
+        assert adv.importance_weights(log_ratio, mask, level, 2.0).tolist() == [[2, 2]]
+        assert not adv.within_ratios(log_ratio, mask, level, (0.5, 2.0)).any()
 
 
 def test_advantages_of_a_teacher_are_the_gradient_of_the_reverse_kl():

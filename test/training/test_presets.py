@@ -1,106 +1,33 @@
-"""Each --preset against the equations of its paper, sample by sample: the flags, the advantages, the loss, its gradient.
-
-The policy is a table of logits (next token by this token). The old policy, the policy and the reference are different
-tables. Samples have one to six tokens, in two micro-batches, one of them packed.
-"""
+"""Each --preset against the equations of its paper, sample by sample: the flags, the advantages, the loss, its gradient."""
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
+from plain_policy import (
+    CUT,
+    GROUP,
+    LENGTHS,
+    MAX_LEN,
+    SCORES,
+    Table,
+    arguments,
+    clipped,
+    found_loss,
+    group_of,
+    log_probs,
+    make_samples,
+    normed,
+)
 
 from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
 from trainer.flags.names.presets import PRESETS, describe_preset
-from trainer.methods.ppo import add_advantages, add_log_probs
-from trainer.methods.ppo_state import RLState
-from trainer.methods.roles import make_policy_loss
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
-from trainer.rollout.micro_batches import SampleSet, collate_samples
-from trainer.rollout.placement import Part
-from trainer.rollout.samples import Sample
 from trainer.runs.rl.rl_checks import validate
-from trainer.runs.rl.rl_options import ppo_options
-
-WORDS, GROUP, MAX_LEN = 11, 4, 6
-LENGTHS, SCORES = [1, 6, 3, 6, 2, 5, 6, 4], [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0]
-CUT = [1, 6]  # the responses that the limit of tokens cut
-
-
-class Table(torch.nn.Module):
-    """A model whose logits depend on the last token only."""
-
-    def __init__(self, seed: int, size: float):
-        super().__init__()
-        start, step = (torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(s)) for s in (0, seed))
-        self.table = torch.nn.Parameter(start + size * step)
-
-    def forward(self, input_ids, **_):
-        return SimpleNamespace(logits=self.table[input_ids])
-
-    def get_output_embeddings(self):
-        return torch.nn.Identity()  # no linear head, so no chunks
-
-
-def make_samples() -> list[Sample]:
-    ids = torch.randint(WORDS, (8, 9), generator=torch.Generator().manual_seed(1)).tolist()
-    return [
-        Sample(n, n // GROUP, row[:2], row[2 : 2 + LENGTHS[n]], [0.0] * LENGTHS[n], n not in CUT, None, SCORES[n])
-        for n, row in enumerate(ids)
-    ]
-
-
-def arguments(*flags: str):
-    line = ["--pretrain", "m", "--dataset", "d", "--reward_func", "r.py", "--n_samples_per_prompt", str(GROUP)]
-    return parse([*line, "--generate_max_len", str(MAX_LEN), *flags])[0]
-
-
-def found_loss(args, old, policy, reference, values) -> torch.Tensor:
-    """The loss of the trainer's own phases: log-probs, advantages, loss."""
-    validate(args)
-    samples, options = make_samples(), ppo_options(args, (0,))
-    rows = SampleSet(samples, args.advantage.loss_agg, args.rollout.generate_max_len, args.advantage.mask_truncated)
-    parts = [
-        collate_samples([rows[n] for n in part], 0, packed) for part, packed in (([0, 1, 2], 0), ([3, 4, 5, 6, 7], 1))
-    ]
-    batch = SimpleNamespace(micro_batches=parts, num_targets=sum(rows["num_loss_tokens"]))
-    strategy = SimpleNamespace(device=torch.device("cpu"), all_reduce=lambda tensor: tensor)
-    roles = SimpleNamespace(
-        routers=None, actor=(old,), has_reference=bool(args.kl.init_kl_coef), reference=reference, critic=None
-    )
-    state = RLState(None, args.kl.init_kl_coef)
-    part = Part(strategy, samples, None)
-    flat = add_log_probs(strategy, roles, [batch, batch], options, part)  # two: off-policy
-    if args.advantage.advantage_estimator == "gae":
-        flat["old_values"] = values
-    add_advantages([batch], samples, part, flat, state, options)
-    loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, None)
-    results = [loss_fn(policy, part) for part in parts]
-    assert sum(int(count) for _, count, _ in results) == batch.num_targets
-    return sum(total for total, _, _ in results) / batch.num_targets
-
 
 # --- the papers, one response at a time
-
-
-def log_probs(model: Table, sample: Sample) -> torch.Tensor:
-    before = [sample.prompt_ids[-1], *sample.response_ids[:-1]]
-    return model.table.log_softmax(-1)[before, sample.response_ids].double()
-
-
-def clipped(ratio, advantage: float, low: float, high: float):
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
-
-def group_of(n: int, scores=SCORES) -> list[float]:
-    return scores[n // GROUP * GROUP : (n // GROUP + 1) * GROUP]
-
-
-def normed(n: int, scores=SCORES) -> float:
-    """DeepSeekMath, section 4.1.2; also DAPO equation 9, GSPO equation 6."""
-    return (scores[n] - statistics.fmean(group_of(n, scores))) / (statistics.stdev(group_of(n, scores)) + 1e-6)
 
 
 def grpo(samples, old, policy, reference, values):

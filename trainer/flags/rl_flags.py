@@ -213,13 +213,25 @@ class AdvantageArguments:
     tis_level: Literal["token", "sequence", "geometric"] = arg(
         "token", "ratio that --tis_cap bounds: of a token, of a whole response, or the geometric mean of a response's"
     )
-    tis_mask: bool = arg(False, "weights outside [1 / --tis_cap, --tis_cap] are 0, instead of at most --tis_cap")
+    tis_floor: float = arg(0.0, "weights of --tis_cap are at least this", type="NonNegativeFloat")
+    tis_mask: bool = arg(False, "reject tokens whose ratio is not in --tis_mask_range: their weight is 0")
+    tis_mask_range: Optional[list[float]] = arg(
+        None, "--tis_mask: least and largest ratio (default: 1 / --tis_cap and --tis_cap)", type=float, nargs=2
+    )
+    tis_mask_level: Optional[Literal["token", "sequence", "geometric"]] = arg(
+        None, "--tis_mask: ratio that it tests (default: --tis_level)"
+    )
     rollout_kl_max: Optional[float] = arg(
         None,
         "no loss for responses whose mean KL(rollout engine || training) per token is above this",
         type="PositiveFloat",
     )
     rollout_kl_estimator: Literal["k1", "k2", "k3"] = arg("k3", "--rollout_kl_max: estimator of the KL")
+    rejected_tokens: Literal["count", "leave"] = arg(
+        "count",
+        "tokens that --tis_mask or --rollout_kl_max reject: count in the mean of the loss with loss 0, as in the papers, or "
+        "leave it, as in verl",
+    )
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",

@@ -236,20 +236,44 @@ def estimate_advantages(
 # --- samples of another policy
 
 
-def importance_weights(
-    log_ratio: torch.Tensor, mask: torch.Tensor, level: str, cap: float, masked: bool
-) -> torch.Tensor:
-    """Weights (n, T) of the tokens, from log pi_train - log pi_rollout (n, T).
+def ratios(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """Ratios pi_train / pi_rollout (n, T), from their logarithms: of a token, or one for all tokens of a response.
 
-    A weight is the ratio of a token, of a whole response (`sequence`, the product), or the geometric mean of a response's
-    ratios. It is at most `cap` C. With `masked`, a weight outside [1 / C, C] is 0 instead.
-
-    token: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training; with `masked`, IcePop (Ling
-    Team 2025, Every step evolves). sequence: Liu et al. 2025, When speed kills stability. geometric: the ratio of GSPO
-    (Zheng et al. 2025, equation 7). Ratios [2, 1/8] of a response: sequence 1/4, geometric 1/2.
+    `sequence` is the product of the response's ratios, `geometric` their geometric mean. Ratios [2, 1/8] of a response:
+    sequence 1/4, geometric 1/2.
     """
     if level != "token":
         sums = (log_ratio * mask).sum(1, keepdim=True)
         log_ratio = (sums / mask.sum(1, keepdim=True) if level == "geometric" else sums).expand_as(log_ratio)
-    ratio = log_ratio.exp()
-    return torch.where((ratio >= 1 / cap) & (ratio <= cap), ratio, 0.0) if masked else ratio.clamp(max=cap)
+    return log_ratio.exp()
+
+
+def importance_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, level: str, cap: float, floor: float = 0.0
+) -> torch.Tensor:
+    """Weights (n, T) of the tokens: the `ratios` of this level, at least `floor` and at most `cap`.
+
+    token: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy training. sequence: Liu et al. 2025,
+    When speed kills stability. geometric: the ratio of GSPO (Zheng et al. 2025, equation 7).
+    """
+    return ratios(log_ratio, mask, level).clamp(floor, cap)
+
+
+def within_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, bounds: tuple[float, float]) -> torch.Tensor:
+    """(n, T) True where the `ratios` of this level are in the closed interval `bounds`. Others are rejected.
+
+    token: IcePop (Ling Team 2025, Every step evolves, arXiv 2510.18855). sequence: masked importance sampling (Liu et al.
+    2025, When speed kills stability). geometric, with weights of tokens: seq-mask-tis of NeMo-RL and OpenRLHF.
+    """
+    found = ratios(log_ratio, mask, level)
+    return (found >= bounds[0]) & (found <= bounds[1])
+
+
+def weights_of_kept(kept: torch.Tensor, mask: torch.Tensor, loss_agg: str) -> torch.Tensor:
+    """Factors (n, T) of `token_weights`, if only the tokens `kept` (n, T) count in the mean. verl's agg_loss does so.
+
+    It is 0 for the rest. With `sequence`, 1 / length becomes 1 / number of kept tokens. Length 3, 2 kept: 3/2.
+    """
+    kept = kept & mask
+    counts = kept.sum(1, keepdim=True).clamp(min=1)
+    return kept * (mask.sum(1, keepdim=True) / counts if loss_agg == "sequence" else 1.0)

@@ -25,11 +25,11 @@ from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
 from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.methods.rollout_corrections import importance_corrections, leave_out
 from trainer.methods.rollout_facts import (
     group_facts,
     log_prob_facts,
     means_over_tokens,
-    rollout_log_probs_of,
     sample_facts,
     score_notes,
     scores_of,
@@ -230,10 +230,14 @@ def add_advantages(
     )
     spread(batches, "advantages", advantages[mask])
     spread(batches, "returns", returns[mask])
-    corrections = importance_corrections(part, mask, flat, options)
-    if corrections:
-        spread(batches, "tis_weights", functools.reduce(torch.mul, corrections.values()))
-    return means_over_tokens(part, advantage_abs=advantages[mask].abs(), **corrections)
+    corrections, rejections = importance_corrections(part, mask, flat, options)
+    kept = functools.reduce(torch.mul, rejections.values(), torch.ones_like(advantages[mask]))
+    if corrections or rejections:
+        spread(batches, "tis_weights", functools.reduce(torch.mul, corrections.values(), kept))
+    if options.rejected_leave:
+        leave_out(part, batches, adv.to_rows(kept, mask) > 0, mask, options.policy.loss_agg)
+    facts = {"rejected_fraction": 1 - kept} if rejections else {}
+    return means_over_tokens(part, advantage_abs=advantages[mask].abs(), **corrections, **rejections, **facts)
 
 
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
@@ -247,23 +251,6 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
         state.moments.update(scores)
         scores = state.moments.normalize(scores)
     return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
-
-
-def importance_corrections(part: Part, mask: torch.Tensor, flat: dict, options: PPOOptions) -> dict[str, torch.Tensor]:
-    """Factors of the loss of each token, because the engine sampled with other log-probs. Flat vectors by their metric."""
-    found = {}
-    if options.tis_cap is None and options.rollout_kl_max is None:
-        return found
-    sampled, trained = rollout_log_probs_of(part), flat["old_log_probs"]
-    if options.tis_cap is not None:
-        log_ratio = adv.to_rows(trained - sampled, mask)
-        weights = adv.importance_weights(log_ratio, mask, options.tis_level, options.tis_cap, options.tis_mask)
-        found["tis_weight"] = weights[mask]
-    if options.rollout_kl_max is not None:
-        rows = adv.to_rows(sampled, mask), adv.to_rows(trained, mask)
-        kept = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
-        found["kept_by_rollout_kl"] = (kept[:, None] & mask)[mask].double()
-    return found
 
 
 def _facts_of_first_update(run: PPORun, batches: list, part: Part, flat: dict) -> dict:

@@ -36,9 +36,12 @@ class PPOOptions:
     kl_horizon: int = 10000
     tis_cap: Optional[float] = None
     tis_level: str = "token"
-    tis_mask: bool = False
+    tis_floor: float = 0.0
+    mask_range: Optional[tuple[float, float]] = None  # of the ratio that --tis_mask tests; None: no mask
+    mask_level: str = "token"
     rollout_kl_max: Optional[float] = None  # responses above it have no loss
     rollout_kl_estimator: str = "k3"
+    rejected_leave: bool = False  # the mean of the loss, as in verl; else they count in it with loss 0
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
     overlong_buffer_len: int = 0

@@ -152,3 +152,7 @@ class Part:
         if counts_here(self.sp_group):  # other sp ranks have the same sums
             shared[self.places] = values.double().cpu()
         return self._strategy.all_reduce(shared.to(self._strategy.device)).cpu()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of these fp64 values over dp x sp, on the CPU (all-reduce)."""
+        return self._strategy.all_reduce(values.double().to(self._strategy.device)).cpu()

@@ -46,6 +46,14 @@ def filtering_range(args: PPOArguments) -> Optional[tuple[float, float]]:
     return wrong + low * (right - wrong), wrong + high * (right - wrong)
 
 
+def mask_range(args: PPOArguments) -> Optional[tuple[float, float]]:
+    """The ratios that --tis_mask keeps. None: it is off."""
+    if not args.advantage.tis_mask:
+        return None
+    low, high = args.advantage.tis_mask_range or (1 / args.advantage.tis_cap, args.advantage.tis_cap)
+    return low, high
+
+
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.methods.ppo`, from the flags."""
     advantages = AdvantageOptions(
@@ -82,9 +90,12 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_horizon=args.kl.kl_horizon,
         tis_cap=args.advantage.tis_cap,
         tis_level=args.advantage.tis_level,
-        tis_mask=args.advantage.tis_mask,
+        tis_floor=args.advantage.tis_floor,
+        mask_range=mask_range(args),
+        mask_level=args.advantage.tis_mask_level or args.advantage.tis_level,
         rollout_kl_max=args.advantage.rollout_kl_max,
         rollout_kl_estimator=args.advantage.rollout_kl_estimator,
+        rejected_leave=args.advantage.rejected_tokens == "leave",
         normalize_reward=args.scores.normalize_reward,
         reward_clip_range=tuple(args.scores.reward_clip_range) if args.scores.reward_clip_range else None,
         overlong_buffer_len=args.scores.overlong_buffer_len,

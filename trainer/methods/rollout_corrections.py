@@ -1,0 +1,52 @@
+"""Corrections of the loss, because the engine sampled with other log-probs than those of training."""
+
+import torch
+
+from trainer.methods import advantages as adv
+from trainer.methods.ppo_state import PPOOptions
+from trainer.methods.roles import denominator
+from trainer.methods.rollout_facts import rollout_log_probs_of
+from trainer.rollout.micro_batches import spread
+from trainer.rollout.placement import Part
+
+
+def importance_corrections(
+    part: Part, mask: torch.Tensor, flat: dict, options: PPOOptions
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(Weights, rejections): factors of the loss of each token, because the engine sampled with other log-probs.
+
+    Both are flat vectors by their metric. A rejection is 0 for a rejected token, else 1.
+    """
+    weights, kept = {}, {}
+    if options.tis_cap is None and options.rollout_kl_max is None:
+        return weights, kept
+    sampled, trained = rollout_log_probs_of(part), flat["old_log_probs"]
+    log_ratio = adv.to_rows(trained - sampled, mask)
+    if options.tis_cap is not None:
+        limits = options.tis_level, options.tis_cap, options.tis_floor
+        weights["tis_weight"] = adv.importance_weights(log_ratio, mask, *limits)[mask]
+    if options.mask_range is not None:
+        within = adv.within_ratios(log_ratio, mask, options.mask_level, options.mask_range)
+        kept["kept_by_tis_mask"] = within[mask].double()
+    if options.rollout_kl_max is not None:
+        rows = adv.to_rows(sampled, mask), adv.to_rows(trained, mask)
+        near = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
+        kept["kept_by_rollout_kl"] = (near[:, None] & mask)[mask].double()
+    return weights, kept
+
+
+def leave_out(part: Part, batches: list, kept: torch.Tensor, mask: torch.Tensor, loss_agg: str) -> None:
+    """Only the tokens `kept` (n, T) count in the mean of each loss (two all-reduces over dp x sp)."""
+    spread(batches, "kept_weights", adv.weights_of_kept(kept, mask, loss_agg)[mask])
+    keeps_any = part.share(kept.any(1)) > 0
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            micro_batch["loss_weights"] = micro_batch["loss_weights"] * micro_batch.pop("kept_weights")
+            here = keeps_any.to(micro_batch["has_loss"].device)[micro_batch["sample_numbers"]]
+            micro_batch["has_loss"] = micro_batch["has_loss"] & here
+    counts = [
+        sum(denominator(micro_batch, loss_agg, part.sp_group) for micro_batch in batch.micro_batches)
+        for batch in batches
+    ]
+    for batch, count in zip(batches, part.total(torch.stack(counts)).tolist()):
+        batch.num_targets = int(count)
