@@ -6,8 +6,6 @@ test/strategies/test_host_memory.py compares real runs with them. Activations, l
 
 from dataclasses import dataclass
 
-from trainer.strategies.options import bucket_elements
-
 MASTERS, MOMENTS, GRADS = 4, 8, 4  # bytes: everything that accumulates is fp32
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default number of fp32 gradients in a reduction
 BUFFER_BYTES = 32 << 20  # for writing a checkpoint: a part of a tensor, and both ends of a file
@@ -68,8 +66,7 @@ def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: 
         state = (width * has_masters + MASTERS + MOMENTS) * p
         return state - MOMENTS * p, state, state + GRADS * p + bucket, (MASTERS + MOMENTS) * p
     if stage == 3:
-        partition, bucket = (width + GRADS) * p / n, 4 * min(p, bucket_elements(n))
-        buffer = 4 * bucket_elements(n) if on_gpu else bucket
+        partition = (width + GRADS) * p / n
         state = partition + sharded + buffer
         return partition + MASTERS * p / n, state, state + 2 * bucket, sharded
     if stage == 1 and has_masters:  # BF16_Optimizer keeps all fp32 gradients between steps

@@ -5,15 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 
-def bucket_elements(num_ranks: int) -> int:
-    """How many gradients ZeRO 3 reduces at a time, on `num_ranks` ranks that share out states.
-
-    It holds up to three buffers of this size. With DeepSpeed's default, 500 million, they would be larger than many models.
-    Here, each rank gets 4 million sums, 16 MB in fp32. From 13 ranks on, a buffer grows no more: 200 MB.
-    """
-    return min(4_000_000 * num_ranks, 50_000_000)
-
-
 @dataclass(frozen=True)
 class StrategyOptions:
     """What a strategy is built from. Every field is the value of the flag with the same name."""

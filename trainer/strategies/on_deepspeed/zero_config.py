@@ -4,7 +4,7 @@ from typing import Optional
 
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.strategies.on_deepspeed.autotp_layers import tensor_parallel_config
-from trainer.strategies.options import StrategyOptions, bucket_elements
+from trainer.strategies.options import StrategyOptions
 
 
 def engine_config(
@@ -18,8 +18,6 @@ def engine_config(
 ) -> dict:
     """The configuration of one engine. `plan` is the tensor-parallel plan, or None without tp."""
     zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
-    if stage == 3:
-        zero["reduce_bucket_size"] = bucket_elements(sizes.dp_replicate * sizes.dp_shard * sizes.sp)
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
     if options.adam_offload and with_optimizer:
