@@ -16,7 +16,16 @@ from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
 from trainer.exact import self_test
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
-from trainer.exact.exact_sums import GRADIENT_GRID, from_grid, on_loss_grid, sum_of_squares, to_grid
+from trainer.exact.exact_reduction import flat_cut
+from trainer.exact.exact_sums import (
+    GRADIENT_GRID,
+    add_to,
+    from_grid,
+    grid_of_squares,
+    on_loss_grid,
+    sum_of_squares,
+    to_grid,
+)
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
 
@@ -43,10 +52,22 @@ def test_gradients_add_up_to_the_rounded_exact_sum_in_any_order():
 def test_the_sum_of_squares_is_that_of_any_order_and_of_any_shards():
     values = spread_values(100_003, seed=1)
     expected = math.fsum((values.double() ** 2).tolist())
-    found = {sum_of_squares(v) for v in (values, values.flip(0), values[torch.randperm(len(values))])}
-    assert len(found) == 1 and found.pop() == pytest.approx(expected, rel=1e-11)
-    assert sum_of_squares(torch.zeros(3)) == 0.0 == sum_of_squares(torch.zeros(0))
-    assert sum_of_squares(torch.tensor([1.0, math.inf])) == math.inf
+    grid = grid_of_squares(values.abs().max().item(), len(values))
+    found = {sum_of_squares(v, grid).item() for v in (values, values.flip(0), values[torch.randperm(len(values))])}
+    found.add(sum(sum_of_squares(part, grid).item() for part in flat_cut("", values, 7)))
+    assert len(found) == 1 and found.pop() * grid == pytest.approx(expected, rel=1e-11)
+    assert 0 < sum_of_squares(values.abs().max().expand(len(values)), grid) < 2**62
+    assert sum_of_squares(torch.zeros(3), grid_of_squares(0.0, 3)) == 0 == sum_of_squares(torch.zeros(0), 1.0)
+
+
+@pytest.mark.parametrize("n", (0, 1, 3, 70_001))
+def test_pieces_of_a_gradient_are_added_as_one(n):
+    values = spread_values(2 * n, seed=5).view(2, n)
+    sums = torch.zeros(n, dtype=torch.int64)
+    largest = [add_to(sums, row) for row in values]
+    assert sums.tolist() == [sum(round(Fraction(x) * 2**48) for x in column) for column in values.T.double().tolist()]
+    assert max(largest) == (values.abs().max().item() if n else 0.0)
+    assert n == 0 or add_to(sums, torch.full((n,), math.nan)) == math.inf
 
 
 def test_losses_add_up_exactly_and_keep_their_gradient():
@@ -214,6 +235,27 @@ def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):
     assert first_difference(plain, plain) is None
     expected = "grads_step1.safetensors: b differs in 1 of 2 elements, first at (1,), by up to 1 ulp"
     assert first_difference(plain, planted) == expected
+
+
+def test_pairs_have_equal_bits_too(shared_data, tmp_path):
+    """train_dpo with its reference, and train_rm with its new head: other backends, ranks, pairs in a micro-batch."""
+    data = ["--dataset", f"{shared_data}/gsm8k/pairs.jsonl", "--train_batch_size", "8", "--max_samples", "13"]
+
+    def of(command: str, name: str) -> list[str]:
+        flags = ["--pretrain", f"{shared_data}/models/stories260K-hf", *data, "--max_len", "160", "--max_steps", "3"]
+        flags += ["--learning_rate", "1e-3", "--no_save", "--exact", "--param_dtype", "fp32"]
+        flags += [*BACKENDS[name.split("-")[0]], "--micro_train_batch_size", "2" if "mb2" in name else "1"]
+        flags += ["--packing_samples"] if "packed" in name else []
+        folder = tmp_path / f"{command}-{name}"
+        return [command, *flags, "--output_dir", str(folder), "--parity_dump", str(folder / "parity")]
+
+    train_many(1, [of("train_dpo", "z1"), of("train_rm", "f")], tmp_path, 300)
+    train_many(2, [of("train_dpo", "f-mb2-packed"), of("train_rm", "z3-mb2")], tmp_path, 300)
+    for alone, pair in (("train_dpo-z1", "train_dpo-f-mb2-packed"), ("train_rm-f", "train_rm-z3-mb2")):
+        expected = bits_of(tmp_path / alone)
+        assert expected.steps == 3 and len(expected.tensors) == 2
+        assert len({row["loss"] for row in expected.rows.values()}) == 3
+        assert first_difference(expected, bits_of(tmp_path / pair)) is None, alone
 
 
 def test_three_sums_tell_the_element_that_changed():

@@ -50,17 +50,16 @@ def method_of(args: DPOArguments):
     from trainer.runs.preference_runs import check_losses, load_dpo, make_dpo_loss
     from trainer.runs.run import Method
 
-    is_kto, packed = args.preference.loss == "kto", args.batch.packing_samples
-    collate = functools.partial(preference.collate_pairs, packed=packed)
+    is_kto, collate = args.preference.loss == "kto", preference.collate_pairs
     if is_kto:
-        collate = functools.partial(unpaired.collate_unpaired, packed=packed, max_len=args.length.max_len)
+        collate = functools.partial(unpaired.collate_unpaired, max_len=args.length.max_len)
     return Method(
         COMMAND,
         eval_metrics=metrics_of(args.preference.loss),
         facts=check_losses(args.preference),
         load_data=load_dpo,
         render=unpaired.render_answer if is_kto else preference.render_pair,
-        collate=lambda rows: functools.partial(collate, collate=rows),
+        collate=lambda rows, packed: functools.partial(collate, packed=packed, collate=rows),
         loader_options={"with_previous": True} if is_kto else {"sequences_per_sample": 2},
         auto_class=AutoModelForCausalLM,
         make_loss=make_dpo_loss,

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> None:
         eval_metrics=EVAL_METRICS,
         load_data=load_scored_pairs,
         render=render_pair,
-        collate=lambda rows: functools.partial(collate_pairs, packed=args.batch.packing_samples, collate=rows),
+        collate=lambda rows, packed: functools.partial(collate_pairs, packed=packed, collate=rows),
         loader_options={"sequences_per_sample": 2},
         auto_class=AutoModelForSequenceClassification,
         model_folder=initial_folder,

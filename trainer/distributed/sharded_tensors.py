@@ -1,5 +1,6 @@
 """Sharded tensors (DTensor): this rank's part, its place in the full tensor, and the full tensor."""
 
+import itertools
 from typing import Optional
 
 import torch
@@ -25,12 +26,23 @@ def local_region(tensor: torch.Tensor) -> Optional[tuple[slice, ...]]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
-def part_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `full` sharded like `like`: a DTensor of this rank's part, which is a copy, or `full` itself."""
+def part_of(tensor: torch.Tensor, like: torch.Tensor, is_part: bool = False) -> torch.Tensor:
+    """Return `tensor` sharded like `like`: a DTensor of this rank's part, which is a copy, or `tensor` itself.
+
+    `is_part`: it is this rank's part already, and is not copied.
+    """
     if not isinstance(like, DTensor):
-        return full
-    local, facts = full[local_region(like)].clone(), {"shape": like.shape, "stride": like.stride()}
+        return tensor
+    local = tensor if is_part else tensor[local_region(like)].clone()
+    facts = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **facts)
+
+
+def chunks(tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+    """Return the part of each rank, as Shard(dim) cuts: of 5 rows on 4 ranks 2, 2, 1 and 0."""
+    size = -(-tensor.shape[dim] // num_parts)
+    starts = [min(size * number, tensor.shape[dim]) for number in range(num_parts + 1)]
+    return [tensor.narrow(dim, start, end - start) for start, end in itertools.pairwise(starts)]
 
 
 def even_dim(shape: tuple[int, ...], num_ranks: int) -> Optional[int]:

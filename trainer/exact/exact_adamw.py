@@ -5,10 +5,12 @@ other way round: vector code has fused multiply-adds that scalar code lacks. Sha
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 
 from trainer.distributed.sharded_tensors import to_local_if_dtensor
+from trainer.exact.exact_sums import PIECE
 from trainer.optimizers.adamw import states_of
 
 
@@ -24,16 +26,23 @@ class ExactAdamW(torch.optim.AdamW):
 
     def _step_one(self, group: dict, parameter: torch.Tensor) -> None:
         state, (beta1, beta2) = states_of(self, parameter), group["betas"]
-        weight, gradient = to_local_if_dtensor(parameter), to_local_if_dtensor(parameter.grad)
-        moment, square = to_local_if_dtensor(state["exp_avg"]), to_local_if_dtensor(state["exp_avg_sq"])
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         state["step"] += 1
         step, lr = state["step"].item(), float(group["lr"])
-        moment.mul_(beta1).add_(gradient * (1 - beta1))
-        square.mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
-        root = square.sqrt().mul_(1 / math.sqrt(1 - beta2**step)).add_(group["eps"])
-        if group["weight_decay"]:
-            weight.mul_(1 - lr * group["weight_decay"])
-        weight.sub_((moment * (lr / (1 - beta1**step))).div_(root))
+        for weight, gradient, moment, square in _pieces(*map(to_local_if_dtensor, tensors)):
+            moment.mul_(beta1).add_(gradient * (1 - beta1))
+            square.mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
+            root = square.sqrt().mul_(1 / math.sqrt(1 - beta2**step)).add_(group["eps"])
+            if group["weight_decay"]:
+                weight.mul_(1 - lr * group["weight_decay"])
+            weight.sub_((moment * (lr / (1 - beta1**step))).div_(root))
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors in pieces that stay in the processor's cache, as views."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return iter([tensors])
+    return zip(*(tensor.view(-1).split(PIECE) for tensor in tensors))
 
 
 def with_single_roundings(optimizer: torch.optim.AdamW) -> ExactAdamW:

@@ -10,13 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from trainer.exact.exact_sums import (
-    GRADIENT_LIMIT,
-    from_grid,
-    power_of_two_above,
-    sum_of_squares,
-    to_grid,
-)
+from trainer.exact.exact_reduction import Cut, flat_cut, gather_parts, sum_parts, sums_of_squares
+from trainer.exact.exact_sums import GRADIENT_LIMIT, add_to, from_grid, power_of_two_above, to_grid
 
 
 class ExactGradients:
@@ -50,33 +45,29 @@ class ExactGradients:
                 if gradient is None:
                     continue
                 self.reached.add(name)
-                largest = torch.linalg.vector_norm(gradient, math.inf).item() if gradient.numel() else 0.0
-                self._largest = max(self._largest, largest if math.isfinite(largest) else math.inf)
-                values = to_grid(gradient)
-                self._sums[name] += values
+                self._largest = max(self._largest, add_to(self._sums[name], gradient))
                 if self.watch:
-                    self.watch(name, values)
+                    self.watch(name, to_grid(gradient))
         self._num_samples += 1
 
     @torch.no_grad()
-    def reduce(self, num_targets: int, place: Callable[[str, torch.Tensor], None]) -> None:
-        """Add up over the ranks, and give each mean gradient to `place`: (name, whole fp32 tensor). Sets `norm`.
+    def reduce(self, num_targets: int, place: Callable[[str, torch.Tensor], None], cut: Cut | None = None) -> None:
+        """Add up over the ranks, and give each mean gradient to `place`: (name, fp32 tensor). Sets `norm`.
 
-        Each sum is exact, then divided and rounded once. All ranks have the same.
+        Each sum is exact, then divided and rounded once. With `cut`, `place` gets this rank's part, else the whole.
         """
         largest, count = torch.tensor(self._largest, dtype=torch.float64), torch.tensor(self._num_samples)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(count, group=self.group)
         fits = largest.item() * count.item() < GRADIENT_LIMIT
         divisor = num_targets / power_of_two_above(num_targets)
-        squares = []
-        for name in list(self._sums):
-            sums = self._sums.pop(name)
-            dist.all_reduce(sums, group=self.group)
-            gradient = from_grid(sums, divisor)
-            squares.append(sum_of_squares(gradient))
-            place(name, gradient)
+        shapes = {name: sums.shape for name, sums in self._sums.items()}
+        summed = sum_parts(self._sums, cut or flat_cut, self.group)
+        parts = {name: from_grid(sums, divisor) for name, sums in summed}
+        squares = sums_of_squares(list(parts.values()), [shape.numel() for shape in shapes.values()], self.group)
         self.norm = math.sqrt(math.fsum(squares)) if fits else math.inf
+        for name, gradient in parts.items() if cut else gather_parts(parts, shapes, self.group):
+            place(name, gradient)
         self._largest, self._num_samples = 0.0, 0
 
 

@@ -13,7 +13,7 @@ from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rl_rules import PPO_RULES
 from trainer.flags.rollout_rules import ROLLOUT_RULES
 from trainer.flags.rule import Rule, first_refusal
-from trainer.flags.training_rules import EXACT_RULES, OUTSIDE_SFT, TRAINING_RULES
+from trainer.flags.training_rules import EXACT_RULES, NEVER_EXACT, TRAINING_RULES
 
 COMMANDS: dict[str, type] = {
     "train_sft": SFTArguments,
@@ -26,14 +26,14 @@ COMMANDS: dict[str, type] = {
 
 OWN_RULES: dict[str, tuple[Rule, ...]] = {
     "train_sft": EXACT_RULES,
-    "train_rm": REWARD_RULES,
-    "train_dpo": DPO_RULES,
+    "train_rm": (*EXACT_RULES, *REWARD_RULES),
+    "train_dpo": (*EXACT_RULES, *DPO_RULES),
     "train_ppo": (*PPO_RULES, *ROLLOUT_RULES),
     "train_dpo --online": (*ONLINE_RULES, *ROLLOUT_RULES),
     "train_kd": KD_RULES,
 }
 RULES: dict[str, tuple[Rule, ...]] = {
-    command: (*OUTSIDE_SFT.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()
+    command: (*NEVER_EXACT.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()
 }
 
 # of the strategies, which read them from their options: see strategies/refusals.py

@@ -217,6 +217,10 @@ EXACT_RULES = (
          "Take sdpa or eager."),
     Rule("exact", lambda f: f.aux_loss_coef or f.expert_bias_update_rate, "with flags of routers",
          "they count over the micro-batches of a rank", "Remove one of them."),
+    Rule("exact", lambda f: f.loss == "kto", "with --loss kto", "equal bits are not proved for its estimate of the KL",
+         "Take a loss of pairs."),
+    Rule("exact", lambda f: f.precompute_ref_logps, "with --precompute_ref_logps",
+         "a file of an earlier run may have other bits", "Remove one of them."),
     Rule("exact", lambda f: f.streaming, "with --streaming", "equal bits are not proved for streams",
          "Remove one of them."),
     Rule("exact", lambda f: f.has_images, "with rows that have images", "equal bits are not proved for vision towers",
@@ -236,13 +240,9 @@ TRAINING_RULES = (
 )
 
 
-def _only_in_sft(command: str) -> Rule:
-    return Rule(
-        "exact", lambda f: True, f"with {command}", "equal bits are proved for train_sft only", "Remove the flag."
-    )
+def _not_exact(command: str) -> Rule:
+    why = "equal bits are proved for train_sft, train_rm and train_dpo only"
+    return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
 
 
-OUTSIDE_SFT = {
-    command: (_only_in_sft(command),)
-    for command in ("train_rm", "train_dpo", "train_ppo", "train_dpo --online", "train_kd")
-}
+NEVER_EXACT = {command: (_not_exact(command),) for command in ("train_ppo", "train_dpo --online", "train_kd")}

@@ -28,7 +28,7 @@ class Method:
     auto_class: type  # of transformers
     make_loss: Callable[["Run"], LossFunction]  # once the model is loaded
     model_folder: Callable[["Run"], str] = lambda run: run.setup.folder
-    collate: Callable = lambda rows: rows  # the function that makes rows, to the one that makes micro-batches
+    collate: Callable = lambda rows, packed: rows  # (function that makes rows, whether packed) to that of micro-batches
     loader_options: dict = dataclasses.field(default_factory=dict)
     facts: dict = dataclasses.field(default_factory=dict)  # for the table of rules
     has_frozen_copy: bool = False  # the run also holds a frozen model of the same size

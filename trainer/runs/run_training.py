@@ -96,7 +96,7 @@ def start(run: Run, is_demo: bool) -> None:
 
 def loader_of(run: Run, samples, *, shuffle: bool):
     """The strategy's loader of a set that is in memory or on disk."""
-    collate, options = run.method.collate(run.collate_rows), run.method.loader_options
+    collate, options = run.method.collate(run.collate_rows, run.setup.is_packed), run.method.loader_options
     return build_loader(run.args.batch, run.setup, samples, collate, shuffle=shuffle, **options)
 
 

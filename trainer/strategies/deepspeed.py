@@ -28,6 +28,7 @@ from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients, clip_coefficient
+from trainer.exact.exact_reduction import flat_cut, gather_parts
 from trainer.model_folders import model_folder
 from trainer.model_folders.model_writer import save_pretrained
 from trainer.model_parallel import tensor_parallel
@@ -63,7 +64,8 @@ class DeepspeedStrategy:
             tp=options.tensor_parallel_size,
         )
         self.exact: Optional[ExactGradients] = None
-        self._exact_grads: dict[str, torch.Tensor] = {}  # complete gradients of a step, by name
+        self._exact_grads: dict[str, torch.Tensor] = {}  # gradients of a step by name, complete or this rank's parts
+        self._takes_parts = self.zero_stage == 3 and self.sizes.dp_replicate == 1
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> its weights' folder and adapter
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 
@@ -234,7 +236,8 @@ class DeepspeedStrategy:
             with given_gradients.only_autograd(model):
                 self.exact.add(loss_sum, trained, num_targets)
             if is_last:
-                self.exact.reduce(num_targets, self._exact_grads.__setitem__)
+                cut = flat_cut if self._takes_parts else None
+                self.exact.reduce(num_targets, self._exact_grads.__setitem__, cut)
             return
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
@@ -256,7 +259,7 @@ class DeepspeedStrategy:
         if math.isfinite(norm):
             for grad in grads.values():
                 grad.mul_(clip_coefficient(norm, self.options.max_norm))
-            given_gradients.set_gradients(model, grads, self.zero_stage)
+            given_gradients.set_gradients(model, grads, self.zero_stage, self._takes_parts)
             model.step()
             scheduler.step()
         return norm
@@ -276,7 +279,9 @@ class DeepspeedStrategy:
     def iter_full_grads(self, model) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full fp32 gradient) between the last `backward` and `optimizer_step` (all-gather)."""
         if self.exact:
-            yield from self._exact_grads.items()
+            shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.module.named_parameters()}
+            gathered = gather_parts(dict(self._exact_grads), shapes, self.exact.group)
+            yield from gathered if self._takes_parts else self._exact_grads.items()
             return
         scale = model.optimizer.loss_scale if self._scaled else 1.0
         for name, parameter in model.module.named_parameters():

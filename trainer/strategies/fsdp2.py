@@ -24,7 +24,14 @@ from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad
 from trainer.distributed.host_offload import added_to_earlier, bring_back, take_to_host
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas, replicated_axes
-from trainer.distributed.sharded_tensors import even_placement, local_region, part_of, to_local_if_dtensor, whole
+from trainer.distributed.sharded_tensors import (
+    chunks,
+    even_placement,
+    local_region,
+    part_of,
+    to_local_if_dtensor,
+    whole,
+)
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients
 from trainer.model_folders import model_folder
@@ -135,6 +142,8 @@ class FSDP2Strategy:
         options = self._fsdp_options(low, offload)
         if self.sizes.tp > 1:
             options["shard_placement_fn"] = self._apply_tp(model)
+        if self.options.exact and any(p.requires_grad for p in model.parameters()):
+            options["reshard_after_forward"] = False  # a rank has the whole gradient anyway
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
             shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to shard, cast or move
@@ -208,13 +217,20 @@ class FSDP2Strategy:
 
     def _exact_backward(self, loss_sum: torch.Tensor, model, num_targets: int, is_last: bool) -> None:
         parts = {name: (leaf, sharded) for name, leaf, sharded in _trained_parts(model)}
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(is_last)  # weights are gathered once in a step, not for each sample
         self.exact.add(loss_sum, {name: leaf for name, (leaf, _) in parts.items()}, num_targets)
 
         def place(name: str, gradient: torch.Tensor) -> None:
-            parts[name][1].grad = part_of(gradient, like=parts[name][1])
+            parts[name][1].grad = part_of(gradient, like=parts[name][1], is_part=cut is not None)
+
+        def cut_as_sharded(name: str, tensor: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
+            return chunks(tensor, num_ranks, parts[name][1].placements[0].dim)
 
         if is_last:
-            self.exact.reduce(num_targets, place)
+            is_sharded = isinstance(model, FSDPModule) and self.sizes.dp_replicate == 1
+            cut = cut_as_sharded if is_sharded else None
+            self.exact.reduce(num_targets, place, cut)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0

@@ -22,8 +22,8 @@ def only_autograd(engine) -> Iterator[None]:
 
 
 @torch.no_grad()
-def set_gradients(engine, grads: dict[str, torch.Tensor], stage: int) -> None:
-    """Give the engine whole fp32 gradients by name, equal on all ranks, for its next `step`."""
+def set_gradients(engine, grads: dict[str, torch.Tensor], stage: int, are_parts: bool = False) -> None:
+    """Give the engine fp32 gradients by name for its next `step`: whole and equal on all ranks, or its own parts."""
     of_parameter = {parameter: grads[name] for name, parameter in engine.module.named_parameters() if name in grads}
     engine.set_gradient_accumulation_boundary(True)
     optimizer = engine.optimizer
@@ -32,7 +32,8 @@ def set_gradients(engine, grads: dict[str, torch.Tensor], stage: int) -> None:
             parameter.grad = grad
     elif stage == 3:
         for number, group in enumerate(optimizer.fp16_groups):
-            parts = [_part(of_parameter[p], p.partition_numel(), optimizer._get_param_partition_rank(p)) for p in group]
+            places = [0 if are_parts else optimizer._get_param_partition_rank(p) for p in group]
+            parts = [_part(of_parameter[p], p.partition_numel(), at) for p, at in zip(group, places)]
             optimizer.averaged_gradients[number] = parts
     else:
         device = next(iter(grads.values())).device
