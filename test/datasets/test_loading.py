@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.datasets.conversations.messages import messages_of
-from trainer.datasets.files.loading import load_rows, local_paths
+from trainer.datasets.files.loading import load_rows, local_paths, place_of_row
 from trainer.datasets.files.read_faults import find_json_fault
 from trainer.errors import UserError
 
@@ -500,3 +500,19 @@ def test_columns_that_grow_are_found_once(tmp_path, monkeypatch):
     first = load(path).to_list()
     monkeypatch.setattr(json_files, "_tables", None)  # nothing is read again
     assert load(path).to_list() == first and first[-1]["b"] == "late"
+
+
+@pytest.mark.parametrize("probs", [None, "3,1,2"])
+def test_a_row_of_several_files_is_found_in_its_file(tmp_path, probs):
+    """Every row says itself where it is. Sets are a file, a pattern, and a folder of files."""
+    (tmp_path / "folder").mkdir()
+    sizes = {"a.jsonl": 4, "part-1.jsonl": 3, "part-2.jsonl": 5, "folder/x.jsonl": 2, "folder/y.jsonl": 6}
+    for name, size in sizes.items():
+        write_jsonl(tmp_path / name, [{"text": f"{tmp_path / name} row {row + 1}"} for row in range(size)])
+    names = ",".join(str(tmp_path / name) for name in ("a.jsonl#3", "part-*.jsonl", "folder"))
+    options = {"probs": probs, "max_samples": 7, "seed": 5}
+    rows = load(names, **options)
+    assert len(rows) == 3 + 7 + 7 if probs is None else 3 < len(rows) < 17
+    for index, row in enumerate(rows):
+        assert place_of_row(index, names, flag="--dataset", split="train", **options) == row["text"]
+    assert place_of_row(1, str(tmp_path / "a.jsonl"), flag="--dataset", split="train") is None

@@ -120,3 +120,15 @@ def test_what_the_model_cannot_take_is_refused_as_in_training(demo, tmp_path, ca
     with pytest.raises(UserError, match=r"--dataset row .*: token .* beyond the 12 rows of the model's embedding"):
         prepare_data.run([*paths, str(tmp_path / "beyond"), *SHORT])
     assert not (tmp_path / "beyond").exists()
+
+
+def test_a_row_that_fails_is_named_by_its_file(demo, tmp_path):
+    for name, answers in (("a", "one two"), ("b", ["one", None])):
+        rows = [{"question": "Which?", "answer": answer} for answer in (answers.split() if name == "a" else answers)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = ["--pretrain", str(demo / "model"), "--output_dir", str(tmp_path / "tokens"), "--dataset"]
+    for names in ("a.jsonl,{}/b.jsonl", "*.jsonl"):
+        with pytest.raises(UserError, match=r"^--dataset \S*/b.jsonl row 2: column answer: no value"):
+            prepare_data.run([*paths, f"{tmp_path}/{names.format(tmp_path)}"])
+    with pytest.raises(UserError, match=r"^--dataset row 2: column answer: no value"):
+        prepare_data.run([*paths, str(tmp_path / "b.jsonl")])

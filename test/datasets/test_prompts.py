@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.samples.prompts import tokenize_prompts
+from trainer.datasets.shapes.row_reader import _answer
 from trainer.errors import UserError
 
 
@@ -60,6 +61,22 @@ def test_plain_texts_templates_and_labels(tmp_path, tokenizer):
     chat, _ = prompts_of(path, tokenizer, input_key="q", apply_chat_template=True)
     assert tokenizer.decode(chat[1]["prompt_ids"]).endswith("two<|im_end|>\n<|im_start|>assistant\n")
     assert chat[0]["label"] is None
+
+
+@pytest.mark.parametrize("number", [72, -3, 2.5, 5.0, 1e20])
+def test_a_number_is_the_same_text_as_label_and_as_answer(tmp_path, tokenizer, number):
+    """One 3 in a column with 2.5 is read as 3.0, so such a number is refused in both."""
+
+    def found(read) -> str:
+        try:
+            return read()
+        except UserError as error:
+            return error.found
+
+    answer = found(lambda: _answer(number, "column a"))
+    path = write(tmp_path, [{"q": "one", "a": number}])
+    label = found(lambda: prompts_of(path, tokenizer, input_key="q", label_key="a")[0]["label"][0])
+    assert label == answer and ("the file may write" in label) == (number in (5.0, 1e20))
 
 
 def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> None:
     from trainer.models.model_bounds import bounds_of
     from trainer.models.model_loading import load_tokenizer, resolve_model_folder
     from trainer.runs.output_folders import make_writable
-    from trainer.runs.run_data import load_flag_rows
+    from trainer.runs.run_data import files_in_errors, load_flag_rows
 
     flags, data = flat(args), args.data
     for name in ("pretrain", "dataset", "output_dir"):
@@ -59,10 +59,12 @@ def run(argv: list[str]) -> None:
     folder, remote_code = resolve_model_folder(args.target.pretrain), args.target.trust_remote_code
     tokenizer = load_tokenizer(folder, remote_code)
     prepare_tokenizer(tokenizer, data.tokenizer_chat_template, data.template_args, data.read_control_tokens)
-    rows = load_flag_rows(data, args.target.seed, data.dataset, data.dataset_split, "--dataset")
+    named = data, args.target.seed, data.dataset, data.dataset_split, "--dataset"
+    rows = load_flag_rows(*named)
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
     sizes["bounds"] = bounds_of(folder, remote_code)
-    ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)
+    with files_in_errors(*named):
+        ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)
     print(f"{ledger.report('data')}\nwritten to {target}")
 
 

@@ -1,17 +1,20 @@
 """The data of a run: rows from the flags, samples with their ledger, and loaders."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.datasets.files.image_files import has_images
-from trainer.datasets.files.loading import load_rows
+from trainer.datasets.files.loading import load_rows, place_of_row
 from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
+from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
@@ -22,10 +25,27 @@ SHOWN = 2000  # characters of the first sample
 
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
-    probs = data.dataset_probs if flag == "--dataset" else None
     ignored = [name.strip() for name in (data.ignore_columns or "").split(",")]
-    options = {"split": split, "probs": probs, "max_samples": data.max_samples, "ignored": ignored}
-    return load_rows(names, flag=flag, seed=seed, **options)
+    return load_rows(names, **_reading(data, seed, split, flag), ignored=ignored)
+
+
+def _reading(data: DataArguments, seed: int, split: str, flag: str) -> dict[str, Any]:
+    probs = data.dataset_probs if flag == "--dataset" else None
+    return {"flag": flag, "split": split, "probs": probs, "max_samples": data.max_samples, "seed": seed}
+
+
+@contextlib.contextmanager
+def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag: str) -> Iterator[None]:
+    """Where rows come from several files, a UserError about a row gets its file, and its number there."""
+    try:
+        yield
+    except UserError as error:
+        found = re.match(rf"{flag} row (\d+)", error.where)
+        place = found and place_of_row(int(found[1]) - 1, names, **_reading(data, seed, split, flag))
+        if not place:
+            raise
+        where = f"{flag} {place}{error.where[found.end() :]}"
+        raise UserError(where, error.found, error.allowed, error.instead) from None
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str):
@@ -48,21 +68,27 @@ def load_sft(args, tokenizer, names: str, split: str, flag: str):
     )
 
 
-def load_sets(data: DataArguments, setup: Setup, load: Callable, render: Callable) -> tuple[Any, Any, Any]:
+def load_sets(
+    data: DataArguments, seed: int, setup: Setup, load: Callable, render: Callable, streaming: bool = False
+) -> tuple[Any, Any, Any]:
     """Return (training samples, evaluation samples or None, training ledger). Print ledgers and first sample.
 
     `load(names, split, flag)` returns (samples, ledger). `render(sample, tokenizer)` is the sample as text.
     """
     strategy = setup.strategy
     strategy.print(f"reading {data.dataset}")
-    samples, ledger = rank_0_first(lambda: load(data.dataset, data.dataset_split, "--dataset"), in_caches=True)
-    report(setup, samples, ledger, "training data", "--dataset")
+    trained = data.dataset, data.dataset_split, "--dataset"
+    # a stream has no row of which the file could be found without reading all rows
+    with contextlib.nullcontext() if streaming else files_in_errors(data, seed, *trained):
+        samples, ledger = rank_0_first(lambda: load(*trained), in_caches=True)
+        report(setup, samples, ledger, "training data", "--dataset")
     strategy.print(f"first sample, loss tokens in [[ ]]:\n{shortened(render(samples[0], setup.tokenizer))}")
     if not data.eval_dataset:
         return samples, None, ledger
     evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
-    eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
-    report(setup, eval_samples, eval_ledger, "evaluation data", "--eval_dataset")
+    with files_in_errors(data, seed, *evaluated):
+        eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
+        report(setup, eval_samples, eval_ledger, "evaluation data", "--eval_dataset")
     return samples, eval_samples, ledger
 
 

@@ -34,7 +34,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     args, setup, strategy = run.args, run.setup, run.setup.strategy
 
     apply(features, run, "before_data")
-    sets = load_sets(args.data, setup, run.load_data, method.render)
+    sets = load_sets(args.data, args.batch.seed, setup, run.load_data, method.render, bool(run.flags.streaming))
     run.samples, run.eval_samples, run.ledger = sets
     refuse(method.command, args, has_images=run.has_images, no_images=not run.has_images, **method.facts)
     apply(features, run, "with_data")

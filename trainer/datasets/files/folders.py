@@ -15,23 +15,36 @@ from trainer.errors import UserError
 
 def read_folder(folder: str, where: str) -> dict[str, datasets.Dataset]:
     """Read the splits of a folder of data files or one from `save_to_disk`. Every data file must belong to a split."""
-    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(folder, name))]
-    path = os.path.realpath(folder)
-    if not saved and glob.escape(path) != path:
-        raise UserError(where, "the datasets library reads * ? [ in a folder's path as patterns", "a path without them")
-    try:
-        if saved:
+    files = files_of_folder(folder, where)
+    if files is None:
+        try:
             rows = datasets.load_from_disk(folder)
-            return rows if isinstance(rows, dict) else {str(rows.split or "train"): rows}
-        files = datasets.load_dataset_builder(folder).config.data_files
-    except FileNotFoundError:
-        raise UserError(where, "no data files in this folder", ", ".join(FORMATS)) from None
-    except Exception as error:  # every error that the library raises here is about this folder
-        raise UserError(where, f"cannot be read: {one_line(error)}") from None
-    files = {str(split): list(names) for split, names in files.items()}
+        except Exception as error:  # every error that the library raises here is about this folder
+            raise _unreadable(error, where) from None
+        return rows if isinstance(rows, dict) else {str(rows.split or "train"): rows}
     if not _card_names_files(folder):
         _refuse_unread_files(folder, files, where)
     return read_files(files, where)
+
+
+def files_of_folder(folder: str, where: str) -> dict[str, list[str]] | None:
+    """The data files of each split, in the order of their rows, or None for a folder that `save_to_disk` wrote."""
+    if any(os.path.exists(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json")):
+        return None
+    path = os.path.realpath(folder)
+    if glob.escape(path) != path:
+        raise UserError(where, "the datasets library reads * ? [ in a folder's path as patterns", "a path without them")
+    try:
+        files = datasets.load_dataset_builder(folder).config.data_files
+    except Exception as error:  # as above
+        raise _unreadable(error, where) from None
+    return {str(split): list(names) for split, names in files.items()}
+
+
+def _unreadable(error: Exception, where: str) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(where, "no data files in this folder", ", ".join(FORMATS))
+    return UserError(where, f"cannot be read: {one_line(error)}")
 
 
 def _card_names_files(folder: str) -> bool:

@@ -4,10 +4,11 @@ import os
 from collections.abc import Collection
 
 import datasets
+import numpy as np
 
-from trainer.datasets.files.folders import read_folder
+from trainer.datasets.files.folders import files_of_folder, read_folder
 from trainer.datasets.files.image_files import has_images, with_folder, with_one_name
-from trainer.datasets.files.mixing import mix, parse_probs
+from trainer.datasets.files.mixing import joined, mix, parse_probs
 from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths
 from trainer.datasets.library import one_line, quiet
@@ -37,17 +38,63 @@ def load_rows(
 
     Raises: UserError for anything that cannot be read. It names the flag and the file.
     """
+    paths = _paths_of(names, flag)
+    odds = None if probs is None else parse_probs(probs, len(paths))
+    with quiet():
+        sets = _load_sets(paths, flag, split, max_samples, ignored)
+        return sets[0] if len(sets) == 1 else mix(sets, paths, flag, odds, seed)
+
+
+def place_of_row(
+    index: int,
+    names: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None = None,
+    max_samples: int | None = None,
+    seed: int = 42,
+) -> str | None:
+    """ "FILE row NUMBER" for a row of `load_rows` with these arguments, or None if the rows are those of one file."""
+    paths = _paths_of(names, flag)
+    with quiet():
+        sets, number = _load_sets(paths, flag, split, max_samples), 0
+        if len(sets) > 1:
+            odds = None if probs is None else parse_probs(probs, len(paths))
+            counted = [{"set": np.full(len(rows), n), "row": np.arange(len(rows))} for n, rows in enumerate(sets)]
+            place = joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)[index]
+            number, index = place["set"], place["row"]
+        files = _files_of(paths[number], split) or [paths[number]]
+        for path in files:
+            size = len(read_files({split: [path]}, f"{flag} {path}")[split]) if len(files) > 1 else index + 1
+            if index < size:
+                break
+            index -= size
+    return f"{path} row {index + 1}" if len(sets) > 1 or len(files) > 1 else None
+
+
+def _paths_of(names: str, flag: str) -> list[str]:
     paths = [name.strip() for name in names.split(",") if name.strip()]
     if not paths:
         raise UserError(flag, "names no dataset", "files, folders or hub names with commas between them")
+    return paths
+
+
+def _load_sets(
+    paths: list[str], flag: str, split: str, max_samples: int | None, ignored: Collection[str] = ()
+) -> list[datasets.Dataset]:
     if max_samples is not None and max_samples < 1:
         raise UserError("--max_samples", str(max_samples), "at least 1")
-    odds = None if probs is None else parse_probs(probs, len(paths))
-    with quiet():
-        sets = [_load_set(path, flag, split, ignored) for path in paths]
-        if max_samples is not None:
-            sets = [rows.select(range(min(max_samples, len(rows)))) for rows in sets]
-        return sets[0] if len(sets) == 1 else mix(sets, paths, flag, odds, seed)
+    sets = [_load_set(path, flag, split, ignored) for path in paths]
+    return sets if max_samples is None else [rows.select(range(min(max_samples, len(rows)))) for rows in sets]
+
+
+def _files_of(path: str, split: str) -> list[str]:
+    """The files of a set in the order of their rows. A set that is no set of files has none."""
+    paths, _ = local_paths(path)
+    if not paths or not os.path.isdir(paths[0]):
+        return paths
+    return (files_of_folder(paths[0], path) or {}).get(split, [])
 
 
 def _load_set(path: str, flag: str, split: str, ignored: Collection[str]) -> datasets.Dataset:

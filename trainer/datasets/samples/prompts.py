@@ -21,7 +21,7 @@ from trainer.datasets.conversations.tokens import (
     tokenizer_state,
 )
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, lookup, within
+from trainer.datasets.rows import check_keys, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.shapes.columns import BEFORE_ANSWER
 from trainer.datasets.shapes.notes import NOTE, lines_of
@@ -158,6 +158,8 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
         label = lookup(row.columns, options.label_key) if options.label_key else None
+        if isinstance(label, (int, float)) and not isinstance(label, bool):  # as an answer of train_sft
+            label = text_value(label, f"--label_key {options.label_key}", numbers=True)
         prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
     return {
         "prompt_ids": prompt_ids,

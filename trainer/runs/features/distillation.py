@@ -27,7 +27,7 @@ from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
-from trainer.runs.run_data import load_flag_rows
+from trainer.runs.run_data import files_in_errors, load_flag_rows
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup
 
@@ -141,21 +141,22 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
 
 def _prompts(args, tokenizer):
     data = args.data
-    rows = load_flag_rows(data, args.batch.seed, data.dataset, data.dataset_split, "--dataset")
-    return tokenize_prompts(
-        rows,
-        tokenizer,
-        flag="--dataset",
-        input_key=args.sft.input_key,
-        label_key=None,
-        input_template=args.data.input_template,
-        ignore_columns=args.data.ignore_columns,
-        system=args.data.system,
-        drop_answer=True,
-        apply_chat_template=args.data.apply_chat_template,
-        max_len=args.length.max_len - args.teacher.generate_max_len,
-        num_proc=args.data.dataset_num_proc,
-    )
+    named = data, args.batch.seed, data.dataset, data.dataset_split, "--dataset"
+    with files_in_errors(*named):
+        return tokenize_prompts(
+            load_flag_rows(*named),
+            tokenizer,
+            flag="--dataset",
+            input_key=args.sft.input_key,
+            label_key=None,
+            input_template=data.input_template,
+            ignore_columns=data.ignore_columns,
+            system=data.system,
+            drop_answer=True,
+            apply_chat_template=data.apply_chat_template,
+            max_len=args.length.max_len - args.teacher.generate_max_len,
+            num_proc=data.dataset_num_proc,
+        )
 
 
 def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:

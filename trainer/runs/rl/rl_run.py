@@ -98,7 +98,9 @@ def read_prompts(run: RLRun, is_demo: bool) -> None:
     args = run.args
     run.functions = load_reward_functions(args.scores.reward_func)
     load = functools.partial(load_data, args, run.setup.tokenizer, functions=run.functions)
-    run.samples, run.eval_samples, run.ledger = load_sets(args.data, run.setup, load, render_prompt_text)
+    run.samples, run.eval_samples, run.ledger = load_sets(
+        args.data, args.batch.seed, run.setup, load, render_prompt_text
+    )
     facts = {"is_demo": is_demo, "has_images": run.has_images, "no_images": not run.has_images}
     refuse(run.method.rules, run.own_flags, **facts)
 
