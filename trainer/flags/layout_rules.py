@@ -15,8 +15,12 @@ TP_RULES = (
 # fmt: off
 FSDP2_RULES = (
     *TP_RULES,
-    Rule("load_in_4bit", lambda f: True, "with --backend fsdp2", "FSDP2 does not shard quantized weights",
-         "Take --backend deepspeed with --zero_stage 0, 1 or 2."),
+    Rule("load_in_4bit", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
+         "each rank keeps quantized weights as a whole", "Set it to 1, or remove --load_in_4bit."),
+    Rule("load_in_4bit", lambda f: f.expert_parallel_size > 1, "with --expert_parallel_size {expert_parallel_size}",
+         "experts are not quantized", ONE),
+    Rule("load_in_4bit", lambda f: f.adam_offload, "with --backend fsdp2 and --adam_offload",
+         "FSDP2 would move the weights to host memory, too", "Take --backend deepspeed, or remove one of them."),
     Rule("lora_rank", lambda f: f.sequence_parallel, "with --sequence_parallel",
          "an adapter's matrices see only a part of the tokens", ONE),
     Rule("compile", lambda f: f.tensor_parallel_size > 1,

@@ -35,6 +35,7 @@ from trainer.model_parallel import tensor_parallel
 from trainer.optimizers.adamw import use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.strategies.dtypes import DTYPES
+from trainer.strategies.four_bits import load_in_4_bits
 from trainer.strategies.on_deepspeed import (
     autotp,
     autotp_layers,
@@ -116,8 +117,7 @@ class DeepspeedStrategy:
                 folder, config, auto_class, options, adapter=adapter, engine_config=engine_config, **facts
             )
         elif self.options.load_in_4bit:
-            options |= zero_loading.in_4_bits(self.param_dtype, self.device)
-            model = auto_class.from_pretrained(folder, **options)
+            model = load_in_4_bits(folder, auto_class, self.param_dtype, self.device, **options)
         else:
             with torch.device("meta"):
                 model = auto_class.from_config(config, dtype=torch.float32, **options)

@@ -43,6 +43,7 @@ from trainer.optimizers.adamw import state_tensors, states_of, use_parameters
 from trainer.optimizers.build import build_optimizer
 from trainer.optimizers.loss_scale import DynamicLossScale
 from trainer.strategies.dtypes import DTYPES
+from trainer.strategies.four_bits import load_in_4_bits
 from trainer.strategies.options import StrategyOptions
 from trainer.strategies.refusals import refuse_on_fsdp2
 
@@ -86,20 +87,20 @@ class FSDP2Strategy:
         self, folder: str, auto_class, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False,
         adapter: Optional[str] = None,
     ) -> torch.nn.Module:  # fmt: skip
-        """The model of a Hugging Face folder on the meta device. `prepare` reads its weights.
+        """The model of a Hugging Face folder on the meta device. `prepare` reads its weights; 4-bit ones are read now.
 
         `adapter` is the folder of an adapter whose update is added to them.
         """
+        options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        if self.options.load_in_4bit:
+            model = load_in_4_bits(folder, auto_class, self.param_dtype, self.device, **options)
+            self._folders[model] = folder, adapter
+            return model
         config = model_folder.read_config(folder, trust_remote_code)
         if self.sizes.tp > 1:
             tensor_parallel.validate_tp_sizes(config, self.sizes.tp, self.sizes.dp_shard * self.sizes.sp)
         with torch.device("meta"):
-            model = auto_class.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
+            model = auto_class.from_config(config, dtype=torch.float32, **options)
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
             validate_experts(model, self.options.expert_parallel_size, self.sizes)
         model_folder.read_generation_config(model, folder)
@@ -140,6 +141,8 @@ class FSDP2Strategy:
         if low:
             _cast_frozen(model, low)
         options = self._fsdp_options(low, offload)
+        if self.options.load_in_4bit:  # packed bytes, which each rank keeps as a whole
+            options["ignored_params"] = {p for p in model.parameters() if not p.is_floating_point()}
         if self.sizes.tp > 1:
             options["shard_placement_fn"] = self._apply_tp(model)
         if self.options.exact and any(p.requires_grad for p in model.parameters()):
@@ -178,6 +181,13 @@ class FSDP2Strategy:
         return tensor_parallel.fsdp_placement
 
     def _load_shards(self, model: torch.nn.Module, offloaded: bool) -> None:
+        if self.options.load_in_4bit:  # only the adapter has no values yet
+            del self._folders[model]
+            with torch.no_grad():
+                for name, tensor in model_folder.new_tensors(model, self.seed).items():
+                    parameter = model.get_parameter(name)
+                    to_local_if_dtensor(parameter).copy_(tensor[local_region(parameter) or ...])
+            return
         model.to_empty(device="cpu" if offloaded else self.device)
         model.tie_weights(recompute_mapping=False)
         tensors = model_folder.all_tensors(model)  # without tied aliases, which were tied again above

@@ -1,4 +1,4 @@
-"""Models before DeepSpeed trains them: 4-bit loading, loading under ZeRO 3, and frozen models of every stage."""
+"""Models before DeepSpeed trains them: loading under ZeRO 3, and frozen models of every stage."""
 
 import functools
 import math
@@ -7,7 +7,6 @@ from typing import Optional
 import deepspeed
 import torch
 from deepspeed.utils import safe_set_local_fp32_param
-from transformers import BitsAndBytesConfig
 from transformers.initialization import no_init_weights
 
 from trainer.distributed.host_offload import keep_on_host
@@ -19,19 +18,6 @@ from trainer.strategies.on_deepspeed import autotp
 # These call their layers as often as their tokens need: an expert that is the identity, blocks of keys. Ranks would
 # gather different weights, so each of these is gathered as a whole.
 LEAVES = ("LongcatFlashExperts", "Qwen4ExpTextQSAIndexer")
-
-
-def in_4_bits(compute_dtype: torch.dtype, device: torch.device) -> dict:
-    """Options of from_pretrained for QLoRA (Dettmers et al. 2023): 4-bit NormalFloat with quantized scales."""
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
-    return {
-        "dtype": torch.float32, "weights_only": True, "quantization_config": config, "device_map": {"": device},
-    }  # fmt: skip
 
 
 def load_partitioned(
