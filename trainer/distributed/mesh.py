@@ -64,6 +64,8 @@ def seed_everything(seed: int, deterministic: bool, device: torch.device) -> Non
 class Meshes:
     """The device mesh and the parts of it that the strategies use.
 
+    A process group is a communicator with memory of its own. Meshes over the same ranks share one.
+
     `root` is the four-dimensional mesh. `dp` has one place per slice of the global batch. `loss` (dp x sp) has one per
     rank with different tokens. Weights are laid out on `params`: (dp_replicate, fsdp, tp), where fsdp = dp_shard x sp.
     """
@@ -83,14 +85,21 @@ def build_meshes(sizes: MeshSizes, device: torch.device) -> Meshes:
 def _build_meshes(sizes: MeshSizes, device_type: str, world: dist.ProcessGroup) -> Meshes:
     shape = (sizes.dp_replicate, sizes.dp_shard, sizes.sp, sizes.tp)
     root = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-    params = init_device_mesh(
-        device_type,
-        (sizes.dp_replicate, sizes.dp_shard * sizes.sp, sizes.tp),
-        mesh_dim_names=("dp_replicate", "fsdp", "tp"),
-    )
+    known: dict[tuple, dist.ProcessGroup] = {}  # axes of more than one rank -> their group
+
+    def group(*axes: str) -> dist.ProcessGroup:
+        wide = tuple(axis for axis in axes if root[axis].size() > 1)
+        if wide not in known:
+            joined = root[axes]._flatten("_".join(axes)) if len(wide) > 1 else root[wide[0] if wide else axes[0]]
+            known[wide] = joined.get_group()
+        return known[wide]
+
+    dp, loss = group("dp_replicate", "dp_shard"), group("dp_replicate", "dp_shard", "sp")
+    of_params = [group("dp_replicate"), group("dp_shard", "sp"), group("tp")]
+    names = ("dp_replicate", "fsdp", "tp")
     return Meshes(
         root=root,
-        dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
-        loss=root["dp_replicate", "dp_shard", "sp"]._flatten("loss"),
-        params=params,
+        dp=DeviceMesh.from_group(dp, device_type, mesh_dim_names=("dp",)),
+        loss=DeviceMesh.from_group(loss, device_type, mesh_dim_names=("loss",)),
+        params=DeviceMesh.from_group(of_params, device_type, root.mesh.flatten(1, 2), mesh_dim_names=names),
     )
