@@ -51,7 +51,8 @@ def run(argv: list[str]) -> None:
         start_ranks(f"trainer.cli.{name}", num_ranks, nodes, flags)
     else:
         sys.argv = [name, *flags]
-        door.main()
+        if code := door.main():  # of a door that ends no process itself
+            leave(code)
 
 
 def split(argv: list[str]) -> tuple[int, dict[str, str], list[str]]:

@@ -9,11 +9,12 @@ Exit code: 0 if nothing would fail, else 2.
 import argparse
 
 from trainer.entry import run_command
+from trainer.errors import OneLineParser
 
 
 def run(argv: list[str]) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m trainer.cli.doctor", description=__doc__, formatter_class=formatter)
+    parser = OneLineParser("python -m trainer.cli.doctor", description=__doc__, formatter_class=formatter)
     parser.add_argument("--path", help="a folder for runs; under torchrun each node must see it")
     path = parser.parse_args(argv).path
     from trainer.planning.doctor_findings import examine  # not at the top: torch is not needed for --help

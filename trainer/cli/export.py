@@ -10,14 +10,7 @@ a model folder                        the same model in another dtype, or in fil
 import argparse
 
 from trainer.entry import quiet_libraries, run_command
-from trainer.errors import UserError
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage."""
-
-    def error(self, message: str) -> None:
-        raise UserError("arguments", message, "see --help")
+from trainer.errors import OneLineParser
 
 
 def build_parser() -> argparse.ArgumentParser:

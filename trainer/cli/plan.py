@@ -8,13 +8,13 @@ Nothing is downloaded but the config, and no weight is read. Predicted memory an
 import argparse
 
 from trainer.entry import run_command
-from trainer.errors import UserError
+from trainer.errors import OneLineParser, UserError
 from trainer.planning import plan_inputs as inputs
 
 
 def build_parser() -> argparse.ArgumentParser:
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser("python -m trainer.cli.plan", description=__doc__, formatter_class=formatter)
+    parser = OneLineParser("python -m trainer.cli.plan", description=__doc__, formatter_class=formatter)
     parser.add_argument("model", metavar="MODEL", help="model folder, config.json, or hub name in the cache")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of all nodes")
     for name, kind, default, text in (

@@ -12,13 +12,13 @@ import argparse
 import sys
 
 from trainer.entry import run_command
-from trainer.errors import UserError
+from trainer.errors import OneLineParser, UserError
 
 
 def run(argv: list[str]) -> None:
     own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser("python -m trainer.cli.verify_run", description=__doc__, **options)
+    parser = OneLineParser("python -m trainer.cli.verify_run", description=__doc__, **options)
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
     parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")

@@ -33,7 +33,7 @@ from trainer.compare.runs.launch import Job, free_port, run_jobs
 from trainer.compare.runs.matrix import Configuration, full_matrix, matrix_thresholds
 from trainer.compare.runs.run_matrix import run_matrix
 from trainer.datasets.demos.demo import make_demo
-from trainer.errors import UserError
+from trainer.errors import OneLineParser, UserError
 from trainer.planning.predicted_memory import predict
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -332,7 +332,7 @@ def _where(tiny: bool, num_ranks: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("check_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser("check_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="check this script on a CPU")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/gpu.md", help="the file to write (docs/gpu.md)")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")

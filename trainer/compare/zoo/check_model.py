@@ -21,7 +21,7 @@ from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.zoo import zoo
 from trainer.compare.zoo.tiny import shrink
 from trainer.entry import quiet_libraries
-from trainer.errors import UserError
+from trainer.errors import OneLineParser, UserError
 from trainer.flags.rules import BACKEND_RULES
 
 LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can name it
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m trainer.cli.check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -34,7 +34,7 @@ from trainer.compare.zoo.tiny import randomize
 from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
 from trainer.datasets.demos.demo import make_demo
-from trainer.errors import UserError
+from trainer.errors import OneLineParser, UserError
 from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m trainer.compare.zoo",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
