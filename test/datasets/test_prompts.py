@@ -11,6 +11,9 @@ from trainer.datasets.files.loading import load_rows
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.shapes.row_reader import _answer
 from trainer.errors import UserError
+from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.rl_flags import PPOArguments
+from trainer.runs.rl.rl_run import load_data
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,33 @@ def test_a_number_is_the_same_text_as_label_and_as_answer(tmp_path, tokenizer, n
     path = write(tmp_path, [{"q": "one", "a": number}])
     label = found(lambda: prompts_of(path, tokenizer, input_key="q", label_key="a")[0]["label"][0])
     assert label == answer and ("the file may write" in label) == (number in (5.0, 1e20))
+
+
+def test_a_prompt_has_the_template_arguments_of_its_row(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template + "{{ '<think></think>' if quiet else '' }}"
+    given = [{"quiet": True}, {"quiet": False}, None]
+    turns = [{"role": "user", "content": "1 2"}]
+    path = write(tmp_path, [{"messages": turns, "chat_template_kwargs": value} for value in given])
+    prompts, ledger = prompts_of(path, tokenizer)
+    for prompt, value in zip(prompts, given, strict=True):
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **(value or {}))
+        assert prompt["prompt_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len({len(ids) for ids in prompts["prompt_ids"]}) == 2 and not hasattr(tokenizer, "template_args")
+    assert any("chat_template_kwargs -> arguments of the chat template" in line for line in ledger.lines)
+    path = write(tmp_path, [{"messages": turns, "chat_template_kwargs": {"depth": 1}}])
+    with pytest.raises(
+        UserError, match="row 1: column chat_template_kwargs: the chat template has no argument 'depth'"
+    ):
+        prompts_of(path, tokenizer)
+
+
+def test_turns_of_an_environment_have_no_template_arguments_of_a_row(demo, tmp_path, tokenizer):
+    path = write(tmp_path, [{"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": {"quiet": True}}])
+    flags = ["--pretrain", str(demo / "model"), "--dataset", str(path), "--env", "env.py"]
+    args = parse_arguments(PPOArguments, "train_ppo", flags)
+    with pytest.raises(UserError, match=r"--dataset column chat_template_kwargs: .* of the environment"):
+        load_data(args, tokenizer, str(path), "train", "--dataset", {})
 
 
 def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):

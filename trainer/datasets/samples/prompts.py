@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import render_prompt
+from trainer.datasets.conversations.templates import arguments_of_row, render_prompt
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
@@ -23,7 +23,7 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
-from trainer.datasets.shapes.columns import BEFORE_ANSWER
+from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
@@ -184,7 +184,8 @@ def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
         return []
     if messages[-1]["role"] == "assistant":
         raise UserError(row.where["prompt"], "ends with an assistant message", "a prompt that the model answers")
-    return render_prompt(tokenizer, messages, tools)
+    with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        return render_prompt(tokenizer, messages, tools)
 
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:

@@ -103,7 +103,7 @@ class RowReader:
                 parts[part] = columns.take(name) if name else None
                 if parts[part] not in EMPTY:
                     found.says.append((name, part))
-            if self.task != PROMPT and columns.filled((TEMPLATE_ARGS,)):  # later turns of a prompt would lack them
+            if columns.filled((TEMPLATE_ARGS,)):
                 parts[TEMPLATE_ARGS] = columns.take(TEMPLATE_ARGS)
                 found.says.append((TEMPLATE_ARGS, "arguments of the chat template"))
         elif AS_TEXTS not in notes.facts and self.has_template and "text" not in parts:

@@ -10,7 +10,8 @@ from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
-from trainer.errors import without_secrets
+from trainer.datasets.shapes.columns import TEMPLATE_ARGS
+from trainer.errors import UserError, without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
@@ -108,6 +109,11 @@ def read_prompts(run: RLRun, is_demo: bool) -> None:
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: dict):
     """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
     rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
+    if args.environment.env and TEMPLATE_ARGS in rows.column_names:
+        found = "later turns of the environment would lack these arguments"
+        raise UserError(
+            f"{flag} column {TEMPLATE_ARGS}", found, f"--template_args, or --ignore_columns {TEMPLATE_ARGS}"
+        )
     columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
     prompts, ledger = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)(
         rows,
@@ -118,7 +124,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         input_template=args.data.input_template,
         ignore_columns=args.data.ignore_columns,
         system=args.data.system,
-        taken=columns,
+        taken=[name for name in columns if name != TEMPLATE_ARGS],
         drop_answer=bool(args.kl.teacher),
         apply_chat_template=args.data.apply_chat_template,
         max_len=args.prompts.prompt_max_len,
