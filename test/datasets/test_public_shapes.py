@@ -149,7 +149,7 @@ REFUSED = {
     "a part": (talk({"role": "user", "content": [{"type": "audio", "audio": "x"}]}, ANSWER), "a part of type 'audio'"),
     "a share": (talk({**ANSWER, "weight": 0.5}), "weight is 0.5"),
     "videos": (talk(ANSWER, videos=["a.mp4"]), "column videos: would change the text"),
-    "an image": (talk(ANSWER, image="a.png"), "column image: would change the text"),
+    "a video": (talk(ANSWER, video="a.mp4"), "column video: would change the text"),
     "context": (talk(ANSWER, context="x"), "column context: would change the text"),
     "two answers": (
         {"question": "a", "answer": "b", "response": "c"},
