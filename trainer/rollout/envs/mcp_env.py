@@ -14,13 +14,14 @@ import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Optional
+from typing import Optional
 
 import anyio
 from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
 from trainer.errors import UserError
+from trainer.rollout.envs.tool_env import ToolEnvironment, opening_of
 
 try:
     from mcp import Client, MCPError
@@ -195,42 +196,25 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-class MCPEnvironment:
-    """One episode: the model may call tools of the server. A turn without a call is its answer, which the reward scores."""
+class MCPEnvironment(ToolEnvironment):
+    """One episode with the tools of a server."""
 
     def __init__(self, start: Callable[[], MCPServer], reward: Callable, opening: Callable, owned: bool):
-        self._start, self._reward, self._opening, self._owned = start, reward, opening, owned
+        super().__init__(reward, opening)
+        self._start, self._owned = start, owned
         self._server: Optional[MCPServer] = None
-        self.tools: Optional[list[dict]] = None
-        self.metrics = {"tool_calls": 0.0, "tool_errors": 0.0}
 
     def reset(self, task: dict) -> list[dict]:
-        self._task, self._server = task, self._start()
+        self._server = self._start()
         self.tools = self._server.tools
-        return self._opening(task)
+        return super().reset(task)
 
-    def step(self, response: Any) -> Any:
-        if not response.tool_calls:
-            return float(self._reward(self._task, str(response))), True
-        messages = []
-        for call in response.tool_calls:
-            text, failed = self._server.call(call["name"], call["arguments"])
-            self.metrics["tool_calls"] += 1
-            self.metrics["tool_errors"] += failed
-            messages.append({"role": "tool", "name": call["name"], "content": text})
-        return messages
+    def call(self, name: str, arguments: dict) -> tuple[str, bool]:
+        return self._server.call(name, arguments)
 
     def close(self) -> None:
         if self._owned and self._server is not None:
             self._server.close()
-
-
-def opening_of(task: dict) -> list[dict]:
-    """The first messages of a row: its column `messages`, or else its column `prompt` or `question`."""
-    value = next((task[name] for name in ("messages", "prompt", "question") if name in task), None)
-    if value is None:
-        raise ValueError(f"no column messages, prompt or question: {', '.join(task)}")
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def from_mcp(

@@ -1,0 +1,130 @@
+"""Python functions as tools: what the model reads of them, how its calls are passed on, and what is refused."""
+
+import pytest
+import torch.distributed as dist
+from conversations import Script, byte_tokenizer, environments, sampling_of
+
+from trainer.errors import UserError
+from trainer.rollout.envs.environments import Response, load_environment
+from trainer.rollout.envs.episodes import generate_episodes
+
+CODE = '''
+from trainer.rollout.envs.tool_env import from_tools
+
+
+def add(a: float, b: float = 1) -> dict:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return {"sum": a + b}
+
+
+async def shout(text: str) -> str:
+    """Write a text in capitals.
+
+    Args:
+        text: what to shout
+    """
+    return text.upper()
+
+
+class Shop:
+    """Keeps the books of one episode."""
+
+    def reset(self, task):
+        self.left = task["left"]
+
+    def buy(self, number: int) -> int:
+        """Buy some.
+
+        Args:
+            number: how many
+        """
+        self.left -= number
+        return self.left
+
+    def reward(self, task, answer):
+        return float(answer.strip() == str(self.left))
+
+    def _hidden(self):
+        pass
+
+
+make_environment = from_tools([add, shout], lambda task, answer: float(answer == task["label"]))
+shop = from_tools(Shop)
+'''
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "tools.py").write_text(CODE)
+    return str(tmp_path / "tools.py")
+
+
+def turn(*calls: tuple[str, dict], text: str = "") -> Response:
+    return Response(text, text, [{"name": name, "arguments": arguments} for name, arguments in calls], True)
+
+
+def test_functions_are_tools(path):
+    env = load_environment(path)()
+    assert env.reset({"question": "2 + 3?", "label": "5"}) == [{"role": "user", "content": "2 + 3?"}]
+    assert [tool["function"]["name"] for tool in env.tools] == ["add", "shout"]
+    function = env.tools[0]["function"]
+    assert function["description"] == "Add two numbers." and "return" not in function
+    assert function["parameters"]["required"] == ["a"]
+    assert function["parameters"]["properties"]["b"] == {"type": "number", "description": "the second"}
+    found = env.step(turn(("add", {"a": 2, "b": 3}), ("shout", {"text": "ok"}), ("add", {"a": 2})))
+    assert [message["content"] for message in found] == ['{"sum": 5}', "OK", '{"sum": 3}']
+    assert [message["name"] for message in found] == ["add", "shout", "add"]
+    found = env.step(turn(("sub", {}), ("add", {"b": 1}), ("add", {"a": "x", "b": 1}), ("add", {"a": 1, "c": 1})))
+    assert all(message["content"].startswith("error: ") for message in found)
+    assert "there are add, shout" in found[0]["content"] and "'a'" in found[1]["content"]
+    assert env.metrics == {"tool_calls": 7, "tool_errors": 4}
+    assert env.step(turn(text="5")) == (1.0, True)
+
+
+def test_methods_of_an_object_of_each_episode_are_tools(path):
+    envs = [load_environment(f"{path}:shop")() for _ in range(2)]
+    assert [tool["function"]["name"] for tool in envs[0].tools] == ["buy"]
+    for env, left in zip(envs, (10, 20)):
+        env.reset({"prompt": [{"role": "user", "content": "buy"}], "left": left})
+        env.step(turn(("buy", {"number": 3})))
+    assert [env.step(turn(text=str(left)))[0] for env, left in zip(envs, (7, 17))] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("make_environment = from_tools([lambda a: a], print)", "no docstring"),
+        (
+            "def f(a):\n    'Doc.\\n\\nArgs:\\n    a: it'\nmake_environment = from_tools([f], print)",
+            "missing a type hint",
+        ),
+        ("make_environment = from_tools([], print)", "without a tool"),
+        ("make_environment = from_tools([shout])", "without a reward"),
+    ],
+)
+def test_what_is_no_tool_is_refused_in_one_line(tmp_path, line, found):
+    (tmp_path / "broken.py").write_text(f"{CODE}\n{line}\n")
+    with pytest.raises(UserError) as error:
+        load_environment(str(tmp_path / "broken.py"))
+    assert str(error.value).startswith("--env: ") and found in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_episode_calls_the_function_and_goes_on(path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tokenizer = byte_tokenizer("qwen3")
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        texts = ['<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "5"]
+        script = Script([[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts])
+        prompt = {"row": 0, "label": "5", "prompt_ids": [1], "column question": "2 + 3?", "column label": "5"}
+        made = environments(load_environment(path), tokenizer)
+        [sample] = generate_episodes(made, script, [prompt], 1, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
+    finally:
+        dist.destroy_process_group()
+    assert '{"sum": 5}' in tokenizer.decode(sample.response_ids) and sample.score == 1.0 and sample.finished
+    assert "Add two numbers." in tokenizer.decode(sample.prompt_ids)
