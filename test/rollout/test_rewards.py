@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from trainer.rollout.rewards.reward_functions import (
     load_reward_function,
     load_reward_functions,
     wanted_columns,
+    wanted_facts,
     weighted_scorer,
 )
 from trainer.rollout.samples import Sample
@@ -285,7 +287,7 @@ def test_an_argument_that_is_no_column_is_named_before_the_first_step(tmp_path):
     with pytest.raises(UserError) as error:
         wanted_columns(load_reward_functions(str(tmp_path / "reward.py")), ["id", "level"], "--eval_dataset")
     assert error.value.found == "reward_func takes difficulty, which is no column of --eval_dataset"
-    assert error.value.allowed == "finished, id, level"
+    assert error.value.allowed == "finished, prompt_ids, response_ids, completion_ids, raw_responses, id, level"
 
 
 def test_several_functions_are_weighted_and_each_one_is_a_metric(tmp_path):
@@ -449,6 +451,58 @@ def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_
     assert told == [True, True, False, False] and [sample.score for sample in samples] == [0.0] * 4
 
 
+def test_a_function_gets_ids_and_raw_texts_by_the_names_of_its_arguments(tmp_path):
+    """What each argument holds is known beforehand: the ids of the samples, and their text with special tokens."""
+    make_demo(str(tmp_path))
+    (tmp_path / "own.py").write_text("""
+seen = {}
+async def reward_func(prompts, responses, labels, raw_responses, prompt_ids, response_ids=None):
+    seen.update(texts=responses, raw=raw_responses, ids=[p + r for p, r in zip(prompt_ids, response_ids)])
+    response_ids[0].clear()  # a function may change what it gets
+    return [{"score": 1, "style": 0.5}, {"score": 0}]
+""")
+    functions = load_reward_functions(str(tmp_path / "own.py"))
+    assert wanted_columns(functions, ["question"], "--dataset") == []
+    [(name, function)] = functions.items()
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    eos = tokenizer.eos_token_id
+    samples = [Sample(n, n, [1], [7, eos], [0.0] * 2, True, None) for n in range(2)]
+    TextScores(function_scorer(name, function, 5), tokenizer, (eos,), wanted_facts(functions)).score_mine(samples)
+    seen = function.__globals__["seen"]
+    assert seen["ids"] == [[1, 7, eos]] * 2 and samples[0].response_ids == [7, eos]
+    assert seen["raw"] == [text + tokenizer.eos_token for text in seen["texts"]]
+    assert [(sample.score, sample.metrics) for sample in samples] == [(1.0, {"style": 0.5}), (0.0, {})]
+
+
+DICTS = {
+    "[{'right': 1, 'short': 0.5}, {'right': 0, 'short': 0.25}]": (
+        [1.5, 0.25],
+        {"right": [1.0, 0.0], "short": [0.5, 0.25]},
+    ),
+    "[{'score': 1, 'short': True}, {'score': 2, 'short': False}]": ([1.0, 2.0], {"short": [1.0, 0.0]}),
+    "({'right': 2}, {'right': 3})": ([2.0, 3.0], {"right": [2.0, 3.0]}),
+    "([{'right': 2}, {'right': 3}], {'words': 4})": ([2.0, 3.0], {"words": [4.0, 4.0], "right": [2.0, 3.0]}),
+    "[{'score': 1}, 2]": ([1.0, 2.0], {}),
+    "[{}, 1]": "response 1 of 2: gave the dict {}",
+    "[1, {'std': 1}]": "response 2 of 2: gave the dict",
+    "[1, {'score': 'good'}]": "response 2 of 2: score: gave list",
+    "[1, {'right': float('nan')}]": "response 2 of 2: right: score nan",
+    "[1, {'score': None}]": "gave None for response 2 of 2",
+}
+
+
+@pytest.mark.parametrize("result", DICTS)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_dict_of_a_response_names_its_score_or_the_parts_of_it(result, kind, tmp_path):
+    (tmp_path / "own.py").write_text(f"{kind} reward_func(prompts, responses, labels):\n    return {result}")
+    score = function_scorer("own.py", load_reward_function(str(tmp_path / "own.py")), 5)
+    if isinstance(DICTS[result], str):
+        with pytest.raises(UserError, match=re.escape(DICTS[result])):
+            score(["p", "p"], ["a", "b"], [None, None], [True, True])
+    else:
+        assert score(["p", "p"], ["a", "b"], [None, None], [True, True]) == DICTS[result]
+
+
 # --- functions of other trainers, built-in forms, None
 
 TRL = "def reward(completions, prompts, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]"
@@ -463,6 +517,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+ASYNC = ((TRL, ":reward", {}), (OPENRLHF, "", {"length": [2.0, 2.0]}), (VERL, "", {"acc": [1.0, 0.0]}))
+
+
 @pytest.mark.parametrize(
     ("code", "function", "metrics"),
     [
@@ -470,6 +527,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         (OPENRLHF, "", {"length": [2.0, 2.0]}),
         (VERL, "", {"acc": [1.0, 0.0]}),
         (VERL, ":compute_score", {"acc": [1.0, 0.0]}),
+        *((code.replace("def ", "async def "), name, metrics) for code, name, metrics in ASYNC),
     ],
 )
 def test_functions_of_other_trainers_work_as_they_are(tmp_path, code, function, metrics):
@@ -481,7 +539,7 @@ def test_functions_of_other_trainers_work_as_they_are(tmp_path, code, function, 
     given = {key: columns[key] for key in wanted}
     score = function_scorer(name, functions[name], 5)
     assert score(["p", "p"], ["7", "9"], ["7", "8"], [True, True], given) == ([1.0, 0.0], metrics)
-    if code == TRL:
+    if function == ":reward":
         with pytest.raises(UserError, match="takes answer, which is no column"):
             wanted_columns(functions, ["question"], "--dataset")
 

@@ -1,5 +1,6 @@
 """Score the samples of a rollout with a function of texts, each sample on a rank that has its tokens."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ class TextScores:
     """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
 
     A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
+    `facts` are the names of reward_functions.TOKEN_FACTS that the function also gets, among its columns.
     """
 
     scorer: Scorer
     tokenizer: Any
     stop_ids: tuple[int, ...]
+    facts: frozenset[str] = frozenset()
 
     def __call__(self, samples: list[Sample]) -> None:
         score_by_texts(self, samples)
@@ -29,9 +32,17 @@ class TextScores:
         responses = [response_text(self.tokenizer, sample.prompt_ids, sample.response_ids) for sample in mine]
         finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
         columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
+        columns |= {name: [self._fact(name, sample) for sample in mine] for name in self.facts}
         scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         for i, (sample, score) in enumerate(zip(mine, scores)):
-            sample.score, sample.metrics = score, {name: values[i] for name, values in metrics.items()}
+            own = {name: values[i] for name, values in metrics.items()}
+            sample.score, sample.metrics = score, {name: v for name, v in own.items() if not math.isnan(v)}
+
+    def _fact(self, name: str, sample: Sample) -> Any:
+        """Ids as a list of its own, so that a function may change it; or the text of the response with special tokens."""
+        if name == "raw_responses":
+            return self.tokenizer.decode(sample.response_ids)
+        return list(sample.prompt_ids if name == "prompt_ids" else sample.response_ids)
 
 
 def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]) -> str:

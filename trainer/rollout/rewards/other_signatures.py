@@ -1,5 +1,6 @@
 """Reward functions that were written for other trainers, known by the names of their arguments."""
 
+import asyncio
 import inspect
 import numbers
 from collections.abc import Callable
@@ -40,6 +41,9 @@ def _of_openrlhf(function: Callable, parameters) -> Callable:
     def call(prompts, responses, labels, **more):
         queries = [prompt + response for prompt, response in zip(prompts, responses)]
         result = function(**_accepted({"queries": queries, "prompts": prompts, "labels": labels} | more, parameters))
+        return _then(result, read)
+
+    def read(result):
         if not isinstance(result, dict) or "rewards" not in result:
             return result
         return result["rewards"], dict(result.get("extra_logs") or {})
@@ -53,6 +57,9 @@ def _of_verl(function: Callable) -> Callable:
         for place, (response, label) in enumerate(zip(responses, labels)):
             own = {name: values[place] for name, values in more.items()}
             results.append(function(**{"data_source": "", **own, "solution_str": response, "ground_truth": label}))
+        return _then(_all(results) if any(map(inspect.isawaitable, results)) else results, read)
+
+    def read(results):
         if not all(isinstance(result, dict) and "score" in result for result in results):
             return results
         shared = [name for name in results[0] if all(_is_number(result.get(name)) for result in results)]
@@ -60,6 +67,19 @@ def _of_verl(function: Callable) -> Callable:
         return [result["score"] for result in results], metrics
 
     return call
+
+
+def _then(result: Any, read: Callable) -> Any:
+    """`read(result)`; of an async function's result, a coroutine of it."""
+
+    async def later() -> Any:
+        return read(await result)
+
+    return later() if inspect.isawaitable(result) else read(result)
+
+
+async def _all(results: list) -> list:
+    return await asyncio.gather(*results)
 
 
 def _accepted(given: dict[str, Any], parameters) -> dict[str, Any]:

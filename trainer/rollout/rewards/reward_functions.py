@@ -1,5 +1,6 @@
 """Scores from Python functions. Every failure there becomes one UserError. HTTP endpoints are in remote_rewards.py."""
 
+import asyncio
 import inspect
 import itertools
 import math
@@ -26,8 +27,10 @@ WITHOUT_LABELS = ("format",)
 FLAG = "--reward_func"
 OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
-ARGUMENTS = ("prompts", "responses", "labels", "finished")  # a column with one of these names is not passed
-RESERVED_METRICS = ("std",)  # the log calls the deviation of scores reward_std
+TOKEN_FACTS = ("prompt_ids", "response_ids", "completion_ids", "raw_responses")  # passed to arguments of these names
+# a column with one of these names is not passed
+ARGUMENTS = ("prompts", "responses", "labels", "finished", *TOKEN_FACTS)
+RESERVED_METRICS = frozenset({"std"})  # the log calls the deviation of scores reward_std
 # score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
 # `finished` says whether the response ended with a stop token, which the text does not show. `columns`: of the dataset.
 Scorer = Callable[[list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float], dict[str, list[float]]]]
@@ -81,12 +84,17 @@ def wanted_columns(functions: dict[str, Callable], columns: list[str], flag: str
     wanted: set[str] = set()
     for name, function in functions.items():
         names, needed, takes_any = extra_arguments(function)
-        missing = next((name for name in needed if name not in (*columns, "finished")), None)
+        missing = next((name for name in needed if name not in (*columns, "finished", *TOKEN_FACTS)), None)
         if missing:
             found = f"reward_func takes {missing}, which is no column of {flag}"
-            raise UserError(f"{FLAG} {name}", found, f"finished, {', '.join(columns)}")
+            raise UserError(f"{FLAG} {name}", found, f"finished, {', '.join([*TOKEN_FACTS, *columns])}")
         wanted |= set(columns if takes_any else names)
     return [name for name in columns if name in wanted and name not in ARGUMENTS]
+
+
+def wanted_facts(functions: dict[str, Callable]) -> frozenset[str]:
+    """The names of TOKEN_FACTS that reward functions take as arguments."""
+    return frozenset(name for function in functions.values() for name in extra_arguments(function)[0]) & {*TOKEN_FACTS}
 
 
 def load_reward_function(name: str) -> Callable:
@@ -108,8 +116,9 @@ def load_reward_function(name: str) -> Callable:
 def function_scorer(name: str, function: Callable, timeout: float, alone: bool = True) -> Scorer:
     """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
 
-    The function also gets `finished` and the columns of the dataset for which it has arguments. If it is not `alone`, a score
-    of None says that the response is not for this function. Such a score is NaN.
+    The function also gets `finished`, TOKEN_FACTS and the columns of the dataset for which it has arguments. It may be async.
+    If it is not `alone`, a score of None says that the response is not for this function. Such a score is NaN. So is a
+    metric that a dict of a response leaves out.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
@@ -118,15 +127,43 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
             return [], {}
         values = {**(columns or {}), "finished": finished}
         extra = {key: value for key, value in values.items() if takes_any or key in names}
+        extra = {key: value for key, value in extra.items() if key in names or key not in TOKEN_FACTS}
         result = _call(where, timeout, function, prompts, responses, labels, **extra)
+        result, components = _without_dicts(where, result)
         result, passed = _without_none(result)
         if passed and alone:
             found = f"gave None for response {min(passed) + 1} of {len(responses)}, and no other function scores it"
             raise UserError(where, found, "a number for each response")
         scores, metrics = check_scores(where, result, len(responses))
-        return [math.nan if place in passed else score for place, score in enumerate(scores)], metrics
+        return [math.nan if place in passed else score for place, score in enumerate(scores)], metrics | components
 
     return score
+
+
+def _without_dicts(where: str, result: Any) -> tuple[Any, dict[str, list[float]]]:
+    """A reward's result with a score in place of each dict, and the other numbers of the dicts as metrics.
+
+    The score is `score` of the dict, or the sum of its numbers. A metric is NaN for a response whose dict lacks it.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], list) and isinstance(result[1], dict):
+        scores, metrics = _without_dicts(where, result[0])
+        return (scores, result[1]), metrics
+    if not (isinstance(result, (list, tuple)) and any(isinstance(part, dict) for part in result)):
+        return result, {}
+    scores, metrics = [], {}
+    for place, part in enumerate(result):
+        if not isinstance(part, dict):
+            scores.append(part)
+            continue
+        here = f"{where}: response {place + 1} of {len(result)}"
+        if not part or not RESERVED_METRICS.isdisjoint(part):
+            raise UserError(here, f"gave the dict {part}", "score, or numbers to add up, with names other than std")
+        given = {str(name): value for name, value in part.items() if value is not None}
+        values = {name: _numbers(f"{here}: {name}", [value], 1)[0] for name, value in given.items()}
+        scores.append(values.pop("score", None) if "score" in part else sum(values.values()) if values else None)
+        for name, value in values.items():
+            metrics.setdefault(name, [math.nan] * len(result))[place] = value
+    return scores, metrics
 
 
 def _without_none(result: Any) -> tuple[Any, set[int]]:
@@ -167,7 +204,9 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
 
     def run() -> None:
         try:
-            outcome["value"] = _realized(function(*arguments, **extra), limit=len(arguments[1]) + 1)
+            value = function(*arguments, **extra)
+            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            outcome["value"] = _realized(value, limit=len(arguments[1]) + 1)
         except BaseException as error:  # the user's code may raise anything, and call sys.exit()
             outcome["error"] = error
 
@@ -179,6 +218,10 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
     if "error" in outcome:
         raise UserError(where, f"raised {describe_error(outcome['error'])}")
     return outcome["value"]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
 def _realized(result: Any, limit: int) -> Any:

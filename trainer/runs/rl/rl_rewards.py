@@ -13,7 +13,13 @@ from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.models.reward import return_token_scores, scoring_pad
 from trainer.rollout.placement import share
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
-from trainer.rollout.rewards.reward_functions import check_scores, function_scorer, short_name, weighted_scorer
+from trainer.rollout.rewards.reward_functions import (
+    check_scores,
+    function_scorer,
+    short_name,
+    wanted_facts,
+    weighted_scorer,
+)
 from trainer.rollout.scoring import TextScores
 from trainer.runs.run_models import frozen_model, load_model
 from trainer.runs.run_setup import Setup
@@ -41,7 +47,7 @@ def build_reward(run, make_batches: Callable) -> Callable:
         return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples: None
-    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder))
+    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder), wanted_facts(functions))
 
 
 def _score_nothing(samples: list) -> None:
