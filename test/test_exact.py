@@ -237,8 +237,8 @@ def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):
     assert first_difference(plain, planted) == expected
 
 
-def test_pairs_have_equal_bits_too(shared_data, tmp_path):
-    """train_dpo with its reference, and train_rm with its new head: other backends, ranks, pairs in a micro-batch."""
+def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
+    """train_dpo with its reference, train_rm with its new head, train_kd with its teacher: other backends and ranks."""
     data = ["--dataset", f"{shared_data}/gsm8k/pairs.jsonl", "--train_batch_size", "8", "--max_samples", "13"]
 
     def of(command: str, name: str) -> list[str]:
@@ -246,12 +246,16 @@ def test_pairs_have_equal_bits_too(shared_data, tmp_path):
         flags += ["--learning_rate", "1e-3", "--no_save", "--exact", "--param_dtype", "fp32"]
         flags += [*BACKENDS[name.split("-")[0]], "--micro_train_batch_size", "2" if "mb2" in name else "1"]
         flags += ["--packing_samples"] if "packed" in name else []
+        teacher = ["--teacher", f"{shared_data}/models/stories260K-hf", "--output_key", "chosen", "--kd_coef", "0.5"]
+        flags += [*teacher, "--input_key", "prompt"] if command == "train_kd" else []
         folder = tmp_path / f"{command}-{name}"
         return [command, *flags, "--output_dir", str(folder), "--parity_dump", str(folder / "parity")]
 
-    train_many(1, [of("train_dpo", "z1"), of("train_rm", "f")], tmp_path, 300)
-    train_many(2, [of("train_dpo", "f-mb2-packed"), of("train_rm", "z3-mb2")], tmp_path, 300)
-    for alone, pair in (("train_dpo-z1", "train_dpo-f-mb2-packed"), ("train_rm-f", "train_rm-z3-mb2")):
+    train_many(1, [of("train_dpo", "z1"), of("train_rm", "f"), of("train_kd", "f")], tmp_path, 300)
+    on_two = [of("train_dpo", "f-mb2-packed"), of("train_rm", "z3-mb2"), of("train_kd", "z2-mb2-packed")]
+    train_many(2, on_two, tmp_path, 300)
+    pairs = [("train_dpo-z1", "train_dpo-f-mb2-packed"), ("train_rm-f", "train_rm-z3-mb2")]
+    for alone, pair in (*pairs, ("train_kd-f", "train_kd-z2-mb2-packed")):
         expected = bits_of(tmp_path / alone)
         assert expected.steps == 3 and len(expected.tensors) == 2
         assert len({row["loss"] for row in expected.rows.values()}) == 3

@@ -30,7 +30,7 @@ OWN_RULES: dict[str, tuple[Rule, ...]] = {
     "train_dpo": (*EXACT_RULES, *DPO_RULES),
     "train_ppo": (*PPO_RULES, *ROLLOUT_RULES),
     "train_dpo --online": (*ONLINE_RULES, *ROLLOUT_RULES),
-    "train_kd": KD_RULES,
+    "train_kd": (*EXACT_RULES, *KD_RULES),
 }
 RULES: dict[str, tuple[Rule, ...]] = {
     command: (*NEVER_EXACT.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()

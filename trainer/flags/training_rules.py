@@ -219,6 +219,8 @@ EXACT_RULES = (
          "they count over the micro-batches of a rank", "Remove one of them."),
     Rule("exact", lambda f: f.loss == "kto", "with --loss kto", "equal bits are not proved for its estimate of the KL",
          "Take a loss of pairs."),
+    Rule("exact", lambda f: f.teacher_answers, "with --teacher_answers",
+         "the bits of sampled answers depend on the layout", "Write the answers once, and train on them."),
     Rule("exact", lambda f: f.precompute_ref_logps, "with --precompute_ref_logps",
          "a file of an earlier run may have other bits", "Remove one of them."),
     Rule("exact", lambda f: f.streaming, "with --streaming", "equal bits are not proved for streams",
@@ -241,8 +243,8 @@ TRAINING_RULES = (
 
 
 def _not_exact(command: str) -> Rule:
-    why = "equal bits are proved for train_sft, train_rm and train_dpo only"
+    why = "equal bits are proved for training on fixed data only"
     return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
 
 
-NEVER_EXACT = {command: (_not_exact(command),) for command in ("train_ppo", "train_dpo --online", "train_kd")}
+NEVER_EXACT = {command: (_not_exact(command),) for command in ("train_ppo", "train_dpo --online")}
