@@ -1,0 +1,164 @@
+"""Judge a finished run of another trainer by the plain loop: losses, gradient norms, final weights, tokens, evaluation.
+
+The plain loop has one process, one sample at a time, fp32, AdamW, and the mean over all tokens of a global batch.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from cases import LEARNING_RATE, read_jsonl, steps_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from trainer.compare.other_trainers.plain_reference import MISTAKES
+from trainer.compare.runs.plain_loop import load_plain_model, plain_step, token_losses
+
+LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-3
+
+
+def samples_of(path: Path) -> list[dict]:
+    """{"input_ids", "loss_mask"} of tokenized rows, by labels (-100: no loss) or masks."""
+    samples = []
+    for row in read_jsonl(path):
+        masks = [row[name] for name in ("completion_mask", "assistant_masks", "loss_mask") if row.get(name)]
+        masks += [[label != -100 for label in row["labels"]]] if row.get("labels") else []
+        mask = [int(all(bits)) for bits in zip(*masks, strict=True)]
+        samples.append({"input_ids": row["input_ids"], "loss_mask": [0, *mask[1:]]})
+    return samples
+
+
+def with_line_break(sample: dict) -> dict:
+    """The loss of a turn also covers the line break behind its end."""
+    mask = sample["loss_mask"]
+    return {**sample, "loss_mask": [int(bit or (place and mask[place - 1])) for place, bit in enumerate(mask)]}
+
+
+def without_last_line_break(sample: dict) -> dict:
+    """As with_line_break, but not behind the last turn."""
+    longer = with_line_break(sample)["loss_mask"]
+    return {**sample, "loss_mask": [*longer[:-1], sample["loss_mask"][-1]]}
+
+
+# what a trainer may choose, and says in its docs: (name, masks, weights of samples by micro-batch)
+CONVENTIONS = (
+    ("the line break behind each turn's end has a loss", with_line_break, None),
+    ("the line break between turns has a loss", without_last_line_break, None),
+)
+MEANS = [(mistake.name, None, mistake.weights) for mistake in MISTAKES if mistake.weights]
+
+
+def plain_curve(inputs: Path, condition: dict, mask=None, weights=None) -> tuple[list[tuple[float, float]], dict, dict]:
+    """((loss, gradient norm) of each step, the first weights, the final weights)."""
+    model, samples = load_plain_model(str(inputs / "model"), "cpu"), samples_of(inputs / "rows_tokens.jsonl")
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if condition.get("lora"):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, inputs / "adapter", is_trainable=True)
+    samples = [mask(sample) for sample in samples] if mask else samples
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0
+    )
+    curve = []
+    for rows in steps_of(condition):
+        batch, size = [samples[row] for row in rows], condition["batch"]
+        micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)]
+        given = weights(micro_batches, condition.get("ranks", 1)) if weights else None
+        curve.append(plain_step(model, batch, given))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if condition.get("lora"):
+        model = model.merge_and_unload()
+    return curve, first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def plain_evaluations(model_folder: Path, samples: list[dict], size: int = 4) -> dict[str, float]:
+    """The mean loss over all tokens, and what two known mistakes give with batches of `size` rows."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    losses = [token_losses(model, sample) for sample in samples]
+    batches = [losses[start : start + size] for start in range(0, len(losses), size)]
+    means = [torch.cat(batch).mean().item() for batch in batches]
+    return {
+        "the mean over all tokens": torch.cat(losses).mean().item(),
+        "the mean of batch means, weighted by rows": sum(len(b) * m for b, m in zip(batches, means)) / len(losses),
+        "the mean of batch means": sum(means) / len(means),
+    }
+
+
+def read_log(output: Path) -> list[dict]:
+    """The rows of the trainer's own log, in the HF Trainer's names."""
+    if (output / "log.json").exists():
+        return json.loads((output / "log.json").read_text())
+    states = sorted(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    return json.loads(states[-1].read_text())["log_history"]
+
+
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted((output / "model").glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def rounding(value: float) -> float:
+    """Half of the last decimal that a log shows: 5e-5 for 3.1416; 0 for a full float."""
+    decimals = len(repr(value).partition(".")[2])
+    return 0.5 * 10**-decimals if decimals < 6 else 0.0
+
+
+def compare(log: list[dict], theirs: dict, curve, first: dict, final: dict) -> dict:
+    """Worst relative differences of losses, gradient norms and final weights. A log's own rounding is allowed."""
+    found = {"loss": 0.0, "norm": 0.0}
+    for row, plain in zip(log, curve, strict=True):
+        for name, value, expected in zip(("loss", "norm"), (row["loss"], row["grad_norm"]), plain, strict=True):
+            found[name] = max(found[name], max(abs(value - expected) - rounding(value), 0.0) / expected)
+    moved = math.sqrt(sum((final[name] - first[name]).square().sum().item() for name in final))
+    away = math.sqrt(sum((theirs[name].float() - final[name]).square().sum().item() for name in final))
+    return {**found, "weights": away / moved}
+
+
+def is_equal(found: dict) -> bool:
+    return found["loss"] <= LOSS_LIMIT and found["norm"] <= NORM_LIMIT and found["weights"] <= WEIGHT_LIMIT
+
+
+def judge(inputs: Path, output: Path, condition: dict) -> dict:
+    """{"verdict": equal, convention or wrong, "loss", "norm", "weights": worst relative differences, "note"}.
+
+    A run that differs from the plain loop is tried with each convention, then with each known mistake of the mean.
+    """
+    log = [row for row in read_log(output) if "loss" in row and "grad_norm" in row]
+    curve, first, final = plain_curve(inputs, condition)
+    if len(log) != len(curve):
+        return {"verdict": "wrong", "note": f"{len(log)} steps are logged, the data gives {len(curve)}"}
+    theirs = weights_of(output)
+    found, verdict, note, chosen = compare(log, theirs, curve, first, final), "equal", "", None
+    if not is_equal(found):
+        verdict = "wrong"
+        note = f"step 1: loss {log[0]['loss']:.6g}, plain {curve[0][0]:.6g}; norm {log[0]['grad_norm']:.6g}, plain {curve[0][1]:.6g}"
+        for kind, choices in (("convention", CONVENTIONS), ("wrong", MEANS)):
+            for name, mask, weights in choices:
+                other = compare(log, theirs, *plain_curve(inputs, condition, mask, weights))
+                if is_equal(other):
+                    found, verdict, note, chosen = other, kind, name, mask
+                    break
+            if is_equal(found):
+                break
+    if condition.get("evaluation") and verdict != "wrong":
+        evals = [row["eval_loss"] for row in read_log(output) if "eval_loss" in row]
+        samples = samples_of(inputs / "eval_tokens.jsonl")
+        samples = [chosen(sample) for sample in samples] if chosen else samples
+        plain, *mistakes = plain_evaluations(output / "model", samples).items()
+        found["evaluation"] = max(abs(evals[-1] - plain[1]) - rounding(evals[-1]), 0.0) / plain[1]
+        if found["evaluation"] > LOSS_LIMIT:
+            verdict, note = "wrong", f"evaluation {evals[-1]:.6g}, {plain[0]} is {plain[1]:.6g}"
+            for name, value in mistakes:
+                if abs(evals[-1] - value) <= LOSS_LIMIT * value + rounding(evals[-1]):
+                    note += f": it is {name}"
+    if condition.get("messages") and verdict == "equal" and (output / "tokens.jsonl").exists():
+        tokens, expected = samples_of(output / "tokens.jsonl"), samples_of(inputs / "rows_tokens.jsonl")
+        if tokens != expected[: condition["rows"]]:
+            verdict, note = "wrong", "its tokens or masks are not transformers'"
+    return {"verdict": verdict, **found, "note": note}

@@ -1,0 +1,120 @@
+"""Run other trainers under the conditions of cases.py and judge them: `python scripts/record/record.py [TRAINER ...]`.
+
+Each trainer has an environment, made by environments.sh. The results go to docs/record.json, the page to docs/record.md.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+from judge import judge
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+RECORD = ROOT / "docs/record.json"
+# name on the page: (environment, script, its first argument, package whose version is shown)
+TRAINERS = {
+    "this trainer, fsdp2": ("", "run_ours.py", "fsdp2", ""),
+    "this trainer, deepspeed": ("", "run_ours.py", "deepspeed", ""),
+    "HF Trainer": ("trl", "run_hf.py", "hf", "transformers"),
+    "TRL SFTTrainer": ("trl", "run_hf.py", "trl", "trl"),
+    "LLaMA-Factory": ("llamafactory", "run_llamafactory.py", "", "llamafactory"),
+    "ms-swift": ("swift", "run_swift.py", "", "ms-swift"),
+    "axolotl": ("axolotl", "run_axolotl.py", "", "axolotl"),
+}
+
+
+def python_of(environments: Path, name: str) -> str:
+    return str(environments / name / "bin/python") if name else sys.executable
+
+
+def launch(command: list[str], ranks: int, output: Path, python: str, timeout: int) -> int:
+    launcher = (
+        [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else [python]
+    )
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    with open(output.parent / f"{output.name}.log", "w") as log:
+        try:
+            return subprocess.run(
+                [*launcher, *command], stdout=log, stderr=subprocess.STDOUT, env=env, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return 124
+
+
+def run(name: str, condition_name: str, environments: Path, folder: Path, timeout: int, judge_only: bool) -> dict:
+    """One cell: {"verdict", worst differences, "note"}. With `judge_only` the runs are there already."""
+    environment, script, kind, _ = TRAINERS[name]
+    condition = {**cases.CONDITIONS[condition_name], "epochs": cases.EPOCHS}
+    condition |= {"learning_rate": cases.LEARNING_RATE, "max_length": cases.MAX_LENGTH}
+    output = folder / f"{name}-{condition_name}".replace(" ", "_").replace(",", "")
+    parts = [(output, condition)]
+    if condition.get("resume"):  # the same run again, from its checkpoint in the middle
+        parts.append((Path(f"{output}-resumed"), {**condition, "resume_from": str(output / "checkpoint-2")}))
+    for output, part in parts if not judge_only else ():
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir()
+        command = [str(HERE / script), *([kind] if kind else []), str(folder / "inputs"), str(output), json.dumps(part)]
+        if launch(command, part.get("ranks", 1), output, python_of(environments, environment), timeout):
+            lines = (output.parent / f"{output.name}.log").read_text().strip().splitlines()
+            return {"verdict": "refused", "note": next((line for line in lines if "Error: " in line), lines[-1])[:300]}
+    return judge(folder / "inputs", parts[-1][0], condition)
+
+
+def version(python: str, package: str) -> str:
+    if not package:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+    code = f"import importlib.metadata as m; print(m.version('{package}'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trainers", nargs="*", default=list(TRAINERS), help=f"of {', '.join(TRAINERS)}")
+    parser.add_argument("--conditions", nargs="*", default=list(cases.CONDITIONS))
+    parser.add_argument("--environments", type=Path, default=ROOT / "runs/record/environments")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/record")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds of one run")
+    parser.add_argument("--judge_only", action="store_true", help="judge the runs of the folder again")
+    args = parser.parse_args()
+    if not (args.folder / "inputs").exists():
+        args.folder.mkdir(parents=True, exist_ok=True)
+        cases.make(args.folder / "inputs")
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for name in args.trainers:
+        environment, _, _, package = TRAINERS[name]
+        for condition in args.conditions:
+            before = record.get(name, {}).get(condition, {})
+            if args.judge_only and before.get("verdict", "refused") == "refused":
+                continue
+            cell = run(name, condition, args.environments, args.folder, args.timeout, args.judge_only)
+            made = {
+                "version": version(python_of(args.environments, environment), package),
+                "date": str(datetime.date.today()),
+            }
+            cell |= {key: before[key] for key in made} if args.judge_only else made
+            record.setdefault(name, {})[condition] = cell
+            print(f"{name} | {condition}: {json.dumps(cell)}", flush=True)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
