@@ -28,6 +28,7 @@ OTHERS = {  # values that a predicate may look for, besides those that a type gi
     "engine_urls": ["http://a", "http://a,http://b"],
     "reward_func": ["math", "math,exact_match"],
     "reward_weights": [[1.0], [1.0, 2.0, 3.0]],
+    "eval_temperature": [0.005, 0.7],
 }
 
 
@@ -147,8 +148,8 @@ def test_the_options_of_a_strategy_break_the_same_rules():
     from trainer.errors import UserError
     from trainer.strategies import get_strategy
 
-    with pytest.raises(UserError, match=r"--load_in_4bit with --backend fsdp2: .* Take --backend deepspeed"):
-        get_strategy("fsdp2", StrategyOptions(load_in_4bit=True))
+    with pytest.raises(UserError, match=r"--load_in_4bit with --tensor_parallel_size 2: .* Set it to 1, or remove"):
+        get_strategy("fsdp2", StrategyOptions(load_in_4bit=True, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])

@@ -116,7 +116,7 @@ PROMPT_RULES = (
 # fmt: off
 ANSWER_RULES = (
     Rule("eval_samples", lambda f: not f.eval_temperature, "without --eval_temperature",
-         "greedy answers to a prompt are all the same", "Add --eval_temperature, such as 0.7.", which="above 1"),
+         "greedy answers to a prompt are all the same", "Add --eval_temperature, such as 0.7."),
     Rule("eval_top_p", lambda f: not f.eval_temperature, "without --eval_temperature",
          "a greedy answer takes the most likely token", "Add --eval_temperature, or remove the flag."),
     Rule("eval_temperature", lambda f: f.rollout_engine != "hf" and f.eval_temperature < 0.01,
