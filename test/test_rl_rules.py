@@ -37,6 +37,10 @@ PPO_CASES = [
         "--advantage_batch_std with --no_advantage_std_norm",
         {**GROUP, "advantage_batch_std": True, "no_advantage_std_norm": True},
     ),
+    (
+        "--normalize_reward with --advantage_estimator maxrl",
+        {**GROUP, "advantage_estimator": "maxrl", "normalize_reward": True},
+    ),
     ("--gamma 0.5 with --advantage_estimator distill", {**DISTILL, "gamma": 0.5}),
     ("--eps_clip 0.3 with --policy_loss reinforce", {"policy_loss": "reinforce", "eps_clip": 0.3}),
     ("--dual_clip 2.0 with --policy_loss cispo", {"policy_loss": "cispo", "dual_clip": 2.0}),

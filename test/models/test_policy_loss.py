@@ -118,3 +118,37 @@ def test_a_huge_log_ratio_is_finite_and_the_gradient_inside_the_bounds_is_that_o
         elif advantage > 0 or size > 0:
             assert loss.item() == pytest.approx(-advantage * math.exp(held))
             assert gradient.item() == pytest.approx(-advantage * math.exp(size) if abs(size) < 20 else 0)
+
+
+def test_dppo_on_200_random_and_extreme_tokens():
+    """arXiv 2602.04879, one token at a time with plain probabilities: what leads away from the old policy is masked."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(2, 200, generator=generator, dtype=torch.float64)
+    uniform[:, :8] = torch.tensor(
+        [[1e-300, 1.0, 0.5, 0.999999, 1e-9, 0.5, 1.0, 0.5], [0.5, 0.5, 1e-300, 1e-9, 1.0, 1.0, 1.0, 0.5]],
+        dtype=torch.float64,
+    )
+    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
+    advantages[10] = 0.0
+    new, old = uniform.log()
+    new.requires_grad_()
+    tokens = losses.PolicyTokens(new, new - old, advantages, lambda values: values)
+    options = losses.PolicyOptions(eps_low=0.15, eps_high=0.25)
+    for name in ("dppo_tv", "dppo_kl"):
+        found, masked, _ = losses.POLICY_LOSSES[name](tokens, options)
+        [gradient] = torch.autograd.grad(found.sum(), new)
+        expected, slopes, flags = [], [], []
+        for p, q, a in zip(*uniform.tolist(), advantages.tolist()):
+            far = abs(p - q)
+            if name == "dppo_kl":
+                far = q * math.log(q / p) + (
+                    (1 - q) * (math.log((1 - q) / (1 - p)) if p < 1 else math.inf) if q < 1 else 0
+                )
+            away, bound = (p > q, 0.25) if a > 0 else (p < q, 0.15)
+            value = 0.0 if away and far > bound else -min(max(p / q, math.exp(-20)), math.exp(20)) * a
+            expected.append(value)
+            slopes.append(value if abs(math.log(p / q)) <= 20 else 0.0)
+            flags.append(away and far > bound)
+        assert masked.tolist() == flags and 10 < sum(flags) < 150
+        assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert gradient.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-6)

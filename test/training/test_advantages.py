@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli.train_ppo import parse
+from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions
 from trainer.methods.rollout_facts import group_facts, score_notes
@@ -63,7 +64,8 @@ def test_gae_with_lambda_1_and_no_critic_is_the_return(lengths, gamma, seed):
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=4))
 def test_comparisons_within_groups(groups):
     scores = torch.tensor(groups, dtype=torch.float64).flatten()
-    results = {name: adv.compare_in_groups(scores, name, 3).view(-1, 3) for name in adv.GROUP_ESTIMATORS}
+    names = [name for name in adv.GROUP_ESTIMATORS if name != "maxrl"]  # it takes no scores below 0
+    results = {name: adv.compare_in_groups(scores, name, 3).view(-1, 3) for name in names}
     for i, group in enumerate(groups):
         for j, score in enumerate(group):
             others = group[:j] + group[j + 1 :]
@@ -75,6 +77,19 @@ def test_comparisons_within_groups(groups):
             assert results["group_norm"][i, j].item() == pytest.approx(expected, abs=1e-6)
     assert adv.compare_in_groups(scores, "gae", 3) is scores
     assert torch.equal(adv.compare_in_groups(scores, "group_norm", 3, False), results["dr_grpo"].flatten())
+
+
+def test_maxrl_is_the_mean_gradient_of_right_responses():
+    """Tajwar et al. 2026 (arXiv 2602.02710): with K of N right, 1 / K for each right one, less 1 / N for every one."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        groups = (torch.rand(3, 5, generator=generator) < (0.0, 0.1, 0.5, 0.95)[number % 4]).double()
+        found = adv.compare_in_groups(groups.flatten(), "maxrl", 5).view(3, 5)
+        for row, scores in zip(found.tolist(), groups.tolist()):
+            right = sum(scores)
+            assert row == pytest.approx([5 * (score / right - 1 / 5) if right else 0.0 for score in scores], abs=1e-6)
+    with pytest.raises(UserError, match=r"maxrl: a score of -1 .allowed: scores of 0 or more"):
+        adv.compare_in_groups(torch.tensor([1.0, -1.0]), "maxrl", 2)
 
 
 def test_equal_scores_of_a_group_teach_nothing():

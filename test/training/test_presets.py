@@ -80,6 +80,34 @@ def cispo(samples, old, policy, reference, values):
     return -total / sum(LENGTHS)
 
 
+def luspo(samples, old, policy, reference, values):
+    """LUSPO (arXiv 2602.05261): GSPO's clipped sequence ratio, times the length of the response."""
+    total = 0.0
+    for n, sample in enumerate(samples):
+        ratio = (log_probs(policy, sample).sum() - log_probs(old, sample).sum()).div(LENGTHS[n]).exp()
+        total = total + LENGTHS[n] * clipped(ratio, normed(n), 2e-3, 2.5e-3)
+    return -total / len(samples)
+
+
+def sapo(samples, old, policy, reference, values):
+    """SAPO (Gao et al. 2025, arXiv 2511.20347): the mean over responses of means over tokens."""
+    total = 0.0
+    for n, sample in enumerate(samples):
+        ratio = (log_probs(policy, sample) - log_probs(old, sample)).exp()
+        t = 1.0 if normed(n) > 0 else 1.05
+        total = total + (4 / t / (1 + (-t * (ratio - 1)).exp()) * normed(n)).sum() / LENGTHS[n]
+    return -total / len(samples)
+
+
+def maxrl(samples, old, policy, reference, values):
+    """MaxRL (Tajwar et al. 2026, arXiv 2602.02710): r / mean - 1, in the loss of PPO."""
+    total = 0.0
+    for n, sample in enumerate(samples):
+        ratio = (log_probs(policy, sample) - log_probs(old, sample)).exp()
+        total = total + clipped(ratio, SCORES[n] / statistics.fmean(group_of(n)) - 1, 0.2, 0.2).sum()
+    return -total / sum(LENGTHS)
+
+
 def rloo(samples, old, policy, reference, values):
     """Ahmadian et al. 2024, section 2.2: the response is one action, and its KL is part of its reward R(x, y)."""
     scores = [
@@ -111,7 +139,7 @@ def ppo(samples, old, policy, reference, values):
     return -total / len(everything)
 
 
-PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, cispo, rloo, ppo)}
+PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, ppo)}
 
 
 @pytest.mark.parametrize("size", [0.02, 0.7, 2.0])

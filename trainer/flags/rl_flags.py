@@ -178,11 +178,11 @@ class AdvantageArguments:
 
     preset: Optional[str] = arg(
         None,
-        "grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo: the algorithm of a paper as default values of other flags, see "
+        "grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo or ppo: the algorithm of a paper as default values of other flags, see "
         "docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
-        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "distill"
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "distill"
     ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
@@ -191,7 +191,9 @@ class AdvantageArguments:
         False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
     )
     policy_loss: str = arg(
-        "ppo", "ppo, reinforce, gspo, gspo_token, cispo, sapo, or your own: trainer/models/losses/policy_loss.py"
+        "ppo",
+        "ppo, reinforce, gspo, gspo_token, cispo, sapo, dppo_tv, dppo_kl, or your own: "
+        "trainer/models/losses/policy_loss.py",
     )
     sapo_temperatures: list[float] = arg(
         [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type=float, nargs=2
@@ -202,7 +204,9 @@ class AdvantageArguments:
         "fixed_length: mean over responses of token sums / --generate_max_len; sum: the same without a division",
     )
     mask_truncated: bool = arg(False, "no loss for responses that --generate_max_len cut; their scores still count")
-    eps_clip: float = arg(0.2, "lower clip of the policy ratio: 1 - this", type="PositiveFloat")
+    eps_clip: float = arg(
+        0.2, "lower clip of the policy ratio: 1 - this; dppo: bound of the divergence", type="PositiveFloat"
+    )
     eps_clip_high: Optional[float] = arg(None, "upper clip: 1 + this (default: --eps_clip)", type="PositiveFloat")
     dual_clip: Optional[float] = arg(None, "bound on the loss of negative advantages; above 1", type="PositiveFloat")
     tis_cap: Optional[float] = arg(

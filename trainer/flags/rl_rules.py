@@ -7,7 +7,7 @@ NO_IMAGES = "Remove the flag, or take rows without images."
 CLIPPING = ("ppo", "gspo", "gspo_token")  # policy losses that --dual_clip fits
 
 
-OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # they compare the responses to a prompt
+OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl")  # they compare the responses to a prompt
 
 
 def _has_critic(f) -> bool:
@@ -49,7 +49,7 @@ ADVANTAGE_RULES = (
     ),
     Rule("sequence_parallel", _has_critic, "with --advantage_estimator gae",
          "the head of a critic needs whole sequences", "Remove the flag, or take an estimator without a critic."),
-    Rule("no_advantage_std_norm", lambda f: f.advantage_estimator in ("rloo", "dr_grpo", "distill"),
+    Rule("no_advantage_std_norm", lambda f: f.advantage_estimator in ("rloo", "dr_grpo", "maxrl", "distill"),
          "with --advantage_estimator {advantage_estimator}", "this estimator never divides by a standard deviation",
          REMOVE),
     Rule("advantage_batch_std", lambda f: f.advantage_estimator != "group_norm",
@@ -57,6 +57,8 @@ ADVANTAGE_RULES = (
          "Take --advantage_estimator group_norm, or remove the flag."),
     Rule("advantage_batch_std", lambda f: f.no_advantage_std_norm, "with --no_advantage_std_norm",
          "nothing is divided by a deviation", ONE),
+    Rule("normalize_reward kl_in_score overlong_buffer_len", lambda f: f.advantage_estimator == "maxrl",
+         "with --advantage_estimator maxrl", "it divides by the mean score, and this makes scores below 0", ONE),
     Rule("gamma", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
          "later tokens do not count", REMOVE),
 )

@@ -12,9 +12,16 @@ from typing import Optional
 
 import torch
 
+from trainer.errors import UserError
 from trainer.models.losses.policy_loss import bounded
 
-GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")  # these compare the samples of one prompt
+GROUP_ESTIMATORS = (
+    "reinforce_baseline",
+    "rloo",
+    "group_norm",
+    "dr_grpo",
+    "maxrl",
+)  # these compare the samples of one prompt
 WHITENED = ("gae", "reinforce", "reinforce_baseline")  # these are normalised over all tokens of the rollout
 GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost equal
 
@@ -110,8 +117,12 @@ def compare_in_groups(
     reinforce_baseline (Hu et al. 2025, REINFORCE++) and dr_grpo (Liu et al. 2025, equation 3) subtract the group's
     mean. rloo (Kool et al. 2019; Ahmadian et al. 2024, equation 5) subtracts the mean of the others. group_norm (Shao
     et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). With `batch_std`,
-    it divides by the standard deviation of all scores (Liu et al. 2025, Tricks or traps). Other estimators leave the
-    scores unchanged.
+    it divides by the standard deviation of all scores (Liu et al. 2025, Tricks or traps). maxrl (Tajwar et al. 2026,
+    Maximum likelihood reinforcement learning, arXiv 2602.02710) divides by the mean; a group of zeros has the advantage 0.
+    Other estimators leave the scores unchanged.
+
+    Raises:
+        UserError: maxrl has a score below 0.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
@@ -121,6 +132,11 @@ def compare_in_groups(
         centered = centered * group_size / (group_size - 1)
     elif estimator == "group_norm" and divide_by_std:
         centered = centered / ((scores.std() if batch_std else groups.std(1, keepdim=True)) + GROUP_EPSILON)
+    elif estimator == "maxrl":
+        if scores.min() < 0:
+            raise UserError("--advantage_estimator maxrl", f"a score of {scores.min():g}", "scores of 0 or more")
+        means = groups.mean(1, keepdim=True)
+        centered = centered / torch.where(means > 0, means, 1.0)
     return centered.flatten()
 
 

@@ -150,7 +150,7 @@ METHOD_NAMES = (
     PeerName("*val_kwargs.* eval_generation_config", "VTS", "--eval_temperature", "and --eval_top_p, --eval_samples: the other settings are those of the rollouts", RL),
     PeerName("rollout.log_prob_* ref.log_prob_* *.log_prob_micro_batch_size *.log_prob_micro_batch_size_per_gpu *.log_prob_max_token_len_per_gpu *.log_prob_use_dynamic_bsz", "V", "", "log-probs are computed in the micro-batches of --micro_train_batch_size or --max_tokens_per_micro_batch", RL),
     PeerName("actor.ppo_micro_batch_size", "V", "--micro_train_batch_size", "this / ranks: ours is per rank", RL),
-    PeerName("actor.policy_loss.loss_mode", "V", "--policy_loss", "vanilla is ppo; gspo, cispo, sapo; others have no counterpart", (PPO,)),
+    PeerName("actor.policy_loss.loss_mode", "V", "--policy_loss", "vanilla is ppo; gspo, cispo, sapo, dppo_tv, dppo_kl; others have no counterpart", (PPO,)),
     PeerName("vllm_* rollout.engine_kwargs.* rollout.enable_chunked_prefill rollout.max_num_batched_tokens rollout.max_model_len rollout.mode rollout.data_parallel_size rollout.expert_parallel_size rollout.prompt_length rollout.* vllm.* sglang_*", "TSVAO", "", "vLLM decides; see --rollout_engine, --vllm_gpu_memory_utilization and --engine_tensor_parallel_size", RL),
     PeerName("rollout.calculate_log_probs", "V", "--tis_cap 2", "log-probs of the engine are always kept and compared; a cap corrects for them", (PPO,), "log-probs of the engine are always kept; leave it out"),
     PeerName("algorithm.rollout_correction.rollout_is", "V", "--tis_level", "token or sequence; null is no --tis_cap", (PPO,)),

@@ -21,6 +21,10 @@ PRESETS: dict[str, dict] = {
     "gspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
     # a weight from 0 to 5. The paper has no lower bound and does not tell the upper one: 5 is that of ScaleRL
     "cispo": {**GROUP, "policy_loss": "cispo", "loss_agg": "token", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    # GSPO's ratio, and sums of tokens instead of means; the bounds are those of TRL's page of papers
+    "luspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sum", "eps_clip": 2e-3, "eps_clip_high": 2.5e-3},
+    "sapo": {**GROUP, "policy_loss": "sapo", "loss_agg": "sequence"},
+    "maxrl": {"advantage_estimator": "maxrl", "policy_loss": "ppo", "loss_agg": "token", "eps_clip": 0.2},
     "rloo": {"advantage_estimator": "rloo", "policy_loss": "reinforce", "loss_agg": "sum", "init_kl_coef": 0.03}
     | {"kl_in_score": True, "kl_estimator": "k1"},
     "ppo": {"advantage_estimator": "gae", "gamma": 1.0, "lambd": 0.95, "policy_loss": "ppo", "loss_agg": "token"}

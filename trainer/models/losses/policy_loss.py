@@ -76,6 +76,33 @@ def sapo_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, temperatures: t
     return -torch.sigmoid(t * torch.expm1(bounded(log_ratio))) * 4 / t * advantages
 
 
+def dppo_loss(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, bounds: tuple, divergence: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss, whether it is masked): -ratio A, but 0 where an update leads further away than a bound.
+
+    DPPO (arXiv 2602.04879): `divergence(log_probs, old_log_probs)` is of the distribution over (this token, any other).
+    `bounds` are (low, high): low where the token became less likely and A <= 0, high where it became more likely and A > 0.
+    verl has the same mask. Its ratio is at most 20 and has no gradient of its own; gradients are equal below that.
+    """
+    new, old = log_probs.detach(), old_log_probs.detach()
+    far = divergence(new, old)
+    masked = torch.where(advantages > 0, (far > bounds[1]) & (new > old), (far > bounds[0]) & (new < old))
+    return torch.where(masked, 0.0, -bounded(log_probs - old_log_probs).exp() * advantages), masked
+
+
+def binary_tv(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+    """|p - q|, the total variation of (token, any other)."""
+    return (log_probs.exp() - old_log_probs.exp()).abs()
+
+
+def binary_kl(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(old || new) of (token, any other): q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
+    rest, old_rest = (-torch.expm1(values) for values in (log_probs, old_log_probs))
+    of_rest = torch.xlogy(old_rest, old_rest) - torch.xlogy(old_rest, rest)
+    return old_log_probs.exp() * (old_log_probs - log_probs) + of_rest
+
+
 @dataclass(frozen=True)
 class PolicyOptions:
     """The name of a loss in POLICY_LOSSES, and its constants. `kl_estimator` is None without a KL term in the loss."""
@@ -139,6 +166,14 @@ def _sapo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
     return losses, torch.zeros_like(losses, dtype=torch.bool), tokens.log_ratio
 
 
+def _dppo(divergence: Callable) -> Callable:
+    def loss(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+        old, bounds = tokens.log_probs - tokens.log_ratio, (options.eps_low, options.eps_high)
+        return *dppo_loss(tokens.log_probs, old.detach(), tokens.advantages, bounds, divergence), tokens.log_ratio
+
+    return loss
+
+
 # function(tokens, options) returns for each token (loss, whether it is clipped, log-ratio of the loss)
 POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "ppo": _ppo,
@@ -147,6 +182,8 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "gspo_token": _gspo_token,
     "cispo": _cispo,
     "sapo": _sapo,
+    "dppo_tv": _dppo(binary_tv),
+    "dppo_kl": _dppo(binary_kl),
 }
 
 
