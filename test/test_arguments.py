@@ -111,3 +111,21 @@ def test_flags_after_a_config_override_it(tmp_path):
     config.write_text("no_save: true\nseed: 5\n")
     args = parse("--config", str(config), "--no_save", "false")
     assert (args.no_save, args.seed) == (False, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("report_to", ["wandb"], "a text"),
+        ("learning_rate", "fast", "a number above 0"),
+        ("packing_samples", "maybe", "true or false"),
+        ("backend", "ddp", "deepspeed, fsdp2"),
+        ("max_steps", 1.5, "an integer above 0"),
+        ("adam_betas", ["a", "b"], "a number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_words(tmp_path, name, value, allowed):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({name: value}))
+    with pytest.raises(UserError, match=rf"^--{name}: .*\(allowed: .*{allowed}\)$"):
+        parse("--config", str(config))

@@ -27,6 +27,10 @@ ALLOWED = {
     "PositiveFloat": "a number above 0",
     "NonNegativeFloat": "a number of 0 or more",
     "ClosedUnitInterval": "a number from 0 to 1",
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
 }
 
 
@@ -198,6 +202,15 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
     field = fields.get(name)
     if not (value and field):
         return UserError(f"--{name}", detail)
-    kind = field.metadata["type"] or field.type
-    allowed = ALLOWED.get(kind) if isinstance(kind, str) else ", ".join(map(str, typing.get_args(kind)))
-    return UserError(f"--{name}", next(filter(None, value.groups())), allowed or getattr(kind, "__name__", str(kind)))
+    return UserError(f"--{name}", next(filter(None, value.groups())), _allowed(field.metadata["type"] or field.type))
+
+
+def _allowed(kind: Any) -> str:
+    """The values of a type in words: "a text", "auto, bf16, fp16", "a list of texts"."""
+    if isinstance(kind, str) or not typing.get_args(kind):
+        return ALLOWED.get(kind) or getattr(kind, "__name__", str(kind))
+    inner = [one for one in typing.get_args(kind) if one is not type(None)]
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(map(str, inner))
+    words = " or ".join(map(_allowed, inner))
+    return f"a list: each is {words}" if typing.get_origin(kind) is list else words
