@@ -28,7 +28,9 @@ def other_value(field, hints=HINTS):
     default = field.default
     hint = str(hints[field.name])
     if "Literal" in hint:
-        choice = next(value for value in typing.get_args(hints[field.name]) if value != default)
+        kind = hints[field.name]
+        kind = kind if typing.get_origin(kind) is typing.Literal else typing.get_args(kind)[0]  # Optional
+        choice = next(value for value in typing.get_args(kind) if value != default)
         return [choice], choice
     if "list[str]" in hint:
         return ["one", "two words"], ["one", "two words"]
