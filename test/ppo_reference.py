@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from trainer.cli.train_ppo import parse
 from trainer.flags.parse_flags import flat
 from trainer.models.reward import make_initial_reward_model
+from trainer.runs.flag_checks import rate_of
 
 
 def replay_routing(model) -> None:
@@ -175,6 +176,7 @@ def read(path: str) -> list[list[dict]]:
 
 def main(argv: list[str]) -> None:
     args = SimpleNamespace(**flat(parse(argv)[0]))
+    args.learning_rate = rate_of("train_ppo", args.learning_rate, args.lora_rank)
     os.makedirs(args.output_dir, exist_ok=True)
     model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
     if args.routing_replay:

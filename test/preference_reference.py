@@ -29,6 +29,7 @@ from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.conversations.templates import load_chat_template
 from trainer.flags.parse_flags import flat
 from trainer.models.reward import make_initial_reward_model
+from trainer.runs.flag_checks import rate_of
 
 
 def answer_log_prob(model, ids: list[int], mask: list[int]) -> tuple[torch.Tensor, int]:
@@ -106,6 +107,7 @@ def main(argv: list[str]) -> None:
     command = importlib.import_module(f"trainer.cli.{argv[0]}")
     groups, _ = command.parse(argv[1:])
     args = SimpleNamespace(**flat(groups))
+    args.learning_rate = rate_of(argv[0], args.learning_rate, args.lora_rank)
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     load_chat_template(args.tokenizer_chat_template, tokenizer)
     pairs, _ = LOADERS[argv[0]](groups, tokenizer, args.dataset, args.dataset_split, "--dataset")

@@ -28,6 +28,7 @@ from trainer.cli.train_sft import parse
 from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.conversations.templates import load_chat_template
 from trainer.flags.parse_flags import flat
+from trainer.runs.flag_checks import rate_of
 from trainer.runs.run_data import load_sft as load_data
 
 
@@ -177,6 +178,7 @@ def dump(tensors: dict, folder: str, name: str) -> None:
 def main(argv: list[str]) -> None:
     groups, is_demo = parse(argv)
     args = SimpleNamespace(**flat(groups))
+    args.learning_rate = rate_of("train_sft", args.learning_rate, args.lora_rank)
     if is_demo:
         from trainer.datasets.demos.demo import make_demo
 

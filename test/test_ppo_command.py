@@ -525,7 +525,7 @@ WRONG = {
     "--overlong_penalty_factor 2.0 without --overlong_buffer_len: ": ["--overlong_penalty_factor", "2"],
     "--remote_rm_api_key key.txt without --remote_rm_url: ": ["--remote_rm_api_key", "key.txt"],
     "--remote_rm_retries 1 without --remote_rm_url: ": ["--remote_rm_retries", "1"],
-    "--wandb_project mine without --use_wandb: ": ["--wandb_project", "mine"],
+    "--wandb_project mine without a tracker that has projects: ": ["--wandb_project", "mine"],
     "--offload_ref with --init_kl_coef 0: ": ["--offload_ref"],
     "--offload_reward without --reward_pretrain: ": ["--offload_reward"],
     "--offload_critic with --advantage_estimator rloo: ": ["--advantage_estimator", "rloo", "--offload_critic"],

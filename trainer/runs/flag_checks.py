@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from typing import Optional
 
 from trainer.datasets.files.set_names import check_files
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes, validate_batch_sizes
@@ -33,6 +34,11 @@ MODEL_FLAGS = (
 SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 
 
+def rate_of(command: str, learning_rate: Optional[float], lora_rank: Optional[int]) -> float:
+    """The peak learning rate: the flag's value, or without one that of the method."""
+    return RATES[command][lora_rank is not None] if learning_rate is None else learning_rate
+
+
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
     """Raise UserError for flags that no run could have, before any rank, data or model is used.
 
@@ -43,8 +49,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     """
     args.model.param_dtype = resolve_dtype(args.model.param_dtype, args.layout.device)
     start_from_adapter(args.model, args.lora)
-    if args.optimizer.learning_rate is None:
-        args.optimizer.learning_rate = RATES[command][args.lora.lora_rank is not None]
+    args.optimizer.learning_rate = rate_of(command, args.optimizer.learning_rate, args.lora.lora_rank)
     refuse(command, args, is_demo=is_demo, **facts)
     check_numbers(flat(args))
     check_secrets(flat(args))
