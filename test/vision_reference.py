@@ -173,7 +173,10 @@ def plain_run(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     if lora_rank:
-        args = SimpleNamespace(lora_rank=lora_rank, lora_alpha=None, target_modules=None, lora_experts=False, seed=42)
+        args = SimpleNamespace(
+            lora_rank=lora_rank, lora_alpha=None, lora_adapter=None, target_modules=None, lora_experts=False,
+            use_dora=False, use_rslora=False, seed=42,
+        )  # fmt: skip
         model = add_lora(model, args)
     processor = load_processor(folder, AutoTokenizer.from_pretrained(folder))
     named = {name.removeprefix("base_model.model."): parameter for name, parameter in model.named_parameters()}
