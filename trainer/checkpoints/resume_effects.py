@@ -77,7 +77,7 @@ FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "eps_clip_high": lambda flags: flags["eps_clip"],
     "dynamic_filtering_range": lambda flags: None if flags["dynamic_filtering"] else [0.0, 1.0],  # the older default
     "reward_range": lambda flags: [0.0, 1.0],
-    "tis_mask_range": lambda flags: [1 / flags["tis_cap"], flags["tis_cap"]] if flags["tis_mask"] else None,
+    "tis_mask_range": lambda flags: [1 / cap, cap] if flags["tis_mask"] and (cap := flags["tis_cap"]) else None,
     "tis_mask_level": lambda flags: flags["tis_level"],
     "engine_tensor_parallel_size": lambda flags: flags["tensor_parallel_size"],
 }
