@@ -1,5 +1,8 @@
 """Python functions as tools: what the model reads of them, how its calls are passed on, and what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 from conversations import Script, byte_tokenizer, environments, sampling_of
@@ -7,6 +10,7 @@ from conversations import Script, byte_tokenizer, environments, sampling_of
 from trainer.errors import UserError
 from trainer.rollout.envs.environments import Response, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.envs.tool_env import from_tools, opening_of
 
 CODE = '''
 from trainer.rollout.envs.tool_env import from_tools
@@ -128,3 +132,51 @@ def test_an_episode_calls_the_function_and_goes_on(path):
         dist.destroy_process_group()
     assert '{"sum": 5}' in tokenizer.decode(sample.response_ids) and sample.score == 1.0 and sample.finished
     assert "Add two numbers." in tokenizer.decode(sample.prompt_ids)
+
+
+class Counter:
+    """Tools of each kind of method."""
+
+    @staticmethod
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: one number
+            b: another number
+        """
+        return a + b
+
+    @classmethod
+    def name(cls, prefix: str) -> str:
+        """The name of this class.
+
+        Args:
+            prefix: what comes before it
+        """
+        return prefix + cls.__name__
+
+
+def test_static_and_class_methods_are_tools_with_all_their_arguments():
+    environment = from_tools(Counter, lambda task, answer: 0.0)()
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in environment.tools}
+    assert schemas["add"]["required"] == ["a", "b"] and schemas["name"]["required"] == ["prefix"]
+    assert environment.call("add", {"a": 2, "b": 3}) == ("5", False)
+    assert environment.call("name", {"prefix": "the "}) == ("the Counter", False)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(UserError, match="two tools of one name"):
+        from_tools([Counter.add, Counter().add], lambda task, answer: 0.0)
+
+
+def test_a_column_without_a_value_is_none_of_the_opening():
+    assert opening_of({"messages": None, "prompt": "hi"}) == [{"role": "user", "content": "hi"}]
+
+
+def test_schemas_need_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from trainer.rollout.envs.tool_env import from_tools\n"
+    code += "def f(a: int) -> int:\n    '''F.\\n\\n    Args:\\n        a: a\\n    '''\n"
+    code += "print(from_tools([f], lambda task, answer: 0.0)().tools[0]['function']['name'])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "f", found.stderr

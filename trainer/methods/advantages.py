@@ -292,4 +292,4 @@ def weights_of_kept(kept: torch.Tensor, mask: torch.Tensor, loss_agg: str) -> to
     """
     kept = kept & mask
     counts = kept.sum(1, keepdim=True).clamp(min=1)
-    return kept * (mask.sum(1, keepdim=True) / counts if loss_agg == "sequence" else 1.0)
+    return kept.double() * (mask.sum(1, keepdim=True).double() / counts if loss_agg == "sequence" else 1.0)

@@ -28,7 +28,8 @@ from trainer.metrics import METRICS_FILE, MetricsLog
 
 FOLDER = "checkpoints"
 EXPORT = "python -m trainer.cli.export {} FOLDER"
-OF_EVALUATION = {"best_metric_key", "eval_dataset", "eval_split"}  # with others, values of evaluations do not compare
+# with other values of these flags, values of evaluations do not compare
+OF_EVALUATION = {"best_metric_key", "eval_dataset", "eval_split", "eval_samples", "eval_temperature", "eval_top_p"}
 
 
 @dataclass

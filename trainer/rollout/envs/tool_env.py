@@ -6,8 +6,7 @@ import json
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
-
-from transformers.utils import get_json_schema
+from unittest import mock
 
 from trainer.errors import UserError
 from trainer.rollout.user_code import describe_error
@@ -84,7 +83,8 @@ async def _awaited(value: Any) -> Any:
 
 def opening_of(task: dict) -> list[dict]:
     """The first messages of a row: its column `messages`, or else its column `prompt` or `question`."""
-    value = next((task[name] for name in ("messages", "prompt", "question") if name in task), None)
+    columns = ("messages", "prompt", "question")  # a row of another set may have None in one of them
+    value = next((task[name] for name in columns if task.get(name) is not None), None)
     if value is None:
         raise ValueError(f"no column messages, prompt or question: {', '.join(task)}")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -103,9 +103,12 @@ def from_tools(
     each argument. Raises UserError if one has none.
     """
     is_class = inspect.isclass(tools)
-    members = dict(inspect.getmembers(tools, inspect.isfunction)) if is_class else {}
-    found = [types.MethodType(f, tools) for n, f in members.items() if not n.startswith("_") and n not in NO_TOOLS]
-    functions = {function.__name__: function for function in (found if is_class else tools)}
+    members = dict(inspect.getmembers(tools, inspect.isroutine)) if is_class else {}
+    public = [name for name in members if not name.startswith("_") and name not in NO_TOOLS]
+    chosen = [_bound(tools, name) for name in public] if is_class else list(tools)
+    functions = {function.__name__: function for function in chosen}
+    if len(functions) < len(chosen):
+        raise UserError(FLAG, "from_tools with two tools of one name", "tools with names of their own")
     if not functions:
         raise UserError(FLAG, "from_tools without a tool", "functions, or a class with public methods")
     if reward is None and "reward" not in members:
@@ -120,10 +123,20 @@ def from_tools(
     return make
 
 
+def _bound(owner: type, name: str) -> Callable:
+    """A method as a call of an object sees it: without self. A static or class method is so already."""
+    function = getattr(owner, name)
+    is_free = isinstance(inspect.getattr_static(owner, name), (staticmethod, classmethod))
+    return function if is_free else types.MethodType(function, owner)
+
+
 def _schema(function: Callable) -> dict:
     """The schema of a tool, without that of its result, which no template shows."""
-    try:
-        schema = get_json_schema(function)
+    from transformers.utils import chat_template_utils  # here: an environment without such tools does not wait for it
+
+    try:  # without torch, which it would import for a hint of torch.dtype, in the process of each episode
+        with mock.patch.object(chat_template_utils, "is_torch_available", lambda: False):
+            schema = chat_template_utils.get_json_schema(function)
     except Exception as error:  # of its docstring or its type hints
         raise UserError(
             FLAG, f"tool {function.__name__}: {describe_error(error)}", "type hints and a docstring"

@@ -1,6 +1,7 @@
 """The command `evaluate`: answers of a model, their scores, and the results as a table and as files."""
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.errors import without_secrets
 from trainer.flags.groups import flags_of, flat
 from trainer.flags.rl_flags import EvaluateArguments, PPOArguments
+from trainer.flags.rules import refuse
 from trainer.methods.ppo_state import Roles
 from trainer.methods.rollout_facts import sample_facts
 from trainer.methods.rollout_phase import answers_to, sync
@@ -31,7 +33,7 @@ from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_rewards import build_reward
 from trainer.runs.rl.rl_roles import check_length, make_batches_of
 from trainer.runs.rl.rl_run import load_data
-from trainer.runs.run_data import report
+from trainer.runs.run_data import files_in_errors, report
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import set_up
 
@@ -46,9 +48,12 @@ def evaluate(args: PPOArguments) -> None:
     strategy, tokenizer = run.setup.strategy, run.setup.tokenizer
     run.functions = load_reward_functions(args.scores.reward_func)
     sets = args.data.eval_dataset, args.data.eval_split, "--eval_dataset"
-    prompts, ledger = rank_0_first(lambda: load_data(args, tokenizer, *sets, functions=run.functions), in_caches=True)
-    report(run.setup, prompts, ledger, "prompts", "--eval_dataset")
+    with files_in_errors(args.data, args.batch.seed, *sets):
+        load = functools.partial(load_data, args, tokenizer, *sets, functions=run.functions)
+        prompts, ledger = rank_0_first(load, in_caches=True)
+        report(run.setup, prompts, ledger, "prompts", "--eval_dataset")
     run.samples = run.eval_samples = prompts
+    refuse("train_ppo", args, has_images=run.has_images, no_images=not run.has_images)
     run.output_dir = broadcast_object(args.output.output_dir or time.strftime(f"runs/{COMMAND}-%Y%m%d-%H%M%S"))
     if strategy.is_rank_0():
         make_writable("--output_dir", run.output_dir)
@@ -72,8 +77,8 @@ def evaluate(args: PPOArguments) -> None:
 
 def roles_of(run: RLRun) -> Roles:
     """The engine with the weights of the model, and the reward. The model itself is then given up."""
+    run.model = run.load(run.setup.folder, trained=False, adapter=run.merged_adapter)
     apply(RL_FEATURES, run, "with_model")
-    run.model = run.load(run.setup.folder, trained=False)
     check_length(run.args, run.model.config)
     engine = build_engine(run)
     roles = Roles((frozen_model(run.setup, run.model), None, None), build_reward(run, make_batches_of(run)), engine)

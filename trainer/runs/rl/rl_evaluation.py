@@ -40,6 +40,10 @@ def answers_log(output_dir: str, evaluation: Evaluation, tokenizer) -> Callable[
 def with_groups(prompts: Dataset, rows: Dataset, args: PPOArguments, names: str, split: str, flag: str) -> Dataset:
     """Prompts of `rows` with the names of their groups: the set, if there are several, and the value of --eval_source_key."""
     parts = _sets(args, names, split, flag), _sources(rows, args.evaluation.eval_source_key, flag)
+    if parts[0] and args.evaluation.eval_source_key == "set":
+        raise UserError(
+            "--eval_source_key", "set, the name of the groups of several sets", "another name of the column"
+        )
     found = [[part[row] for part in parts if part] for row in prompts["row"]]
     return prompts.add_column(GROUPS, found) if any(parts) else prompts
 
