@@ -68,4 +68,5 @@ def test_a_wrong_gradient_norm_and_wrong_weights_are_no_equality(inputs, tmp_pat
 
 
 def test_a_rounded_log_is_judged_with_its_rounding():
-    assert judge.rounding(3.1416) == 5e-5 and judge.rounding(3.14159265) == 0.0
+    assert judge.rounding([3.1416, 3.5]) == 5e-5 and judge.rounding([3.14159265, 4.5]) == 0.0
+    assert judge.distance(3.1416, 3.14164, 5e-5) == 0.0 and judge.distance(float("nan"), 3.0, 0.1) == float("inf")

@@ -5,6 +5,7 @@ The plain loop has one process, one sample at a time, fp32, AdamW, and the mean 
 
 import json
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import torch
@@ -103,18 +104,23 @@ def weights_of(output: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def rounding(value: float) -> float:
-    """Half of the last decimal that a log shows: 5e-5 for 3.1416; 0 for a full float."""
-    decimals = len(repr(value).partition(".")[2])
+def rounding(values: list[float]) -> float:
+    """Half of the last decimal that the values of a log show: 5e-5 for 3.1416; 0 for full floats."""
+    decimals = max(-Decimal(repr(value)).as_tuple().exponent for value in values if math.isfinite(value))
     return 0.5 * 10**-decimals if decimals < 6 else 0.0
+
+
+def distance(value: float, expected: float, allowed: float) -> float:
+    """The relative difference beyond the rounding `allowed`; infinite for a value that is not finite."""
+    return max(abs(value - expected) - allowed, 0.0) / expected if math.isfinite(value) else math.inf
 
 
 def compare(log: list[dict], theirs: dict, curve, first: dict, final: dict) -> dict:
     """Worst relative differences of losses, gradient norms and final weights. A log's own rounding is allowed."""
-    found = {"loss": 0.0, "norm": 0.0}
-    for row, plain in zip(log, curve, strict=True):
-        for name, value, expected in zip(("loss", "norm"), (row["loss"], row["grad_norm"]), plain, strict=True):
-            found[name] = max(found[name], max(abs(value - expected) - rounding(value), 0.0) / expected)
+    found = {}
+    for place, (name, key) in enumerate((("loss", "loss"), ("norm", "grad_norm"))):
+        allowed = rounding([row[key] for row in log])
+        found[name] = max(distance(row[key], plain[place], allowed) for row, plain in zip(log, curve, strict=True))
     moved = math.sqrt(sum((final[name] - first[name]).square().sum().item() for name in final))
     away = math.sqrt(sum((theirs[name].float() - final[name]).square().sum().item() for name in final))
     return {**found, "weights": away / moved}
@@ -131,6 +137,8 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
     """
     log = [row for row in read_log(output) if "loss" in row and "grad_norm" in row]
     curve, first, final = plain_curve(inputs, condition)
+    if condition.get("resume") and any((output / at).exists() for at in ("checkpoint-2", "run/checkpoints/step_2")):
+        return {"verdict": "wrong", "note": "it started again from the first step"}
     if len(log) != len(curve):
         return {"verdict": "wrong", "note": f"{len(log)} steps are logged, the data gives {len(curve)}"}
     theirs = weights_of(output)
@@ -146,16 +154,18 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
                     break
             if is_equal(found):
                 break
-    if condition.get("evaluation") and verdict != "wrong":
+    if condition.get("evaluation"):
         evals = [row["eval_loss"] for row in read_log(output) if "eval_loss" in row]
         samples = samples_of(inputs / "eval_tokens.jsonl")
         samples = [chosen(sample) for sample in samples] if chosen else samples
         plain, *mistakes = plain_evaluations(output / "model", samples).items()
-        found["evaluation"] = max(abs(evals[-1] - plain[1]) - rounding(evals[-1]), 0.0) / plain[1]
-        if found["evaluation"] > LOSS_LIMIT:
-            verdict, note = "wrong", f"evaluation {evals[-1]:.6g}, {plain[0]} is {plain[1]:.6g}"
+        allowed = rounding(evals)
+        found["evaluation"] = distance(evals[-1], plain[1], allowed)
+        if not found["evaluation"] <= LOSS_LIMIT:
+            note = f"{note}; " if verdict == "wrong" else ""
+            verdict, note = "wrong", f"{note}evaluation {evals[-1]:.6g}, {plain[0]} is {plain[1]:.6g}"
             for name, value in mistakes:
-                if abs(evals[-1] - value) <= LOSS_LIMIT * value + rounding(evals[-1]):
+                if distance(evals[-1], value, allowed) <= LOSS_LIMIT:
                     note += f": it is {name}"
     if condition.get("messages") and verdict == "equal" and (output / "tokens.jsonl").exists():
         tokens, expected = samples_of(output / "tokens.jsonl"), samples_of(inputs / "rows_tokens.jsonl")

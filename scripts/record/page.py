@@ -8,7 +8,13 @@ from cases import CONDITIONS, EPOCHS
 from judge import LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIGNS = {"equal": "🟩 equal", "convention": "🟦 convention", "wrong": "🟥 differs", "refused": "⬜ refuses"}
+SIGNS = {
+    "equal": "🟩 equal",
+    "convention": "🟦 convention",
+    "wrong": "🟥 differs",
+    "refused": "⬜ refuses",
+    "none": "– not offered",
+}
 OPENING = f"""# The record
 
 Does a trainer give the losses, gradients and weights of the plain loop? This page asks the trainers of the field, this one first, under the
@@ -25,6 +31,10 @@ CLOSING = """
 - **🟦 convention**: equal to the plain loop with another choice, which the notes name.
 - **🟥 differs**: not equal. The notes name the mistake of the plain loop that gives the same numbers, if one does.
 - **⬜ refuses**: the trainer ends with an error on this machine.
+- **– not offered**: the trainer has no such feature.
+
+The limits are relative. Where a log rounds its values, the rounding is allowed too. Five of the cells of axolotl have one cause: these
+conditions accumulate over micro-batches.
 
 ## Notes
 
@@ -39,10 +49,11 @@ FINDINGS = """
   transformers take this count through `**kwargs`. So the count over all micro-batches is not used, and a step is a mean of means.
   The smallest input is two micro-batches with different numbers of loss tokens. With accumulation 1, or with packed rows, it is equal.
 - **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps. The run ends after 6 steps.
-- **Evaluation.** The HF Trainer 5.19 and TRL average the means of batches, weighted by rows. LLaMA-Factory and ms-swift average
+- **Evaluation.** The HF Trainer 5.19, TRL and axolotl average the means of batches, weighted by rows. LLaMA-Factory and ms-swift average
   them without weights. Batches with more loss tokens count too little. The training loss is not touched.
 - **The line break behind a turn.** LLaMA-Factory and ms-swift have a `chatml` template of their own. It also trains the line break
-  after `<|im_end|>`. Both are choices, as the template of the model says nothing about a loss.
+  after `<|im_end|>`. The template of the model ends the trained part at `<|im_end|>`, but they do not read it. The plain loop with
+  their choice has equal numbers.
 """
 REPEAT = """
 ## Repeat it
@@ -61,6 +72,7 @@ welcome as an issue, with the settings that you expect.
 
 ## What it does not show
 
+- A resume within an epoch: here an epoch is one step, except in "last short batch".
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
 - DPO, reward models and GRPO. [Preference training](preference.md) compares these losses with TRL.
 - OpenRLHF, verl and torchtitan are not tried yet. torchtune 0.6.1 does not import with the torchao of torch 2.13.
@@ -96,7 +108,7 @@ def picture(record: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"equal": "#2e9e5b", "convention": "#3b7dd8", "wrong": "#d8433b", "refused": "#c8c8c8"}
+    colours = {"equal": "#2e9e5b", "convention": "#3b7dd8", "wrong": "#d8433b", "refused": "#c8c8c8", "none": "#eeeeee"}
     figure, axes = plt.subplots(figsize=(9, 0.6 * len(record) + 2.2))
     for row, cells in enumerate(record.values()):
         for column, condition in enumerate(CONDITIONS):

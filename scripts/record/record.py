@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ from judge import judge
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
+    "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1",
+}  # fmt: skip
 RECORD = ROOT / "docs/record.json"
 # name on the page: (environment, script, its first argument, package whose version is shown)
 TRAINERS = {
@@ -30,36 +35,32 @@ TRAINERS = {
 }
 
 
+NOT_OFFERED = {("HF Trainer", "chat template with masks"): "it takes tokenized rows and has no chat templates"}
+
+
 def python_of(environments: Path, name: str) -> str:
     return str(environments / name / "bin/python") if name else sys.executable
 
 
 def launch(command: list[str], ranks: int, output: Path, python: str, timeout: int) -> int:
-    launcher = (
-        [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks > 1
-        else [python]
-    )
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "AXOLOTL_DO_NOT_TRACK": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    with open(output.parent / f"{output.name}.log", "w") as log:
+    """The exit code. Raises SystemExit if the run does not end, which says nothing of its trainer."""
+    several = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    with open(f"{output}.log", "w") as log:
+        process = subprocess.Popen(
+            [*(several if ranks > 1 else [python]), *command],
+            stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+        )  # fmt: skip
         try:
-            return subprocess.run(
-                [*launcher, *command], stdout=log, stderr=subprocess.STDOUT, env=env, timeout=timeout
-            ).returncode
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return 124
+            os.killpg(process.pid, signal.SIGKILL)
+            raise SystemExit(f"{output.name}: not ended after {timeout} s; nothing is recorded") from None
 
 
 def run(name: str, condition_name: str, environments: Path, folder: Path, timeout: int, judge_only: bool) -> dict:
     """One cell: {"verdict", worst differences, "note"}. With `judge_only` the runs are there already."""
+    if (name, condition_name) in NOT_OFFERED:
+        return {"verdict": "none", "note": NOT_OFFERED[name, condition_name]}
     environment, script, kind, _ = TRAINERS[name]
     condition = {**cases.CONDITIONS[condition_name], "epochs": cases.EPOCHS}
     condition |= {"learning_rate": cases.LEARNING_RATE, "max_length": cases.MAX_LENGTH}
@@ -68,11 +69,12 @@ def run(name: str, condition_name: str, environments: Path, folder: Path, timeou
     if condition.get("resume"):  # the same run again, from its checkpoint in the middle
         parts.append((Path(f"{output}-resumed"), {**condition, "resume_from": str(output / "checkpoint-2")}))
     for output, part in parts if not judge_only else ():
-        shutil.rmtree(output, ignore_errors=True)
+        for old in (output, Path(f"{output}-tokens"), Path(f"{output}-prepared")):
+            shutil.rmtree(old, ignore_errors=True)
         output.mkdir()
         command = [str(HERE / script), *([kind] if kind else []), str(folder / "inputs"), str(output), json.dumps(part)]
         if launch(command, part.get("ranks", 1), output, python_of(environments, environment), timeout):
-            lines = (output.parent / f"{output.name}.log").read_text().strip().splitlines()
+            lines = Path(f"{output}.log").read_text().strip().splitlines() or ["no output"]
             return {"verdict": "refused", "note": next((line for line in lines if "Error: " in line), lines[-1])[:300]}
     return judge(folder / "inputs", parts[-1][0], condition)
 
@@ -103,7 +105,7 @@ def main() -> None:
         environment, _, _, package = TRAINERS[name]
         for condition in args.conditions:
             before = record.get(name, {}).get(condition, {})
-            if args.judge_only and before.get("verdict", "refused") == "refused":
+            if args.judge_only and before.get("verdict", "refused") in ("refused", "none"):
                 continue
             cell = run(name, condition, args.environments, args.folder, args.timeout, args.judge_only)
             made = {

@@ -59,7 +59,8 @@ def set_up(
         set_up_cpu(strategy, args.layout.cpu_matmul)
     else:
         set_up_gpu(args.layout.adam_offload, vllm)
-        takes_3 = args.model.attn_implementation == "auto" and use_flash_attention_3(strategy.device)
+        may_take_3 = args.model.attn_implementation == "auto" and not args.layout.deterministic
+        takes_3 = may_take_3 and use_flash_attention_3(strategy.device)
         strategy.print(kernels_line(takes_3, args.layout.deterministic))
     if is_demo:
         strategy.print(f"neither --pretrain nor --dataset given: training on the embedded demo in {DEMO_DIR}/")

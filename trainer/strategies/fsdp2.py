@@ -411,7 +411,8 @@ def _trained_parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
     for part in model.modules():
         for group in _groups(part) if isinstance(part, FSDPModule) else ():
             for held in group.fsdp_params:
-                if held.sharded_param.requires_grad:
+                # a layer that never ran has no tensor in the graph, and no gradient
+                if held.sharded_param.requires_grad and hasattr(held, "_unsharded_param"):
                     info = held._module_info
                     yield prefixes[info.module] + info.param_name, held._unsharded_param, held.sharded_param
 

@@ -38,8 +38,8 @@ def flash_fault(version: int) -> Optional[str]:
 def use_flash_attention_3(device: torch.device) -> bool:
     """Let torch's own attention call FlashAttention 3. Return False where the GPU or the package does not allow that.
 
-    torch has kernels of FlashAttention 2 only, and calls others if it is told to. Those of FlashAttention 3 are for Hopper,
-    and have a deterministic backward pass.
+    torch has kernels of FlashAttention 2 only, and calls others if it is told to. Those of FlashAttention 3 are for Hopper.
+    Their backward pass is not deterministic in every build and for every head_dim.
     """
     fits = torch.cuda.get_device_capability(device) == HOPPER and flash_fault(3) is None
     if fits:
