@@ -4,6 +4,7 @@ The packages are small modules with the signatures of trackio 0.30, mlflow 3 and
 """
 
 import importlib.util
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -73,15 +74,18 @@ TABLE = "| prompt | score |\n| --- | --- |\n| a\\|b | 1.0 |\n"
 
 
 def test_trackio(trackers, tmp_path):
-    assert write(tmp_path, "trackio") == {}
+    found = write(tmp_path, "trackio")
     (_, start), *rest = calls
-    assert (start["project"], start["name"], start["resume"], start["config"]["seed"]) == ("mine", "run 1", "allow", 1)
+    assert found == {"trackio": start["name"]} and re.fullmatch("run 1-[0-9a-f]{6}", start["name"])
+    assert (start["project"], start["resume"], start["config"]["seed"]) == ("mine", "allow", 1)
     assert rest == [
         ("trackio.log", {"metrics": NUMBERS, "step": 3}),
         ("trackio.log", {"metrics": {"eval/loss": 0.25}, "step": 3}),
         ("trackio.log", {"metrics": {"samples": [{"prompt": "a|b", "score": 1.0}]}, "step": 3}),
         ("trackio.finish", {}),
     ]
+    calls.clear()
+    assert write(tmp_path, "trackio", found) == found and calls[0][1]["name"] == found["trackio"]
 
 
 def test_mlflow(trackers, tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import secrets
 import string
 from collections.abc import Callable, Iterable
@@ -61,11 +62,11 @@ class Wandb:
 
 
 class Trackio:
-    """trackio. A run goes on by its name."""
+    """trackio. A run goes on by its name, so each run has one of its own."""
 
     def __init__(self, output_dir: str, project: str, name: str, config: dict, run_id: Optional[str]):
-        self._trackio, self.run_id = importlib.import_module("trackio"), None
-        self._trackio.init(project=project, name=name, config=config, resume="allow")
+        self._trackio, self.run_id = importlib.import_module("trackio"), run_id or f"{name}-{secrets.token_hex(3)}"
+        self._trackio.init(project=project, name=self.run_id, config=config, resume="allow")
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         self._trackio.log(numbers, step=step)
@@ -90,7 +91,8 @@ class MLflow:
             self._mlflow.log_params(dict(params[first : first + MOST_PARAMS]))
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._mlflow.log_metrics(numbers, step=step)
+        named = {re.sub(r"/+", "/", re.sub(r"[^/\w.\- :]", "_", name)): value for name, value in numbers.items()}
+        self._mlflow.log_metrics(named, step=step)  # it refuses other characters, which names of groups may have
 
     def table(self, name: str, step: int, rows: list[dict]) -> None:
         self._mlflow.log_text(_markdown_table(rows), f"{name}_{step}.md")
