@@ -74,21 +74,22 @@ def read_adapter(folder: str, flag: str) -> AdapterFacts:
 def _facts(config: dict[str, Any]) -> AdapterFacts:
     targets = config.get("target_modules") or ()
     rank, alpha, dropout = int(config["r"]), config["lora_alpha"], float(config.get("lora_dropout") or 0.0)
-    if rank < 1 or not float(alpha) > 0:
-        raise ValueError(f"rank {rank}, alpha {alpha}")
+    if rank < 1 or rank != float(config["r"]) or not float(alpha) > 0:
+        raise ValueError(f"rank {config['r']}, alpha {alpha}")
+    alpha = int(alpha) if float(alpha).is_integer() else float(alpha)
     base = config.get("base_model_name_or_path")
     if not isinstance(base, (str, type(None))):
         raise TypeError(f"the base model {base}")
     return AdapterFacts(
         rank=rank,
-        alpha=int(alpha) if float(alpha).is_integer() else float(alpha),
+        alpha=alpha,
         dropout=dropout,
         target_modules=targets if isinstance(targets, str) else tuple(sorted(map(str, targets))),
         has_experts=bool(config.get("target_parameters")),
         use_dora=bool(config.get("use_dora")),
         use_rslora=bool(config.get("use_rslora")),
         base=base or None,
-        config={name: config[name] for name in sorted(USED & config.keys())},
+        config={name: config[name] for name in sorted(USED & config.keys())} | {"r": rank, "lora_alpha": alpha},
     )
 
 

@@ -68,6 +68,9 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
+        if options.start:
+            found = f"{options.start} does not fit: {one_line(error)}"
+            raise UserError(START, found, "an adapter of this model") from None
         raise UserError("--target_modules", one_line(error), _linear_names(model)) from None
     _validate_targets(model)
     # set only after peft's injection: the head itself is trained, not a copy of it
