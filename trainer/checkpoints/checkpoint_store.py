@@ -250,6 +250,13 @@ def remove_temporaries(root: str) -> None:
             shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
 
 
+def linked_step(root: str, newest: int) -> Optional[int]:
+    """The step of the checkpoint that `best` links to, or None without one up to step `newest`."""
+    name = os.path.basename(os.path.realpath(os.path.join(root, BEST)))
+    step = int(name.removeprefix("step_")) if STEP.fullmatch(name) else None
+    return step if step is not None and step <= newest else None
+
+
 def set_best(root: str, folder: str) -> None:
     """Make `root/best` point to a checkpoint, in one step."""
     link = os.path.join(root, BEST)

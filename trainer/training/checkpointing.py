@@ -44,6 +44,7 @@ class Progress:
     best_step: Optional[int] = None  # of that evaluation
     evals_since_best: int = 0
     wandb_run_id: Optional[str] = None
+    trackio_run_id: Optional[str] = None
     mlflow_run_id: Optional[str] = None
     swanlab_run_id: Optional[str] = None
 
@@ -184,6 +185,8 @@ class Checkpoints:
         whose checkpoint is in another run folder or gone."""
         if not self.policy.best_metric_key or progress.best_metric is None:
             return
+        if progress.best_step is None:  # a checkpoint from before best_step
+            progress.best_step = from_rank_0(lambda: store.linked_step(self.root, progress.step))
         folder = self._folder(progress.best_step)
         is_here = from_rank_0(lambda: os.path.isdir(folder))
         if is_here and not OF_EVALUATION & {change.name for change in self.changes}:
