@@ -1,6 +1,7 @@
 """--heartbeat_timeout: end a run that hangs. Every rank prints where it hangs."""
 
 import faulthandler
+import math
 import os
 import sys
 import tempfile
@@ -25,6 +26,8 @@ class Heartbeat:
     def watch(self) -> None:
         while (left := self.last + self.seconds - time.monotonic()) > 0:
             time.sleep(left)
+            if math.isinf(self.seconds):
+                return
         found = f"error: --heartbeat_timeout: rank {dist.get_rank()} made no progress for {self.seconds:g} s. It stands here:\n"
         os.write(sys.stderr.fileno(), found.encode() + stacks())  # in one piece: the ranks share this file
         time.sleep(GRACE_SECONDS)
@@ -45,6 +48,12 @@ def watch(model: torch.nn.Module, seconds: float) -> None:
         _started.append(Heartbeat(seconds))
         threading.Thread(target=_started[0].watch, daemon=True, name="heartbeat").start()
     model.register_forward_pre_hook(_started[0].beat)
+
+
+def stop() -> None:
+    """No rank waits any more: what follows may take long."""
+    for heartbeat in _started:
+        heartbeat.seconds = math.inf
 
 
 _started: list[Heartbeat] = []  # one per process

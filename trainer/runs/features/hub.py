@@ -4,6 +4,7 @@ import os
 
 from huggingface_hub import HfApi
 
+from trainer.distributed import heartbeat
 from trainer.distributed.collectives import from_rank_0
 from trainer.errors import UserError, one_line
 from trainer.runs.feature import Feature
@@ -33,6 +34,7 @@ def create(api: HfApi, name: str, private: bool) -> str:
 
 def push(run) -> None:
     """Upload the folders of the saved models (rank 0). Raises UserError if that fails: the folders stay."""
+    heartbeat.stop()  # an upload makes no forward pass
     if run.setup.strategy.is_rank_0():
         folders = dict(zip((None, AVERAGE), run.saved_models(run.output_dir)))
         upload(folders, name_of(run.flags), run.flags.hub_private_repo, run.flags.hub_dry_run, run.method.command)
@@ -53,7 +55,8 @@ def upload(folders: dict[str | None, str], name: str, private: bool, dry_run: bo
             api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, commit_message=message)
         except Exception as error:  # of any type, as above
             found = f"{one_line(error)}. The model is in {folder}"
-            raise UserError("--push_to_hub", found, instead=f"hf upload {name} {folder} tries again.") from None
+            again = " ".join(filter(None, ("hf upload", name, folder, place)))
+            raise UserError("--push_to_hub", found, instead=f"{again} tries again.") from None
         print(f"model pushed to {repository}", flush=True)
 
 
