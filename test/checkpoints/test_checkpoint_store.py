@@ -353,3 +353,11 @@ def test_manifest_is_plain_json_that_names_every_file(tmp_path):
         manifest = json.load(file)
     assert manifest["files"].keys() == set(store.files_below(folder)) - {"manifest.json"}
     shutil.rmtree(folder)
+
+
+def test_the_best_of_an_older_checkpoint_is_what_the_link_names(tmp_path):
+    root = str(tmp_path)
+    assert store.linked_step(root, 50) is None
+    (tmp_path / "step_40").mkdir()
+    store.set_best(root, str(tmp_path / "step_40"))
+    assert store.linked_step(root, 50) == 40 and store.linked_step(root, 39) is None
