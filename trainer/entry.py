@@ -64,7 +64,6 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
     """
     # with a core taken by another process, libgomp's default spin made steps take 27 times as long; this costs 5 %
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     sys.stdout, sys.stderr = PlainStream(sys.stdout), PlainStream(sys.stderr)

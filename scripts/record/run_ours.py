@@ -38,7 +38,6 @@ def main(backend: str, inputs: Path, output: Path, condition: dict) -> None:
         flags |= {"eval_dataset": inputs / "eval.jsonl", "eval_steps": 1}
     if condition.get("resume_from"):
         flags["load_checkpoint"] = str(output).removesuffix("-resumed") + "/run/checkpoints/step_2"
-    os.environ.setdefault("LOCAL_RANK", "0")  # as `python -m trainer.cli.train_sft` does
     train_sft.run([part for name, value in flags.items() for part in (f"--{name}", *strings(value))])
     if os.environ.get("RANK", "0") == "0":
         rows = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]

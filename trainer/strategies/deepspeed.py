@@ -86,6 +86,7 @@ class DeepspeedStrategy:
             accelerator.set_accelerator(CPU_Accelerator())
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
         if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only GPU 0
             collectives.keep_local_rank()
             os.environ["LOCAL_RANK"] = str(self.device.index)
