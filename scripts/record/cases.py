@@ -61,10 +61,6 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def make(folder: Path) -> None:
     """Writes FOLDER/model, adapter, {rows,eval}.jsonl with messages and {rows,eval}_tokens.jsonl."""
     from peft import LoraConfig, get_peft_model

@@ -9,25 +9,14 @@ from decimal import Decimal
 from pathlib import Path
 
 import torch
-from cases import LEARNING_RATE, read_jsonl, steps_of
+from cases import LEARNING_RATE, steps_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.other_trainers.plain_reference import MISTAKES
+from trainer.compare.other_trainers.plain_reference import MISTAKES, read_samples
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step, token_losses
 
 LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-3
-
-
-def samples_of(path: Path) -> list[dict]:
-    """{"input_ids", "loss_mask"} of tokenized rows, by labels (-100: no loss) or masks."""
-    samples = []
-    for row in read_jsonl(path):
-        masks = [row[name] for name in ("completion_mask", "assistant_masks", "loss_mask") if row.get(name)]
-        masks += [[label != -100 for label in row["labels"]]] if row.get("labels") else []
-        mask = [int(all(bits)) for bits in zip(*masks, strict=True)]
-        samples.append({"input_ids": row["input_ids"], "loss_mask": [0, *mask[1:]]})
-    return samples
 
 
 def with_line_break(sample: dict) -> dict:
@@ -52,7 +41,7 @@ MEANS = [(mistake.name, None, mistake.weights) for mistake in MISTAKES if mistak
 
 def plain_curve(inputs: Path, condition: dict, mask=None, weights=None) -> tuple[list[tuple[float, float]], dict, dict]:
     """((loss, gradient norm) of each step, the first weights, the final weights)."""
-    model, samples = load_plain_model(str(inputs / "model"), "cpu"), samples_of(inputs / "rows_tokens.jsonl")
+    model, samples = load_plain_model(str(inputs / "model"), "cpu"), read_samples(str(inputs / "rows_tokens.jsonl"))
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     if condition.get("lora"):
         from peft import PeftModel
@@ -156,7 +145,7 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
                 break
     if condition.get("evaluation"):
         evals = [row["eval_loss"] for row in read_log(output) if "eval_loss" in row]
-        samples = samples_of(inputs / "eval_tokens.jsonl")
+        samples = read_samples(str(inputs / "eval_tokens.jsonl"))
         samples = [chosen(sample) for sample in samples] if chosen else samples
         plain, *mistakes = plain_evaluations(output / "model", samples).items()
         allowed = rounding(evals)
@@ -168,7 +157,7 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
                 if distance(evals[-1], value, allowed) <= LOSS_LIMIT:
                     note += f": it is {name}"
     if condition.get("messages") and verdict == "equal" and (output / "tokens.jsonl").exists():
-        tokens, expected = samples_of(output / "tokens.jsonl"), samples_of(inputs / "rows_tokens.jsonl")
+        tokens, expected = read_samples(str(output / "tokens.jsonl")), read_samples(str(inputs / "rows_tokens.jsonl"))
         if tokens != expected[: condition["rows"]]:
             verdict, note = "wrong", "its tokens or masks are not transformers'"
     return {"verdict": verdict, **found, "note": note}
