@@ -12,6 +12,9 @@ import judge
 import page
 
 
+cases.EPOCHS = 2  # what is planted shows in the first step; the page's runs have four
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record") / "inputs"
