@@ -115,7 +115,7 @@ def test_memory_is_the_measured_formula_and_activations():
     """The formula of weights and states is held to real runs in strategies/test_host_memory.py."""
     s = sizes_of(meta_model("qwen3-8b"))
     assert s.num_params == 8_190_735_360  # as the model card says: 8.2 billion
-    base = predict("fsdp2", 3, "bf16", 8, s.num_params, s.largest_layer, on_gpu=True)
+    base = predict("fsdp2", 3, "bf16", 8, s.num_params, s.largest_layer)
     found, same = (needs(Layout("fsdp2", 3, dp_shard=8), s, tokens) for tokens in (0, 1000))
     assert (found.load, found.save) == (base.load, base.state) and found.step == base.step
     # 12.4 GB of weights and states, 4.1 of gradients, and of 1000 tokens 36 layers and the logits

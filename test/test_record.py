@@ -11,7 +11,6 @@ import cases
 import judge
 import page
 
-
 cases.EPOCHS = 2  # what is planted shows in the first step; the page's runs have four
 
 

@@ -6,8 +6,13 @@ test/strategies/test_host_memory.py compares real runs with them. Activations, l
 
 from dataclasses import dataclass
 
+from trainer.strategies.options import bucket_elements
+
 MASTERS, MOMENTS, GRADS = 4, 8, 4  # bytes: everything that accumulates is fp32
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default number of fp32 gradients in a reduction
+ALL_REDUCED_ELEMENTS = 500_000_000  # fp32 gradients in an all-reduce of DeepSpeed's
+LIVE_ELEMENTS = (
+    1_000_000_000  # gathered weights that ZeRO 3 keeps until their backward, and weights it updates at a time
+)
 BUFFER_BYTES = 32 << 20  # for writing a checkpoint: a part of a tensor, and both ends of a file
 STAGES = {"fsdp2": (3, 2), "deepspeed": (0, 1, 2, 3)}
 
@@ -32,17 +37,14 @@ def predict(
     num_ranks: int,
     num_params: float,
     largest_layer: float = 0,
-    on_gpu: bool = False,
     largest_tensor: float = 0,
 ) -> Memory:
     """Return the memory of full fine-tuning with AdamW on `num_ranks` data-parallel ranks.
 
     `num_params` and `largest_layer` (the largest decoder layer, embedding or head) count parameters. With tensor
-    parallelism, divide them by its size. `on_gpu`: a GPU holds whole buffers, host memory only the pages in use. A model is
-    saved tensor by tensor: without `largest_tensor`, one counts as a layer.
+    parallelism, divide them by its size. A model is saved tensor by tensor: without `largest_tensor`, one counts as a layer.
     """
     p, n, width = num_params, num_ranks, 4 if param_dtype == "fp32" else 2
-    bucket = 4 * min(p, BUCKET_ELEMENTS)
     if backend == "fsdp2":
         load, state = MASTERS * p / n, (MASTERS + MOMENTS) * p / n
         kept = 0 if stage == 3 or (n == 1 and width == 4) else width * p  # one rank in fp32 gathers nothing
@@ -51,37 +53,41 @@ def predict(
         step += (3 * width + GRADS) * largest_layer  # two gathered layers, and the gradient of one in both dtypes
         written = state
     else:
-        load, state, step, written = _deepspeed(stage, width, p, n, bucket, on_gpu)
+        load, state, step, written = _deepspeed(stage, width, p, n, largest_layer)
     # one tensor is gathered and converted; the exported model is streamed
     one_tensor = (MASTERS + width) * (largest_tensor or largest_layer)
     save = state + max(min(written, BUFFER_BYTES), one_tensor)
     return Memory(load, state, step, save)
 
 
-def _deepspeed(stage: int, width: int, p: float, n: int, bucket: float, on_gpu: bool) -> tuple[float, ...]:
+def _deepspeed(stage: int, width: int, p: float, n: int, largest_layer: float) -> tuple[float, ...]:
     """(load, state, step, bytes that this rank writes to a checkpoint)"""
     has_masters, sharded = width == 2, (MASTERS + MOMENTS) * p / n
-    buffer = 4 * BUCKET_ELEMENTS if on_gpu else bucket  # gradients of a bucket, end to end
+    bucket, all_reduced = GRADS * bucket_elements(p), GRADS * min(p, ALL_REDUCED_ELEMENTS)
+    layer = (width + GRADS) * largest_layer  # the weights or the gradient of one, and its fp32 gradient
     if stage == 0:
         state = (width * has_masters + MASTERS + MOMENTS) * p
-        return state - MOMENTS * p, state, state + GRADS * p + bucket, (MASTERS + MOMENTS) * p
+        return state - MOMENTS * p, state, state + GRADS * p + all_reduced, (MASTERS + MOMENTS) * p
     if stage == 3:
         partition = (width + GRADS) * p / n
-        state = partition + sharded + buffer
-        return partition + MASTERS * p / n, state, state + 2 * bucket, sharded
+        state = partition + sharded + bucket
+        gathered = width * min(p, LIVE_ELEMENTS) if n > 1 else 0
+        # two more buckets while one is reduced, and the optimizer's copy of some of this rank's gradients
+        step = state + gathered + 2 * bucket + GRADS * min(p / n, LIVE_ELEMENTS) + layer
+        return partition + MASTERS * p / n + bucket, state, step, sharded
     if stage == 1 and has_masters:  # BF16_Optimizer keeps all fp32 gradients between steps
         state = (width + GRADS) * p + sharded
-        # the sums of a bucket; gloo copies it, and we copy it if it is not all of the gradients
-        copied = n == 1 or not on_gpu or p > BUCKET_ELEMENTS
-        reduced = bucket * copied + (bucket / n if n > 1 else 0)
-        return state - MOMENTS * p / n, state, state + width * p + reduced, sharded
+        # the reduced gradients, or later the new weights of all ranks, some at a time
+        gathered = width * min(p, ALL_REDUCED_ELEMENTS)
+        step = state + width * p + max(all_reduced if n == 1 else bucket + bucket / n, gathered)
+        return state - MOMENTS * p / n, state, step, sharded
     state = width * p + sharded
     # the weights are copied once into a flat tensor; later, zero gradients create the optimizer states
     load = max(2 * width * p, width * p + (MASTERS + GRADS) * p / n)
     if stage == 1:
-        return load, state, state + GRADS * p + bucket, sharded
+        return load, state, state + max(GRADS * p + bucket, 2 * GRADS * p / n), sharded
     # each rank's part of a bucket is reduced on its own
-    return load, state, state + buffer + GRADS * p / n + bucket / n, sharded
+    return load, state, state + bucket + GRADS * p / n + bucket / n + layer, sharded
 
 
 def table(num_ranks: int, param_dtype: str = "bf16") -> str:

@@ -113,7 +113,7 @@ class DeepspeedStrategy:
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         if self.zero_stage == 3:
             facts = {"dtype": self.param_dtype, "meshes": self.meshes, "device": self.device}
-            engine_config = self._engine_config(with_optimizer=False)
+            engine_config = self._engine_config()
             model = zero_loading.load_partitioned(
                 folder, config, auto_class, options, adapter=adapter, engine_config=engine_config, **facts
             )
@@ -126,8 +126,8 @@ class DeepspeedStrategy:
         self._folders[model] = folder, adapter
         return model
 
-    def _engine_config(self, with_optimizer: bool, plan: Optional[dict[str, str]] = None) -> dict:
-        options = {"on_cpu": self.device.type == "cpu", "with_optimizer": with_optimizer, "plan": plan}
+    def _engine_config(self, num_trained: int = 0, plan: Optional[dict[str, str]] = None) -> dict:
+        options = {"on_cpu": self.device.type == "cpu", "num_trained": num_trained, "plan": plan}
         return engine_config(self.options, self.zero_stage, self.sizes, **options)
 
     def create_optimizer(
@@ -160,7 +160,9 @@ class DeepspeedStrategy:
         weights = self._read(model, with_masters=self.param_dtype != torch.float32)
         use_parameters(optimizer, {parameter: model.get_parameter(name) for parameter, name in names.items()})
         initialize, plan = self._initializer(model)
-        config = self._engine_config(with_optimizer=True, plan=plan)
+        trained = (p for p in model.parameters() if p.requires_grad)
+        num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+        config = self._engine_config(num_trained, plan)
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
@@ -209,7 +211,7 @@ class DeepspeedStrategy:
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         self._read(model, offload=offload)
         initialize, plan = self._initializer(model)
-        config = self._engine_config(with_optimizer=False, plan=plan)
+        config = self._engine_config(plan=plan)
         facts = {"dtype": self.param_dtype, "device": self.device, "initialize": initialize}
         return zero_loading.prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
 

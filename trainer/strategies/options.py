@@ -37,3 +37,11 @@ class StrategyOptions:
     def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
         """The options from a mapping of flags. It holds all fields above; other flags are ignored."""
         return cls(**{field.name: flags[field.name] for field in fields(cls)})
+
+
+def bucket_elements(num_params: float) -> int:
+    """Gradients that ZeRO 1 to 3 reduce at a time: a sixteenth of the model, at most 50 million.
+
+    ZeRO 3 holds three such buckets in fp32. With DeepSpeed's default, 500 million, they take up to 6 GB of each rank.
+    """
+    return int(min(max(num_params / 16, 1_000_000), 50_000_000))

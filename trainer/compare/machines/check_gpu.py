@@ -216,7 +216,7 @@ def memory(machine: Machine, until: float) -> Iterator[Row]:
         measured = json.loads(path.read_text()) if path.exists() else {}
         for name in names:
             backend, stage, dtype = name.split("-")
-            expected = vars(predict(backend, int(stage), dtype, num_ranks, num_params, layer, on_gpu=not machine.tiny))
+            expected = vars(predict(backend, int(stage), dtype, num_ranks, num_params, layer))
             if name not in measured:
                 yield Row(f"{name}, {num_ranks} ranks", error or "not measured", "", True)
             for phase in ("load", "state", "step") if name in measured else ():

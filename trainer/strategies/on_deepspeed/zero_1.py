@@ -6,7 +6,7 @@ DeepSpeed's BF16_Optimizer keeps all fp32 gradients on every rank and all-reduce
 import torch
 import torch.distributed as dist
 
-BUCKET_ELEMENTS = 500_000_000  # reduced at a time, as in DeepSpeed
+from trainer.strategies.options import bucket_elements
 
 
 def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
@@ -20,7 +20,7 @@ def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
     @torch.no_grad()
     def reduced() -> tuple[list, dict]:
         for number, gradients in enumerate(whole):
-            for columns in gradients.view(size, -1).split(BUCKET_ELEMENTS // size, dim=1):
+            for columns in gradients.view(size, -1).split(bucket_elements(gradients.numel()) // size, dim=1):
                 mean = torch.empty_like(columns[rank], dtype=reduce_dtype)
                 dist.reduce_scatter_single(mean, columns.to(reduce_dtype).flatten(), group=group)
                 columns.zero_()

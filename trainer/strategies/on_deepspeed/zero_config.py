@@ -4,7 +4,7 @@ from typing import Optional
 
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.strategies.on_deepspeed.autotp_layers import tensor_parallel_config
-from trainer.strategies.options import StrategyOptions
+from trainer.strategies.options import StrategyOptions, bucket_elements
 
 
 def engine_config(
@@ -13,14 +13,18 @@ def engine_config(
     sizes: MeshSizes,
     *,
     on_cpu: bool,
-    with_optimizer: bool,
+    num_trained: int,
     plan: Optional[dict[str, str]] = None,
 ) -> dict:
-    """The configuration of one engine. `plan` is the tensor-parallel plan, or None without tp."""
+    """The configuration of an engine that trains `num_trained` parameters. A frozen model has none, and no optimizer.
+
+    `plan` is the tensor-parallel plan, or None without tp.
+    """
     zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
+    zero["reduce_bucket_size"] = bucket_elements(num_trained)
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp
-    if options.adam_offload and with_optimizer:
+    if options.adam_offload and num_trained:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
     config = {
         # the loader makes the batch; DeepSpeed sees single micro-batches, and the strategy says when a step ends
