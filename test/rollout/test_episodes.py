@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import make_model
 
 from trainer.datasets.batches.packing import IGNORE
-from trainer.datasets.conversations.turns import tool_calls
+from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine
@@ -295,7 +295,8 @@ def test_calls_of_tools_are_read_from_the_formats_of_models():
     constrained = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
     assert tool_calls("<|channel|>analysis<|message|>Hm {}<|end|><|start|>assistant" + constrained) == [call]
     two = '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name": "b"}</tool_call><tool_call>{</tool_call>'
-    assert [found["name"] for found in tool_calls(two)] == ["a", "b"]
+    *good, malformed = tool_calls(two)
+    assert [found["name"] for found in good] == ["a", "b"] and "not valid JSON" in malformed["error"]
     assert tool_calls('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]</s>') == [call]
     assert tool_calls('<|python_tag|>{"name": "add", "parameters": "{\\"a\\": 2, \\"b\\": 3}"}<|eom_id|>') == [call]
 

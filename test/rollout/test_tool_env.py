@@ -1,5 +1,6 @@
 """Python functions as tools: what the model reads of them, how its calls are passed on, and what is refused."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -7,6 +8,9 @@ import pytest
 import torch.distributed as dist
 from conversations import Script, byte_tokenizer, environments, sampling_of
 
+from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations.tool_formats import tool_calls
+from trainer.datasets.conversations.turns import check_call_format
 from trainer.errors import UserError
 from trainer.rollout.envs.environments import Response, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
@@ -132,6 +136,25 @@ def test_an_episode_calls_the_function_and_goes_on(path):
         dist.destroy_process_group()
     assert '{"sum": 5}' in tokenizer.decode(sample.response_ids) and sample.score == 1.0 and sample.finished
     assert "Add two numbers." in tokenizer.decode(sample.prompt_ids)
+
+
+def test_a_malformed_call_is_told_to_the_model_and_is_no_answer(path):
+    env = load_environment(path)()
+    env.reset({"question": "2 + 3?", "label": '<tool_call>{"name": "add"'})
+    [call] = tool_calls('<tool_call>{"name": "add", "arguments": {"a": 2,}}</tool_call>', env.tools)
+    [message] = env.step(Response("", "", [call], True))
+    assert message["name"] == "add" and message["content"].startswith("error: the call is not valid JSON")
+    assert env.metrics == {"tool_calls": 1, "tool_errors": 1}
+
+
+@pytest.mark.parametrize("name, known", [("qwen3", True), ("llama3_1", True), ("gemma3", False)])
+def test_a_template_with_an_unknown_format_of_calls_is_refused(path, name, known):
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = training_templates.read(name)
+    make = load_environment(path)
+    with contextlib.nullcontext() if known else pytest.raises(UserError, match="format that is not known"):
+        check_call_format(tokenizer, make.tools)
+    check_call_format(tokenizer, None)  # an environment without tools needs none
 
 
 class Counter:

@@ -1,28 +1,23 @@
-"""What stands between two turns of the model: ids of its chat template, and the tool calls in a generated turn.
+"""What stands between two turns of the model: ids of its chat template.
 
 A generated turn is never tokenized again. Only the ids after it come from the template.
 """
 
-import json
-import re
+import os
 import secrets
 from typing import Any, Optional
 
-from trainer.datasets.conversations.control_tokens import ids_behind
-from trainer.datasets.conversations.rendering import render
+from trainer.datasets.conversations.control_tokens import BREAK, ids_behind
+from trainer.datasets.conversations.rendering import chat_template, render
 from trainer.datasets.conversations.templates import as_data
 from trainer.datasets.conversations.tokens import is_stop_token
+from trainer.datasets.conversations.tool_formats import names_format, tool_calls
 from trainer.errors import UserError
 
 # It stands for the generated turn; where it ends in the rendered text, the next messages begin. Random per run: a text
 # of a tool that spells out the mark would move that place.
 MARK = f"Q{secrets.token_hex(8)}Q"
 CALL_ID = "call00000"  # templates of Mistral want ids of nine letters and digits
-
-QWEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-HARMONY_CALL = re.compile(r"to=functions\.([\w.-]+)[^{}]*?<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL)
-MISTRAL_CALLS = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
-LLAMA_CALL = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*(?:<\|[a-z_]+\|>)?\s*", re.DOTALL)
 
 
 def continuation_ids(
@@ -76,32 +71,37 @@ def _rendered(tokenizer: Any, messages: list[dict], tools: list | None, asks: bo
     return render(tokenizer, messages, tokenize=False, tools=tools, add_generation_prompt=asks)
 
 
-def tool_calls(text: str) -> list[dict]:
-    """The calls in a generated turn with its special tokens: [{"name": ..., "arguments": {...}}], in their order.
+PROBE = {
+    "name": "q7tool",
+    "description": "q7",
+    "parameters": {"type": "object", "properties": {"q7": {"type": "string"}}},
+}
+_read_back: dict[str, bool] = {}  # by template
 
-    It knows the formats of Qwen and Hermes, of harmony (gpt-oss), of Llama 3 and of Mistral. A call that is not a JSON
-    object is left out.
+
+def check_call_format(tokenizer: Any, tools: Optional[list]) -> None:
+    """Check that a call of a tool, as the chat template shows it, is read as a call. Nothing to check without tools.
+
+    Raises: UserError if it is not: the calls of the model would then be scored as answers.
     """
-    found = [_call(part) for part in QWEN_CALL.findall(text)]
-    found += [_call(json.dumps({"name": name}), arguments) for name, arguments in HARMONY_CALL.findall(text)]
-    if match := MISTRAL_CALLS.search(text):
-        found += [_call(json.dumps(part)) for part in _parsed(match[1]) or []]
-    if not found and (match := LLAMA_CALL.fullmatch(text)):
-        found = [_call(match[1])]
-    return [call for call in found if call]
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(text: str, arguments: Optional[str] = None) -> Optional[dict]:
-    call = _parsed(text)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    given = call.get("arguments", call.get("parameters", {})) if arguments is None else _parsed(arguments)
-    given = _parsed(given) if isinstance(given, str) else given
-    return {"name": call["name"], "arguments": given} if isinstance(given, dict) else None
+    if not tools:
+        return
+    template = chat_template(tokenizer, tools)
+    if template not in _read_back:
+        asked, schema = [{"role": "user", "content": "q7"}], [{"type": "function", "function": PROBE}]
+        function = {"name": PROBE["name"], "arguments": {"q7": "v7"}}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],
+        }
+        text = _rendered(tokenizer, [*asked, call], schema, False)
+        # without the header too, which Llama's calls cannot have; its end may be that of another turn
+        befores = [_rendered(tokenizer, asked, schema, asks) for asks in (False, True)]
+        turns = [text[len(os.path.commonprefix([text, before])) :].replace(BREAK, "") for before in befores]  # noqa: RUF071
+        is_read = any(tool_calls(turn, schema) == [function] for turn in turns)
+        # Falcon-H1's template tells the model the format, and shows no calls
+        _read_back[template] = is_read or (PROBE["name"] not in turns[0] and names_format(befores[0]))
+    if not _read_back[template]:
+        found = "shows calls of tools in a format that is not known here, or not at all"
+        raise UserError("the chat template", found, "a template with one of the formats in docs/environments.md")

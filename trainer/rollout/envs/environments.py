@@ -26,7 +26,7 @@ class Response(str):
     """The text of a turn without special tokens, and further facts about the turn."""
 
     raw: str  # with special tokens
-    tool_calls: list[dict]  # [{"name": ..., "arguments": {...}}]
+    tool_calls: list[dict]  # [{"name": ..., "arguments": {...}}], a malformed one with an "error" and no arguments
     finished: bool  # whether a stop token or stop text ended the turn, not the limit of tokens
 
     def __new__(cls, text: str, raw: str, tool_calls: list[dict], finished: bool):

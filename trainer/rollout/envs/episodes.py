@@ -16,7 +16,9 @@ import torch.distributed as dist
 from trainer.datasets.batches.global_batches import contiguous_slice
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.templates import render_prompt
-from trainer.datasets.conversations.turns import continuation_ids, tool_calls
+from trainer.datasets.conversations.thoughts import opens_thoughts
+from trainer.datasets.conversations.tool_formats import tool_calls
+from trainer.datasets.conversations.turns import check_call_format, continuation_ids
 from trainer.datasets.samples.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
@@ -26,6 +28,8 @@ from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards.reward_functions import check_scores
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span
+
+THOUGHT_TOKENS = 32  # so many tokens of a header hold the mark that opens thoughts
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[lis
         with _named(environments, "reset", episode):
             tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
             episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
+            check_call_format(environments.tokenizer, episode.tools)
             episode.prompt_ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
             if len(episode.prompt_ids) > environments.prompt_max_len:
                 found = f"messages of {len(episode.prompt_ids)} tokens"
@@ -218,7 +223,7 @@ def _answer(
 ) -> list[tuple[list[int], float, bool, dict]]:
     """Give each response to its environment. Returns (ids that follow, reward, done, metrics). No ids end an episode."""
     tokenizer = environments.tokenizer
-    responses = [_response(tokenizer, completion) for completion in completions]
+    responses = [_response(tokenizer, *pair) for pair in zip(going, completions)]
     pairs = list(zip(going, responses))
     values = environments.call("step", [lambda e=e, r=r: e.env.step(r) for e, r in pairs])
     answers, ended = [], []
@@ -241,10 +246,12 @@ def _answer(
     return [(*answer, _metrics(environments, episode)) for answer, (episode, _) in zip(answers, pairs)]
 
 
-def _response(tokenizer: Any, completion: Completion) -> Response:
+def _response(tokenizer: Any, episode: Episode, completion: Completion) -> Response:
     raw = tokenizer.decode(completion.token_ids)
     text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    return Response(text, raw, tool_calls(raw), completion.finished)
+    before = (episode.prompt_ids + episode.ids)[: -len(completion.token_ids) or None]
+    in_thoughts = opens_thoughts(tokenizer.decode(before[-THOUGHT_TOKENS:]))
+    return Response(text, raw, tool_calls(raw, episode.tools, in_thoughts), completion.finished)
 
 
 def _next_ids(

@@ -36,10 +36,11 @@ class ToolEnvironment:
             return float(self._reward(self._task, str(response))), True
         messages = []
         for call in response.tool_calls:
-            text, failed = self.call(call["name"], call["arguments"])
+            fault = call.get("error")  # of a malformed call, which the model reads
+            text, failed = (f"error: {fault}", True) if fault else self.call(call["name"], call["arguments"])
             self.metrics["tool_calls"] += 1
             self.metrics["tool_errors"] += failed
-            messages.append({"role": "tool", "name": call["name"], "content": text})
+            messages.append({"role": "tool", "name": call["name"] or "tool", "content": text})
         return messages
 
 
@@ -120,6 +121,7 @@ def from_tools(
         own = {name: getattr(owner, name) for name in functions} if is_class else functions
         return FunctionEnvironment(own, schemas, owner, reward or owner.reward, opening)
 
+    make.tools = schemas
     return make
 
 

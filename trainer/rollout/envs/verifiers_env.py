@@ -80,7 +80,7 @@ def as_completion(response: Any, number: int) -> ChatCompletion:
         {
             "id": f"call{number:03d}{place:02d}",
             "type": "function",
-            "function": {**call, "arguments": json.dumps(call["arguments"])},
+            "function": {"name": call["name"] or "tool", "arguments": json.dumps(call["arguments"])},
         }
         for place, call in enumerate(response.tool_calls)
     ]

@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from trainer.datasets.conversations.rendering import chat_template
+from trainer.datasets.conversations.turns import check_call_format
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.rl_flags import EnvironmentArguments
@@ -128,5 +129,7 @@ def build_environments(flags: EnvironmentArguments, prompt_max_len: int, setup: 
         timeout += SPARE_SECONDS  # a process that hangs is lost before its call is late
     else:
         make = load_environment(flags.env)
+        tools = getattr(make, "tools", None)  # those of a class; tools that `reset` finds are checked there
+        check_call_format(setup.tokenizer, tools if isinstance(tools, list) else None)
     call = Caller(where, timeout, flags.env_concurrency)
     return Environments(make, call, where, setup.tokenizer, flags.env_max_turns, prompt_max_len)

@@ -1,0 +1,27 @@
+"""The marks around thoughts in a generated turn, and the turn without its thoughts."""
+
+import re
+
+OPEN_THOUGHTS = ("<think>", "<seed:think>", "[THINK]", "◁think▷", "<|START_THINKING|>", "<|channel>thought")
+CLOSED_THOUGHTS = ("</think>", "</seed:think>", "[/THINK]", "◁/think▷", "<|END_THINKING|>", "<channel|>")
+_OPENS, _CLOSES = ("|".join(map(re.escape, marks)) for marks in (OPEN_THOUGHTS, CLOSED_THOUGHTS))
+THOUGHTS = re.compile(f"(?:{_OPENS}).*?(?:{_CLOSES}|\\Z)", re.DOTALL)
+FIRST_MARK = re.compile(f"(?P<opens>{_OPENS})|(?P<closes>{_CLOSES})")
+HARMONY_THOUGHTS = re.compile(
+    r"<\|channel\|>analysis\s*<\|message\|>.*?(?:<\|(?:end|call|return)\|>|\Z)", re.DOTALL
+)  # a call on this channel has a recipient before <|message|>
+
+
+def opens_thoughts(prompt: str) -> bool:
+    """Whether a prompt ends inside thoughts, as generation prompts of reasoning models do."""
+    return prompt.rstrip().endswith(OPEN_THOUGHTS)
+
+
+def without_thoughts(text: str, in_thoughts: bool = False) -> str:
+    """A turn without its thoughts, also those that the prompt has opened, and those that no mark ends."""
+    first = FIRST_MARK.search(text)
+    if first and first["closes"]:
+        text = text[first.end() :]
+    elif in_thoughts:
+        return ""
+    return HARMONY_THOUGHTS.sub("", THOUGHTS.sub("", text))
