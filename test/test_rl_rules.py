@@ -99,11 +99,6 @@ ROLLOUT_CASES = [
     ("--top_k 5 with --rollout_engine vllm_server", {**SERVER, "top_k": 5}),
     ("--min_p 0.1 with --rollout_engine vllm and without --top_k", {"rollout_engine": "vllm", "min_p": 0.1}),
     ("--temperature 0.001 with --rollout_engine vllm", {"rollout_engine": "vllm", "temperature": 0.001}),
-    ("--engine_urls http://a,http://b for 1 ranks", {**SERVER, "num_ranks": 1}),
-    (
-        "--engine_urls http://a,http://b for 4 ranks with --max_staleness 1",
-        {**SERVER, **STALE, "num_ranks": 4},
-    ),
     ("--engine_tensor_parallel_size 2 for 3 ranks", {"engine_tensor_parallel_size": 2, "num_ranks": 3}),
     ("--offload_critic with --adam_offload", {"offload_critic": True, "adam_offload": True}),
     ("--offload_critic with --rollouts_from", {"offload_critic": True, "rollouts_from": "r"}),

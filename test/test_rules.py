@@ -25,7 +25,6 @@ OTHERS = {  # values that a predicate may look for, besides those that a type gi
     "lr_scheduler": ["constant", "linear"],
     "load_checkpoint": ["latest"],
     "zero_stage": [0, 1, 2, 3],
-    "engine_urls": ["http://a", "http://a,http://b"],
     "reward_func": ["math", "math,exact_match"],
     "reward_weights": [[1.0], [1.0, 2.0, 3.0]],
     "eval_temperature": [0.005, 0.7],

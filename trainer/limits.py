@@ -25,6 +25,7 @@ DEFAULTS: dict[str, tuple[int, str]] = {
     "row_mb": (256, "MB of one row of text"),
     "json_mb": (256, "MB of a JSON file of a model or a run"),
     "template_s": (10, "seconds for a chat template to render a conversation"),
+    "engine_wait_s": (600, "seconds to wait for a rollout server while none is left"),
 }
 _raised: dict[str, int] = {}
 

@@ -296,7 +296,6 @@ NO_SERVER = {
     "--rollout_engine vllm_server without --engine_urls: ": URL[:2],
     "--engine_urls http://127.0.0.1:1 with --rollout_engine hf: ": URL[2:],
     "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
-    "--engine_urls http://a,http://b for 1 ranks: a rank uses one server": [*URL[:3], "http://a,http://b"],
     "--top_k 5 with --rollout_engine vllm_server: ": [*URL, "--top_k", "5"],
     "--temperature 0.001 with --rollout_engine vllm_server: ": [*URL, "--temperature", "0.001"],
 }
@@ -309,10 +308,3 @@ def test_what_servers_cannot_do_is_one_line(tmp_path, monkeypatch, error):
     with pytest.raises(UserError) as found:
         validate(args)
     assert str(found.value).startswith(error)
-
-
-def test_ranks_that_update_alone_need_a_server_each(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    args, _ = train_ppo.parse(flags(tmp_path, "x", "--backend", "fsdp2", *URL, "--max_staleness", "1"))
-    with pytest.raises(UserError, match=r"--engine_urls http://127\.0\.0\.1:1 for 2 ranks with --max_staleness 1: "):
-        validate(args)

@@ -8,10 +8,6 @@ from trainer.flags.training_rules import ONE, REMOVE
 SOURCES = ("reward_func", "reward_pretrain", "remote_rm_url", "env")  # of scores
 
 
-def _num_urls(f) -> int:
-    return len(f.engine_urls.split(",")) if f.engine_urls else 0
-
-
 # fmt: off
 MODEL_RULES = (
     Rule("layout", lambda f: True, "with rollouts", "the plan knows one model, and no generation",
@@ -54,12 +50,6 @@ ENGINE_RULES = (
          "with --rollout_engine {rollout_engine}",
          "vLLM silently raises such a temperature, so log-probs would have another one", "Set it to 0.01 or more.",
          which="below 0.01"),
-    Rule("engine_urls", lambda f: f.num_ranks and _num_urls(f) > f.num_ranks, "for {num_ranks} ranks",
-         "a rank uses one server", "Give at most one server for each rank.", which="of too many servers"),
-    Rule("engine_urls", lambda f: f.num_ranks and f.max_staleness and _num_urls(f) != f.num_ranks,
-         "for {num_ranks} ranks with --max_staleness {max_staleness}",
-         "ranks that share a server would change each other's weights", "Give one server for each rank.",
-         which="of another number"),
     Rule("engine_tensor_parallel_size", lambda f: f.num_ranks % f.engine_tensor_parallel_size,
          "for {num_ranks} ranks", "every engine has the same number of ranks",
          "Take a divisor of the number of ranks.", which="that does not divide them"),

@@ -34,7 +34,7 @@ from trainer.methods.rollout_facts import (
     score_notes,
     scores_of,
 )
-from trainer.methods.rollout_phase import answers_to, evaluation_facts, offloaded, scored_samples, sync
+from trainer.methods.rollout_phase import answers_to, evaluation_facts, offloaded, patiently, scored_samples, sync
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
@@ -122,8 +122,12 @@ def make_rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
             if roles.ahead is not None:
                 return _rollout_ahead(run, progress, facts)
             with offloaded(strategy, roles):
-                facts |= sync(strategy, roles, progress.step)
-                samples = scored_samples(roles, run.state, run.options, run.recorded, facts)
+
+                def generated() -> list[Sample]:
+                    facts.update(sync(strategy, roles, progress.step))
+                    return scored_samples(roles, run.state, run.options, run.recorded, facts)
+
+                samples = patiently(generated, strategy, roles, undo=lambda: run.state.load_state_dict(before))
                 if roles.engine is not None:
                     roles.engine.sleep()
                     roles.synced_step = None  # it keeps no weights while it sleeps

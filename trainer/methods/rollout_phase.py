@@ -2,13 +2,19 @@
 
 import contextlib
 import math
+import time
+from collections.abc import Callable
+from typing import Any
 
+from trainer.distributed.collectives import broadcast_object
 from trainer.errors import UserError
+from trainer.limits import limit
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, Recorded, RLState, Roles
 from trainer.methods.rollout_facts import sample_facts, scores_of
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.sync import sync_weights
+from trainer.rollout.engines.vllm_server import FIRST_PAUSE, LONGEST_PAUSE, LostServer
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.evaluation import NUMBERS, Evaluation
 from trainer.rollout.generation import generate_samples
@@ -111,11 +117,34 @@ def answers_to(strategy, roles: Roles, evaluation: Evaluation, step: int) -> tup
 
     Each evaluation has the same random numbers, whatever the layout.
     """
-    with offloaded(strategy, roles):
+
+    def answer() -> tuple[list[Sample], dict]:
         facts = sync(strategy, roles, step)
-        samples = generate(roles, evaluation.prompts, evaluation.num_each, evaluation.sampling, **NUMBERS)
+        return generate(roles, evaluation.prompts, evaluation.num_each, evaluation.sampling, **NUMBERS), facts
+
+    with offloaded(strategy, roles):
+        samples, facts = patiently(answer, strategy, roles)
         roles.score(samples)
     return samples, facts
+
+
+def patiently(act: Callable[[], Any], strategy, roles: Roles, undo: Callable[[], None] = lambda: None) -> Any:
+    """Return `act()`, which syncs and generates. While no rollout server is left, undo it, wait and call it again (broadcasts).
+
+    All ranks raise the same LostServer. Rank 0's clock decides when it is raised for good: see --limits engine_wait_s.
+    """
+    began, pause, longest = time.monotonic(), FIRST_PAUSE, limit("engine_wait_s")
+    while True:
+        try:
+            return act()
+        except LostServer as error:
+            if broadcast_object(time.monotonic() - began >= longest):
+                raise
+            if pause == FIRST_PAUSE:
+                strategy.print(f"no rollout server is left, waiting up to {longest} s: {error.found}")
+        undo()
+        time.sleep(pause)
+        pause, roles.synced_step = min(2 * pause, LONGEST_PAUSE), None  # a server that is back needs the weights
 
 
 def evaluation_facts(evaluation: Evaluation, samples: list[Sample]) -> dict[str, float]:

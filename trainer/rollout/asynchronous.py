@@ -84,6 +84,7 @@ class RolloutsAhead:
         self._next = 0  # the rollout to request next
         self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        self._generates = True  # False: this rank's thread needs no weights
         self._held: Optional[int] = None  # the version in the engine
         self._checksum, self._engine_lock, self._stopped = "", threading.Lock(), False
         self.files: Optional[AheadFiles] = None  # set before the first rollout, like `resumed`
@@ -138,15 +139,15 @@ class RolloutsAhead:
             self.files.forget(before=rollout)
         samples = self.resumed.pop(rollout, None)
         if samples is None:
-            samples = self._receive(facts)
+            samples = self._receive(rollout, facts)
         self._check(samples, state)
         return samples, facts
 
-    def _receive(self, facts: dict) -> list[Sample]:
+    def _receive(self, rollout: int, facts: dict) -> list[Sample]:
         """Wait for what the threads of all ranks have made of the next rollout (all-gathers of objects over the world)."""
-        waits = self._done.empty()
+        waits = not self._is_made(rollout)
         with timed(facts, "wait"):
-            mine: RolloutPart = self._done.get()
+            mine = self._wait_for(rollout)
         if mine.problem is not None and not isinstance(mine.problem, UserError):
             raise mine.problem
         with span("wait"):
@@ -160,11 +161,18 @@ class RolloutsAhead:
         facts |= {**mine.facts, "weights_checksum": checksum}
         return share(mine.samples)
 
+    def _is_made(self, rollout: int) -> bool:
+        return not self._done.empty()
+
+    def _wait_for(self, rollout: int) -> RolloutPart:
+        return self._done.get()
+
     def _send(self, strategy, model, version: int) -> dict:
         """Copy the weights to host memory, where the thread finds them (all-gathers over the mesh)."""
         started, tensors = time.perf_counter(), {}
         for name, tensor in strategy.iter_full_params(model, merged_as=self.engine.dtype):
-            tensors[name] = tensor.detach().to("cpu", copy=True)
+            if self._generates:
+                tensors[name] = tensor.detach().to("cpu", copy=True)
         self._newest = version, tensors
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return {"sync_bytes": num_bytes, "time_sync": time.perf_counter() - started}
@@ -190,8 +198,7 @@ class RolloutsAhead:
     # --- the thread
 
     def _run(self) -> None:
-        cuda = self.engine.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(self.engine.device)) if cuda else contextlib.nullcontext():
+        with self._stream():
             while (request := self._requests.get()) is not None and not self._stopped:
                 part = RolloutPart()
                 try:
@@ -202,26 +209,36 @@ class RolloutsAhead:
                     part.problem = error
                 self._done.put(part)
 
+    def _stream(self):
+        cuda = self.engine.device.type == "cuda"
+        return torch.cuda.stream(torch.cuda.Stream(self.engine.device)) if cuda else contextlib.nullcontext()
+
     def _make(self, part: RolloutPart, rollout: int, requests: list[tuple[int, dict]]) -> bool:
         """Generate and score. Returns whether all samples are complete."""
         for start in range(0, len(requests), self.pace.batch_size):
             if self._stopped:
                 return False
-            with self._engine_lock:
-                self._load_newest(part)
-                batch = requests[start : start + self.pace.batch_size]
-                engine = Resuming(self, part) if self.pace.partial else self.engine
-                with timed(part.facts, "generate"):
-                    samples = self._generate(engine, batch, self._sampling, self._seed, rollout)
-                for sample in samples:
-                    sample.versions = without_repeats(sample.versions or [[0, self._held]])
-            part.samples += samples
+            part.samples += self._make_batch(part, rollout, requests[start : start + self.pace.batch_size])
         if self._stopped and self.pace.partial:
             return False
-        if self.score_mine is not None and part.samples:
-            with timed(part.facts, "reward"):
-                self.score_mine(part.samples)
+        self._score(part, part.samples)
         return True
+
+    def _make_batch(self, part: RolloutPart, rollout: int, batch: list[tuple[int, dict]]) -> list[Sample]:
+        """The samples of these requests, by the newest weights."""
+        with self._engine_lock:
+            self._load_newest(part)
+            engine = Resuming(self, part) if self.pace.partial else self.engine
+            with timed(part.facts, "generate"):
+                samples = self._generate(engine, batch, self._sampling, self._seed, rollout)
+            for sample in samples:
+                sample.versions = without_repeats(sample.versions or [[0, self._held]])
+        return samples
+
+    def _score(self, part: RolloutPart, samples: list[Sample]) -> None:
+        if self.score_mine is not None and samples:
+            with timed(part.facts, "reward"):
+                self.score_mine(samples)
 
     def _load_newest(self, part: RolloutPart) -> int:
         version, tensors = self._newest

@@ -64,9 +64,12 @@ class AheadFiles:
     def __init__(self, output_dir: str):
         self._folder = Path(output_dir, AHEAD_FOLDER)
 
-    def write(self, rollout: int, samples: list[Sample], links: dict[int, str]) -> None:
-        """`links`, by version, of the weights that generated the samples. On a full disk, the run goes on without the file."""
-        path = self._folder / f"{rollout}-{dist.get_rank()}.jsonl"
+    def write(self, rollout: int, samples: list[Sample], links: dict[int, str], part: str = "") -> None:
+        """`links`, by version, of the weights that generated the samples. On a full disk, the run goes on without the file.
+
+        `part` is a name for it, if a rank has several.
+        """
+        path = self._folder / f"{rollout}-{dist.get_rank()}{part}.jsonl"
         rows = [as_row(sample, rollout, None) | {"origin": links[newest_version(sample)]} for sample in samples]
         try:
             self._folder.mkdir(exist_ok=True)

@@ -1,11 +1,14 @@
 """The engine in other processes: vLLM servers that `serve_engine` has started, on any machine. Input and output are tokens.
 
-Rank r uses the server number r modulo their count. The first rank that uses a server sends it the weights. A server that
-is gone gets no weights, and its requests go to the others. Each sync tries it again, so a server that is back is used again.
-Before ranks use a server, they read the checksum of its weights. So no server ever generates with older weights.
+Their number, tensor parallelism and dtype do not depend on the layout of training. Rank r owns the servers r, r + R, r + 2 R
+of a run with R ranks, and sends them the weights. Every rank uses all servers, by load (`routing.py`). With --max_staleness,
+it uses only its own. A server that is gone gets no weights, and its requests go to the others. Each sync tries it again, so a
+server that is back is used again. Before ranks use a server, they read the checksum of its weights. So no server ever
+generates with older weights.
 """
 
 import contextlib
+import functools
 import http.client
 import json
 import math
@@ -21,13 +24,16 @@ import torch.distributed as dist
 
 from trainer.errors import UserError
 from trainer.rollout.engines.checksum import Checksum
+from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.engines.weight_stream import WeightStream
 from trainer.rollout.peers import post_json
 
 FLAG = "--engine_urls"
 TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while no server is left
 LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
+DTYPES = ("bfloat16", "float32")  # those of serve_engine
 FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
 
 
@@ -42,41 +48,39 @@ class VLLMServerEngine:
     slices = None  # it sends full tensors
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        batch_size: int,
-        max_len: int,
-        own_server_only: bool = False,
-        key: Optional[str] = None,
+        self, urls: Sequence[str], *, device: torch.device, batch_size: int, max_len: int, key: Optional[str] = None
     ):
-        """`own_server_only`: the ranks update their servers at different times, so a rank uses no other rank's server.
+        """`batch_size` is the number of requests that a rank has in flight on a server.
 
-        Raises UserError if this rank's server does not answer, or has another dtype or shorter sequences.
+        Raises UserError if a server does not answer, takes shorter sequences, or has another dtype than the others.
         """
         self._key = key
         rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
         first = rank % len(urls)
-        self._urls = urls[first : first + 1] if own_server_only else urls[first:] + urls[:first]
-        self._sends = rank < len(urls)
-        self.dtype, self.device, self._batch_size = dtype, device, batch_size
+        self.own = urls[rank :: dist.get_world_size()]  # the servers that this rank sends weights to
+        self.own_only = False  # use no other rank's servers: their weights may change at any time
+        self._urls = urls[first:] + urls[:first]
+        self.device, self._batch_size = device, batch_size
         self._checksum = ""  # of the weights of the last update
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
-        url, [facts, *_], expected = self._urls[0], self._facts(self._urls[0]), str(dtype).removeprefix("torch.")
-        if facts["dtype"] != expected:
-            raise UserError(FLAG, f"{url} computes in {facts['dtype']}", f"{expected}, as --param_dtype")
-        if facts["max_len"] < max_len:
-            raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
+        found: dict[str, str] = {}  # a URL of each dtype
+        for url in self._urls:
+            [facts, *_] = self._facts(url)
+            found.setdefault(facts["dtype"], url)
+            if facts["max_len"] < max_len:
+                raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
+        if len(found) > 1:
+            shown = ", ".join(f"{url} computes in {dtype}" for dtype, url in sorted(found.items()))
+            raise UserError(FLAG, shown, "servers of one --param_dtype")
+        self.dtype = getattr(torch, *found)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
-        """Send (name, full tensor) pairs to the server, one at a time. Returns (checksum, bytes) of the tensors.
+        """Send (name, full tensor) pairs to this rank's servers, one at a time. Returns (checksum, bytes) of the tensors.
 
-        A server that is gone is left out. Raises RuntimeError if the server does not then hold, bit for bit, the tensors
+        A server that is gone is left out. Raises RuntimeError if a server does not then hold, bit for bit, the tensors
         that were sent.
         """
-        came, num_bytes, results = Checksum(), 0, []
+        came, num_bytes = Checksum(), 0
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal num_bytes
@@ -86,23 +90,24 @@ class VLLMServerEngine:
                 num_bytes += value.nbytes
                 yield name, value
 
-        source = watched()
-        if self._sends:
+        source, held = watched(), []
+        sends = [functools.partial(self._send, url) for url in self.own]
+        for url, sent in zip(self.own, send_to_each(source, sends)):
             try:
-                results = self._send(source)
-                self._note_back(self._urls[0])
+                held += [result["checksum"] for result in sent.result()]
+                self._note_back(url)
             except UserError as error:
-                self._note_gone(self._urls[0], error)
+                self._note_gone(url, error)
         for _ in source:  # gathering a tensor needs all ranks
             pass
         self._checksum = came.hexdigest()
-        if any(result["checksum"] != self._checksum for result in results):
+        if any(checksum != self._checksum for checksum in held):
             raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
         return self._checksum, num_bytes
 
-    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
-        """Send to this rank's server. Returns what its workers report that they hold then. Raises LostServer."""
-        url, num_workers = self._urls[0], len(self._facts(self._urls[0]))
+    def _send(self, url: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
+        """Send to one server. Returns what its workers report that they hold then. Raises LostServer."""
+        num_workers = len(self._facts(url))
         address = self._own_address(url)
         stream = WeightStream(address, 0, 0, 1 + num_workers)
         call = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port, stream.token])]}
@@ -134,25 +139,33 @@ class VLLMServerEngine:
         """
         own_seeds = list(seeds) if sampling.temperature else [None] * len(prompts)
         most = list(limits) or [sampling.max_new_tokens] * len(prompts)
-        holding = [url for url in self._urls if self._holds(url)]
+        urls = self.own if self.own_only else self._urls
+        holding, router = [url for url in urls if self._holds(url)], Router(self._batch_size)
 
         def complete(one: tuple) -> Completion:
             if interrupted():
                 return Completion([], [], False)
-            for url in holding:
-                if url not in self._gone:
-                    try:
-                        return self._complete(url, sampling, *one)
-                    except LostServer as error:
-                        self._note_gone(url, error)
-            raise self._gone[self._urls[0]]
+            while usable := [url for url in holding if url not in self._gone]:
+                url = router.take(tuple(one[0]), usable)
+                try:
+                    return self._complete(url, sampling, *one)
+                except LostServer as error:
+                    self._note_gone(url, error)
+                finally:
+                    router.give(url)
+            raise self._gone[urls[0]]
 
-        with ThreadPoolExecutor(self._batch_size) as pool:
+        with ThreadPoolExecutor(self.concurrency) as pool:
             futures = [pool.submit(complete, one) for one in zip(prompts, own_seeds, most)]
             while wait(futures, timeout=LOOK_SECONDS).not_done:
                 if interrupted():  # a request that arrives only now is aborted the next time
                     self._abort(holding)
         return [future.result() for future in futures]
+
+    @property
+    def concurrency(self) -> int:
+        """Requests that this rank has in flight at a time."""
+        return self._batch_size * max(1, len(self.own))
 
     def _abort(self, urls: list[str]) -> None:
         """End all requests on servers. Their answers have the tokens so far. A server that is gone has no requests."""
@@ -231,7 +244,12 @@ class VLLMServerEngine:
 
 
 def _is_facts(facts: Any) -> bool:
-    return isinstance(facts, dict) and isinstance(facts.get("max_len"), int) and {"dtype", "checksum"} <= facts.keys()
+    return (
+        isinstance(facts, dict)
+        and isinstance(facts.get("max_len"), int)
+        and facts.get("dtype") in DTYPES
+        and isinstance(facts.get("checksum"), str)
+    )
 
 
 def _completion(answer: Any, limit: int) -> Completion:

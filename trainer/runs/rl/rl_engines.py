@@ -20,6 +20,7 @@ from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, load_environment
 from trainer.rollout.envs.episodes import Environments, continue_episodes
 from trainer.rollout.envs.sandbox import Box
+from trainer.rollout.episode_queue import QueuedRollouts
 from trainer.rollout.rewards.remote_rewards import read_key
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_options import engine_tp_size
@@ -51,13 +52,18 @@ def hf_engine(run, options: dict) -> HFEngine:
 
 
 def server_engine(run, options: dict) -> VLLMServerEngine:
-    """Servers of vLLM, each with the weights of the ranks that use it."""
-    urls = [url.strip() for url in run.args.rollout.engine_urls.split(",")]
-    options |= {"max_len": run.setup.longest, "own_server_only": bool(run.args.rollout.max_staleness)}
-    key = run.args.rollout.engine_api_key
-    engine = VLLMServerEngine(urls, **options, key=read_key("--engine_api_key", key) if key else None)
+    """Servers of vLLM, of any number and with a dtype of their own."""
+    trained, key = options.pop("dtype"), run.args.rollout.engine_api_key
+    options["max_len"] = run.setup.longest
+    engine = VLLMServerEngine(server_urls(run), **options, key=read_key("--engine_api_key", key) if key else None)
+    if engine.dtype != trained:
+        run.setup.strategy.print(f"rollout servers compute in {engine.dtype}, and training in {trained}")
     wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
     return engine
+
+
+def server_urls(run) -> list[str]:
+    return [url.strip() for url in run.args.rollout.engine_urls.split(",")]
 
 
 def vllm_engine(run, options: dict):
@@ -108,6 +114,8 @@ def rollouts_ahead(run) -> RolloutsAhead:
     options = {"seed": args.batch.seed, "group_size": args.rollout.n_samples_per_prompt}
     if roles.environment is not None:
         options["generate"] = functools.partial(continue_episodes, roles.environment)
+    if args.rollout.rollout_engine == "vllm_server":
+        return QueuedRollouts(roles.engine, score_mine, pace, sampling, **options, num_servers=len(server_urls(run)))
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 

@@ -1,0 +1,107 @@
+"""Rollout servers without vLLM: threads that speak the HTTP of serve_engine and receive weights as it does.
+
+A response is a function of its prompt and its seed, so it does not matter which server answers.
+"""
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from trainer.rollout.engines.checksum import Checksum
+from trainer.rollout.engines.weight_stream import WeightStream
+
+VOCABULARY = 90
+
+
+class FakeServer:
+    """`dies_after` requests for tokens, it answers nothing for `gone` seconds, and has lost its weights then."""
+
+    def __init__(self, dtype: str = "float32", seconds: float = 0.0, dies_after: int = 0, gone: float = 1.0, workers=1):
+        self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
+        self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
+        self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
+        self.in_flight = self.most_in_flight = self.syncs = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = outer.answer(self.path, body)
+                if answer is None:  # as a process that is killed
+                    self.connection.close()
+                    return
+                data = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(data)
+
+            def log_message(self, *_) -> None:
+                pass
+
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads, request_queue_size = True, 128
+
+            def handle_error(self, *_) -> None:
+                pass
+
+        self._server = Quiet(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def die(self, seconds: float) -> None:
+        self.checksum, self._back_at = "", time.monotonic() + seconds
+
+    def answer(self, path: str, body: dict):
+        """The JSON of an answer. None: it is gone."""
+        if time.monotonic() < self._back_at:
+            return None
+        if path == "/inference/v1/generate":
+            return self._generate(body)
+        if path == "/abort_requests":
+            return {}
+        if body["method"] == "facts_for_trainer":
+            facts = {"dtype": self.dtype, "max_len": 128, "vocab_size": VOCABULARY, "workers": self.workers}
+            return {"results": [{**facts, "checksum": self.checksum}] * self.workers}
+        host, port, token = json.loads(body["args"][0])
+        return {"results": self._receive(host, port, token)}
+
+    def _receive(self, host: str, port: int, token: str) -> list[dict]:
+        found = [None] * self.workers
+
+        def receive(worker: int) -> None:
+            came = Checksum()
+            for name, tensor in WeightStream(host, port, 1 + worker, 1 + self.workers, token).received():
+                came.add(name, tensor)
+            found[worker] = came.hexdigest()
+
+        threads = [threading.Thread(target=receive, args=(worker,), daemon=True) for worker in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.checksum, self.syncs = found[0], self.syncs + 1
+        return [{"checksum": checksum, "bytes": 0} for checksum in found]
+
+    def _generate(self, body: dict):
+        prompt, params, held = body["token_ids"], body["sampling_params"], self.checksum
+        with self._lock:
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        time.sleep(self._seconds)
+        with self._lock:
+            self.in_flight -= 1
+            if self._dies_after and len(self.asked) >= self._dies_after:
+                self._dies_after = 0
+                self.die(self._gone)
+            if self.checksum != held or not held:
+                return None
+            self.asked.append((tuple(prompt), params["seed"]))
+        digest = hashlib.blake2b(f"{prompt} {params['seed']}".encode()).digest()
+        ids = [5 + byte % (VOCABULARY - 5) for byte in digest[: params["max_tokens"]]]
+        steps = [{"logprob": -1 - byte / 128} for byte in ids]
+        return {"choices": [{"token_ids": ids, "logprobs": {"content": steps}, "finish_reason": "length"}]}

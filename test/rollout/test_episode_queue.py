@@ -1,0 +1,271 @@
+"""Rollout servers of any number: who gets which request, and what a server that dies and one that is back change."""
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from fake_engine import FakeServer
+from launch import read_steps, train_many
+
+from trainer import limits
+from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
+from trainer.methods.ppo_state import RLState
+from trainer.methods.rollout_phase import patiently
+from trainer.rollout.asynchronous import Pace
+from trainer.rollout.engines.routing import Router, send_to_each
+from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.vllm_server import LostServer, VLLMServerEngine
+from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
+from trainer.rollout.prompt_order import PromptOrder
+from trainer.rollout.rollouts_file import read_rollouts
+
+SAMPLING = Sampling(1.0, 8, (0,))
+STEPS, SAMPLES, BOUND = 5, 16, 2
+
+
+# --- parts
+
+
+def test_requests_go_to_the_least_loaded_server_and_stay_with_their_prompt():
+    router = Router(room=3)
+    taken = [router.take(prompt, ["a", "b", "c"]) for prompt in [(1,), (1,), (2,), (3,), (1,), (1,)]]
+    assert taken == ["a", "a", "b", "c", "a", "b"]  # the last one finds its server full
+    for url in taken:
+        router.give(url)
+    assert router.take((3,), ["a", "b"]) == "a", "its server is gone"
+    assert +router.in_flight == {"a": 1}
+
+
+def test_each_taker_gets_every_item_and_one_that_fails_stops_no_other():
+    source, most = iter(range(100)), {1: 7, 3: 0}
+
+    def take(number: int, items) -> list[int]:
+        found = []
+        for item in items:
+            found.append(item)
+            if len(found) == most.get(number, -1):
+                raise ConnectionError(f"{number}")
+        return found
+
+    def refuse(items):
+        raise ConnectionError("at once")
+
+    results = send_to_each(source, [lambda i: take(0, i), lambda i: take(1, i), lambda i: take(2, i), refuse])
+    assert results[0].result() == results[2].result() == list(range(100))
+    assert [str(results[n].exception()) for n in (1, 3)] == ["1", "at once"]
+    left = iter(range(9))
+    send_to_each(left, [refuse])
+    assert list(left) == list(range(9)), "the rest is the caller's"
+
+
+def test_a_source_that_fails_is_no_end_of_items():
+    def source():
+        yield 1
+        raise RuntimeError("a rank is gone")
+
+    ends = []
+
+    def take(items) -> None:
+        try:
+            ends.append(list(items))
+        except ConnectionError as error:
+            ends.append(str(error))
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        send_to_each(source(), [take, take])
+    for _ in range(200):
+        if len(ends) == 2:
+            break
+        threading.Event().wait(0.01)
+    assert ends == ["the source of the weights has failed"] * 2
+
+
+def test_each_group_is_made_once_however_often_it_is_given_back():
+    store, made, lock, sizes = dist.HashStore(), Counter(), threading.Lock(), {0: 40, 1: 17, 2: 1}
+
+    def work(rank: int) -> None:
+        groups, chance = SharedGroups(store), random.Random(rank)
+        while not all(groups.is_made(rollout, size) for rollout, size in sizes.items()):
+            if taken := groups.take(sizes, chance.choice([1, 3, 7])):
+                if chance.random() < 0.3:
+                    groups.give_back(*taken)
+                    continue
+                with lock:
+                    made.update((taken[0], group) for group in taken[1])
+                groups.note_made(taken[0], len(taken[1]))
+
+    workers = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=30)
+    assert made == Counter((rollout, group) for rollout, size in sizes.items() for group in range(size))
+
+
+# --- the engine of one rank
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(limits, "_raised", {})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def engine_of(*servers: FakeServer) -> VLLMServerEngine:
+    return VLLMServerEngine([s.url for s in servers], device=torch.device("cpu"), batch_size=4, max_len=64)
+
+
+def test_servers_of_other_sizes_share_the_requests_and_get_the_weights_in_one_pass(one_rank, capsys):
+    servers = [FakeServer(seconds=0.01, workers=workers) for workers in (1, 2, 1)]
+    engine, weights = engine_of(*servers), [("w", torch.arange(6.0)), ("v", torch.ones(2, 3))]
+    checksum, num_bytes = engine.update_weights(iter(weights))
+    assert num_bytes == 48 and {server.checksum for server in servers} == {checksum} and checksum
+    prompts, seeds = [[n // 4] * 3 for n in range(48)], list(range(48))
+    first = engine.generate(prompts, SAMPLING, seeds)
+    counts = [len(server.asked) for server in servers]
+    assert sum(counts) == 48 and min(counts) >= 12 and max(server.most_in_flight for server in servers) <= 4
+    servers[1].die(0.5)
+    assert engine.generate(prompts, SAMPLING, seeds) == first, "another server draws the same tokens"
+    assert len(servers[1].asked) == counts[1]
+    threading.Event().wait(0.6)
+    engine.generate(prompts, SAMPLING, seeds)
+    assert len(servers[1].asked) == counts[1], "it has no weights yet"
+    engine.update_weights(iter(weights))
+    assert engine.generate(prompts, SAMPLING, seeds) == first and len(servers[1].asked) > counts[1]
+    output = capsys.readouterr().out
+    assert output.count("rollout server lost") == 2 and output.count("is back") == 1, output
+    for server in servers:
+        server.die(60)
+    with pytest.raises(LostServer):
+        engine.generate(prompts, SAMPLING, seeds)
+
+
+def test_servers_have_one_dtype_of_their_own(one_rank):
+    assert engine_of(FakeServer("bfloat16"), FakeServer("bfloat16")).dtype == torch.bfloat16
+    with pytest.raises(UserError, match=r"computes in bfloat16, .* computes in float32"):
+        engine_of(FakeServer("bfloat16"), FakeServer("float32"))
+
+
+def weights_of(*_, **__):
+    yield "w", torch.arange(6.0)
+
+
+def prompts_of(count: int) -> PromptOrder:
+    rows = [{"row": n, "prompt_ids": [n], "label": None, "digest": str(n)} for n in range(count)]
+    return PromptOrder(Dataset.from_list(rows), batch_size=4, seed=0, shuffle=False)
+
+
+@pytest.mark.parametrize("way", ["lockstep", "ahead"])
+def test_no_server_for_too_long_is_the_error_of_the_server(one_rank, monkeypatch, way):
+    monkeypatch.setitem(limits._raised, "engine_wait_s", 1)
+    server, began, calls = FakeServer(), time.monotonic(), []
+    engine, strategy = engine_of(server), SimpleNamespace(iter_full_params=weights_of, print=print)
+    server.die(60)
+    if way == "lockstep":
+        roles = SimpleNamespace(engine=engine, synced_step=3)
+
+        def act() -> None:
+            assert roles.synced_step == (None if calls else 3)
+            calls.append(engine.update_weights(weights_of()))
+            engine.generate([[1]], SAMPLING, [1])
+
+        with pytest.raises(LostServer, match="Remote end closed"):
+            patiently(act, strategy, roles, undo=lambda: calls.append("undone"))
+        assert calls[1] == "undone" and len(calls) == 3
+    else:
+        pace = Pace(2, 9, lambda samples: 1, 4)
+        state = RLState(prompts_of(12), 0.0)
+        queued = QueuedRollouts(engine, None, pace, SAMPLING, seed=0, group_size=2, num_servers=1)
+        with queued, pytest.raises(LostServer, match="Remote end closed"):
+            queued.next(strategy, None, state, 0)
+    assert 1 <= time.monotonic() - began < 10
+
+
+# --- runs of two ranks
+
+REWARD = """
+def reward_func(prompts, responses, labels):
+    return [sum(map(ord, response)) % 7 / 7 for response in responses]
+"""
+
+
+def flags(folder, name: str, servers: list[FakeServer], *more: str) -> list[str]:
+    line = ["--backend", "fsdp2", "--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl"]
+    line += ["--label_key", "label", "--reward_func", f"{folder}/reward.py", "--param_dtype", "fp32", "--no_save"]
+    line += ["--max_samples", "24", "--advantage_estimator", "group_norm", "--prompt_max_len", "64"]
+    line += ["--generate_max_len", "8", "--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--tis_cap", "2"]
+    line += ["--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "4"]
+    line += ["--learning_rate", "1e-3", "--lr_scheduler", "constant", "--max_steps", str(STEPS), "--num_episodes", "2"]
+    if servers:
+        line += ["--rollout_engine", "vllm_server", "--engine_urls", ",".join(server.url for server in servers)]
+    return ["train_ppo", *line, "--output_dir", str(folder / name), *more]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """In lock step and ahead: 1, 2 and 3 servers for 2 ranks; then one or all of them die and come back."""
+    folder, ahead = tmp_path_factory.mktemp("queue"), ["--max_staleness", str(BOUND)]
+    make_demo(str(folder / "demo"))
+    (folder / "reward.py").write_text(REWARD)
+    with open(folder / "demo/prompts_eval.jsonl") as file:
+        (folder / "few.jsonl").write_text("".join(itertools.islice(file, 4)))
+    few = ["--eval_dataset", f"{folder}/few.jsonl", "--eval_steps", "2"]
+    lines, servers = [], {}
+    for count in (1, 2, 3):
+        for way, more in (("lockstep", []), ("ahead", ahead)):
+            servers[way, count] = [FakeServer(seconds=0.005) for _ in range(count)]
+            lines.append(flags(folder, f"{way}-{count}", servers[way, count], *more, *few))
+    for way, more in (("lockstep", []), ("ahead", ahead)):
+        servers[way, "killed"] = [FakeServer(seconds=0.01), FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
+        lines.append(flags(folder, f"{way}-killed", servers[way, "killed"], *more))
+        servers[way, "alone"] = [FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
+        lines.append(flags(folder, f"{way}-alone", servers[way, "alone"], *more))
+    replay = ["--rollouts_from", f"{folder}/ahead-killed/rollouts.jsonl"]
+    lines.append(flags(folder, "replay", [], *replay))
+    output = train_many(2, lines, folder, timeout=250)
+    return folder, servers, output
+
+
+def test_the_number_of_servers_changes_nothing_in_lock_step(runs):
+    folder, servers, _ = runs
+    expected = read_rollouts(f"{folder}/lockstep-1/rollouts.jsonl")
+    rows = [(row["loss"], row["grad_norm"], row["weights_checksum"]) for row in read_steps(folder / "lockstep-1")]
+    assert len(rows) == STEPS
+    for name in (2, 3, "killed", "alone"):
+        assert read_rollouts(f"{folder}/lockstep-{name}/rollouts.jsonl") == expected, name
+        found = read_steps(folder / f"lockstep-{name}")
+        assert [(row["loss"], row["grad_norm"], row["weights_checksum"]) for row in found] == rows, name
+    for count in (1, 2, 3):
+        assert all(server.asked for server in servers["lockstep", count])
+
+
+@pytest.mark.parametrize("name", [1, 2, 3, "killed", "alone"])
+def test_ahead_every_sample_is_drawn_and_trained_once(runs, name):
+    folder, servers, _ = runs
+    rollouts, rows = read_rollouts(f"{folder}/ahead-{name}/rollouts.jsonl"), read_steps(folder / f"ahead-{name}")
+    expected = read_rollouts(f"{folder}/lockstep-1/rollouts.jsonl")
+    assert len(rollouts) == len(rows) == STEPS
+    for number, (samples, others) in enumerate(zip(rollouts, expected)):
+        assert [s.number for s in samples] == list(range(SAMPLES))
+        assert [s.response_ids for s in samples] == [s.response_ids for s in others], "seeds belong to samples"
+        assert all(0 <= number - s.version <= BOUND for s in samples)
+    assert all(server.asked and server.syncs for server in servers["ahead", name])
+    assert max(row["staleness_max"] for row in rows) > 0
+
+
+def test_a_server_that_dies_comes_back_and_the_replay_is_the_run(runs):
+    folder, _, output = runs
+    assert output.count("no rollout server is left, waiting up to 600 s") == 1  # of lock step
+    assert output.count("rollout server lost") >= 4 and output.count("is back") >= 2, output[-3000:]
+    for row, other in zip(read_steps(folder / "ahead-killed"), read_steps(folder / "replay"), strict=True):
+        assert all(row[key] == other[key] for key in ("loss", "grad_norm", "batch_hash", "staleness"))
