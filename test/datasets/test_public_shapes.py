@@ -9,11 +9,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.datasets.conversations.messages import NAMES_OF_ROLES, tools_of
+from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
@@ -225,47 +223,3 @@ def test_an_object_is_no_label_to_compare_with(tmp_path):
     row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": {"style": "rule", "ground_truth": "12"}}
     with pytest.raises(UserError, match=r"row 1: --label_key reward_model: an object.*reward_model\.ground_truth"):
         tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model", needs_labels=True)
-
-
-WORDS = st.text("abcdefgh", min_size=3, max_size=8)
-NAMES = sorted({name for names in NAMES_OF_ROLES.values() for name in names.split()} - {"tool_calls"})
-MESSAGES = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant"] * 6 + [*NAMES, "narrator", "GPT", "critic"]), "content": WORDS},
-    optional=dict.fromkeys(("name", "thinking", "id"), WORDS)
-    | {key: st.booleans() for key in ("weight", "loss", "train")},
-)
-KNOWN_COLUMNS = ("id", "system", "context", "input", "history", "videos", "prompt", "answer", "source")
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(MESSAGES, min_size=1, max_size=5), st.dictionaries(st.sampled_from(KNOWN_COLUMNS), WORDS, max_size=2))
-def test_every_conversation_is_wholly_in_the_text_or_refused(messages, others):
-    """With the mask on the turns of the assistant that its keys do not exclude. No third outcome."""
-    tokenizer = tokenizer_of("BPE")
-    rows = datasets.Dataset.from_list([{"messages": [dict(m) for m in messages], **others}])
-    flags = COMMON | FLAGS["sft"] | {"multiturn": True}
-    try:
-        [sample], ledger = tokenize_sft(rows, tokenizer, **flags)
-    except UserError as error:
-        assert "--dataset" in str(error)
-        return
-    text = tokenizer.decode(sample["input_ids"])
-    roles = [next(r for r, names in NAMES_OF_ROLES.items() if m["role"].lower() in names.split()) for m in messages]
-    wanted = [
-        role == "assistant" and all(bool(m[key]) for key in ("weight", "loss", "train") if m.get(key) is not None)
-        for role, m in zip(roles, messages, strict=True)
-    ]
-    if "answer" in others and roles[-1] != "assistant":  # the column is the answer
-        roles, wanted = [*roles, "assistant"], [*wanted, True]
-        messages = [*messages, {"content": others["answer"]}]
-    if len(messages) == 1 and "system" not in others:  # pretraining
-        assert wanted == [True] and text == messages[0]["content"] + tokenizer.eos_token
-        return
-    last = max(number for number, is_trained in enumerate(wanted) if is_trained)
-    turns = [[role, m["content"], int(t)] for role, m, t in zip(roles, messages, wanted, strict=True)][: last + 1]
-    if "system" in others and turns[0] != ["system", others["system"], 0]:
-        turns = [["system", others["system"], 0], *turns]
-    assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", turns)
-    unused = "".join(ledger.lines)
-    for name, value in others.items():
-        assert name in unused or value in text

@@ -52,7 +52,7 @@ IGNORE = "--ignore_columns"
 
 def role_of(message: dict) -> str | None:
     """The role of a message under any of its public names, or None."""
-    name = message.get("role", message.get("from"))
+    name = next((message[key] for key in ("role", "from") if message.get(key) is not None), None)
     return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
 
 
@@ -118,6 +118,8 @@ def tools_of(row: Any) -> list[dict] | None:
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError("column tools", "not a list of objects", "a list of objects, or its JSON")
     tools = [tool if isinstance(tool, AsWritten) else _without_none(tool) for tool in tools]
+    if not all(isinstance(tool.get("function", tool), dict) for tool in tools):
+        raise UserError("column tools", "a function that is no object", "the schemas of functions")
     is_bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in tools]
     return [{"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, is_bare)] or None
 

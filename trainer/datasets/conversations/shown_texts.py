@@ -24,9 +24,10 @@ def check_shown(
     """
     shown = _squash(text)
     for tool in tools or []:
-        name = tool.get("function", tool).get("name")
-        if isinstance(name, str) and not _is_in(name, shown):
-            raise UserError("the chat template", f"does not show the tool {name!r}", REMEDY)
+        name = tool.get("function", tool).get("name", tool.get("type"))  # a tool of the model's own has only a type
+        for text in [name] if isinstance(name, str) else _strings(tool):
+            if not _is_in(text, shown):
+                raise UserError("the chat template", f"does not show the tool {text!r}", REMEDY)
     for number, message in enumerate(messages, 1):
         missing = [part for part in _parts(message) if not _is_in(part, shown)]
         if missing and message["role"] == "assistant" and number < len(messages):

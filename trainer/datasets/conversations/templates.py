@@ -30,7 +30,7 @@ REASON = "it drops the thoughts, or calls of tools do not fit its format"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
-_frames: dict[str, str] = {}  # by template
+_frames: dict[tuple[str, ...], str] = {}  # by template and special tokens
 MARK_OF_TURN = re.compile(r"<[|｜][^\s<>{}'\"]+[|｜]>|<(?:start|end)_of_turn>|<turn[|]>|<[|]turn>")
 
 
@@ -206,8 +206,9 @@ def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text:
 
 def _frame(tokenizer: Any) -> str:
     """The text of the template around messages: what opens, closes and separates turns."""
-    template = str(tokenizer.chat_template)
-    if template not in _frames:
+    special = training_templates.special_tokens(tokenizer).values()
+    key = (str(tokenizer.chat_template), *special)
+    if key not in _frames:
         talk = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "y"},
@@ -219,9 +220,8 @@ def _frame(tokenizer: Any) -> str:
                 texts.append(render(tokenizer, messages, tokenize=False, add_generation_prompt=len(messages) != 2))
             except UserError:  # a template may refuse this conversation but accept the rows
                 continue
-        special = training_templates.special_tokens(tokenizer)
-        _frames[template] = " ".join([*texts, *special.values()])
-    return _frames[template]
+        _frames[key] = " ".join([*texts, *special])
+    return _frames[key]
 
 
 def trained_turns(messages: list[dict], multiturn: bool) -> tuple[list[int], list[dict]]:

@@ -72,7 +72,7 @@ def _opened(value: Any, num_images: int) -> Any:
 
 
 def _key(message: dict) -> str:
-    return "value" if "from" in message and "role" not in message else "content"
+    return "value" if message.get("from") is not None and message.get("role") is None else "content"
 
 
 def _marked(value: Any, name: str) -> Any:

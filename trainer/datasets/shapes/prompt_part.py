@@ -38,6 +38,8 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     name = key if key is not None else _conversation_of(columns)
     if name is not None and is_conversation(name, lookup(columns.row, name)):
         value = raw_messages(columns.take(name), texts=name in CONVERSATIONS)
+        if not isinstance(value, list):
+            raise UserError(f"{flag} {name}", kind_of(value), "a text, or a list of messages")
         found = PromptPart(value, f"{flag} {name}", [(name, "turns")], (name,), True)
     elif key is None and any(name in columns.row for name in CONVERSATIONS):
         name = next(name for name in CONVERSATIONS if name in columns.row)

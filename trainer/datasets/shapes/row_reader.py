@@ -188,7 +188,7 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
             return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
     first = value[0] if value and isinstance(value[0], dict) else {}
-    name = "ShareGPT" if "from" in first and "role" not in first else "conversation"
+    name = "ShareGPT" if first.get("from") is not None and first.get("role") is None else "conversation"
     return _Found(name, {"prompt": value}, {"prompt": prompt.where}, prompt.says, True)
 
 
@@ -244,11 +244,11 @@ def _with_answers(
         prompt.value = []
         add_system(prompt, columns)
         prompt.value = prompt.value or None
-    for value in answers.values():
-        if isinstance(value, list) and value and not is_answer(value[0]):
-            prompt.value = _without_shared(prompt, value)
-        elif value is not None:
-            prompt.value = _without_answer(prompt, answers)
+    whole = [value for value in answers.values() if isinstance(value, list) and value and not is_answer(value[0])]
+    for value in whole:
+        prompt.value = _without_shared(prompt, value)
+    if len(whole) < sum(value is not None for value in answers.values()):
+        prompt.value = _without_answer(prompt, answers)
     says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
     where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
     where["prompt"] = prompt.where
