@@ -29,7 +29,7 @@ FIXED, OBJECTIVE, CONTENT, SAMPLES, COURSE, LAYOUT, OUTPUT = [
 
 EFFECTS: dict[str, str] = {
     FIXED: """
-        streaming streaming_buffer curriculum optim lora_rank target_modules lora_experts use_dora online""",
+        streaming streaming_buffer curriculum optim add_tokens lora_rank target_modules lora_experts use_dora online""",
     OBJECTIVE: """
         train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
         lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision

@@ -19,6 +19,9 @@ class ModelArguments:
     pretrain: Optional[str] = arg(
         None, "model folder or hub name, or adapter folder; without this and --dataset, the embedded demo"
     )
+    add_tokens: Optional[str] = arg(
+        None, "tokens to add to the vocabulary (comma-separated); each gets a row that is the mean of the embedding"
+    )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = arg(
         "auto",
         "compute dtype; auto: bf16, or fp32 on a CPU without bf16 instructions; "

@@ -13,7 +13,7 @@ from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rl_rules import PPO_RULES
 from trainer.flags.rollout_rules import ROLLOUT_RULES
 from trainer.flags.rule import Rule, first_refusal
-from trainer.flags.training_rules import EXACT_RULES, NEVER_EXACT, TRAINING_RULES
+from trainer.flags.training_rules import EXACT_RULES, NEVER, TRAINING_RULES
 
 COMMANDS: dict[str, type] = {
     "train_sft": SFTArguments,
@@ -33,7 +33,7 @@ OWN_RULES: dict[str, tuple[Rule, ...]] = {
     "train_kd": (*EXACT_RULES, *KD_RULES),
 }
 RULES: dict[str, tuple[Rule, ...]] = {
-    command: (*NEVER_EXACT.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()
+    command: (*NEVER.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()
 }
 
 # of the strategies, which read them from their options: see strategies/refusals.py

@@ -11,6 +11,7 @@ PLAIN_LOOP_LACKS = (
     "merge_adapter",
     "aux_loss_coef",
     "expert_bias_update_rate",
+    "add_tokens",
 )
 
 
@@ -120,6 +121,19 @@ LORA_RULES = (
     Rule("lora_experts", lambda f: f.load_in_4bit, "with --load_in_4bit", "experts are not quantized", ONE),
     Rule("lora_experts", lambda f: f.compile, "with --compile",
          "peft changes the weights of experts in each forward pass", ONE),
+)
+# fmt: on
+
+# fmt: off
+TOKEN_RULES = (
+    Rule("add_tokens", lambda f: f.lora_rank or f.lora_adapter, "with an adapter",
+         "the embedding is frozen below an adapter, so the new rows would never train", "Train all weights."),
+    Rule("add_tokens", lambda f: f.has_images, "with rows that have images",
+         "the processor of images has a tokenizer of its own", "Take rows without images."),
+    Rule("add_tokens", lambda f: f.ref_model, "with --ref_model", "that model has no rows for the new tokens",
+         "Remove --ref_model: the reference is then --pretrain with the same rows."),
+    Rule("add_tokens", lambda f: f.certificate, "with --certificate",
+         "it names the folder of --pretrain, which lacks the new rows", ONE),
 )
 # fmt: on
 
@@ -235,6 +249,7 @@ TRAINING_RULES = (
     *SHARED_RULES,
     *DATA_RULES,
     *LORA_RULES,
+    *TOKEN_RULES,
     *STREAMING_RULES,
     *IMAGE_RULES,
     *LAYOUT_AUTO_RULES,
@@ -247,4 +262,14 @@ def _not_exact(command: str) -> Rule:
     return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
 
 
-NEVER_EXACT = {command: (_not_exact(command),) for command in ("train_ppo", "train_dpo --online")}
+def _no_new_tokens(command: str, why: str) -> Rule:
+    return Rule("add_tokens", lambda f: True, f"with {command}", why, "Add them in train_sft first.")
+
+
+NEVER = {
+    command: (
+        _not_exact(command),
+        _no_new_tokens(command, "the policy would have to sample tokens that no text taught"),
+    )
+    for command in ("train_ppo", "train_dpo --online")
+} | {"train_kd": (_no_new_tokens("train_kd", "the teacher does not know them"),)}

@@ -1,5 +1,6 @@
 """The start of a run: the strategy, the machine, the tokenizer and the attention function."""
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -14,6 +15,7 @@ from trainer.distributed.mesh_sizes import validate_batch_sizes
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
+from trainer.models.added_tokens import folder_with_tokens
 from trainer.models.attention.choice import resolve_attention, setup_attention
 from trainer.models.attention.flash import use_flash_attention_3
 from trainer.models.attention.packed_masks import no_search_for_packed_rows
@@ -67,6 +69,10 @@ def set_up(
         rank_0_first(lambda: make_demo(DEMO_DIR))
     folder, sp_group = rank_0_first(lambda: resolve_model_folder(args.model.pretrain)), None
     check_code(folder, "--pretrain", args.model.trust_remote_code)
+    if args.model.add_tokens:
+        tokens = (args.model.add_tokens, args.model.trust_remote_code)
+        folder, line = rank_0_first(functools.partial(folder_with_tokens, folder, *tokens), in_caches=True)
+        strategy.print(line)
     if is_packed or args.layout.ring_attn_size > 1:
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
         kind["trust_remote_code"] = args.model.trust_remote_code
