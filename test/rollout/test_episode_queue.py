@@ -1,6 +1,7 @@
 """Rollout servers of any number: who gets which request, and what a server that dies and one that is back change."""
 
 import itertools
+import json
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ from fake_engine import FakeServer
 from launch import read_steps, train_many
 
 from trainer import limits
+from trainer.datasets.batches.global_batches import epoch_order
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.ppo_state import RLState
@@ -187,7 +189,8 @@ def test_no_server_for_too_long_is_the_error_of_the_server(one_rank, monkeypatch
         state = RLState(prompts_of(12), 0.0)
         queued = QueuedRollouts(engine, None, pace, SAMPLING, seed=0, group_size=2, num_servers=1)
         with queued, pytest.raises(LostServer, match="Remote end closed"):
-            queued.next(strategy, None, state, 0)
+            queued.update(strategy, None, state)
+            queued.next(state, 0, {})
     assert 1 <= time.monotonic() - began < 10
 
 
@@ -217,6 +220,7 @@ def runs(tmp_path_factory):
     folder, ahead = tmp_path_factory.mktemp("queue"), ["--max_staleness", str(BOUND)]
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "coarse.py").write_text(REWARD.replace("% 7 / 7", "% 2"))
     with open(folder / "demo/prompts_eval.jsonl") as file:
         (folder / "few.jsonl").write_text("".join(itertools.islice(file, 4)))
     few = ["--eval_dataset", f"{folder}/few.jsonl", "--eval_steps", "2"]
@@ -230,6 +234,12 @@ def runs(tmp_path_factory):
         lines.append(flags(folder, f"{way}-killed", servers[way, "killed"], *more))
         servers[way, "alone"] = [FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
         lines.append(flags(folder, f"{way}-alone", servers[way, "alone"], *more))
+    filtered = [FakeServer(seconds=0.005), FakeServer(seconds=0.01)]
+    more = [*ahead, "--dynamic_filtering", "--reward_func", f"{folder}/coarse.py", "--save_steps", "2"]
+    lines.append(flags(folder, "filtered", filtered, *more))
+    saved = ["--load_checkpoint", f"{folder}/filtered/checkpoints/step_2"]
+    lines.append(flags(folder, "filtered", filtered, *more, *saved))
+    lines.append(flags(folder, "filtered-replay", [], "--rollouts_from", f"{folder}/filtered/rollouts.jsonl"))
     replay = ["--rollouts_from", f"{folder}/ahead-killed/rollouts.jsonl"]
     lines.append(flags(folder, "replay", [], *replay))
     output = train_many(2, lines, folder, timeout=250)
@@ -269,3 +279,32 @@ def test_a_server_that_dies_comes_back_and_the_replay_is_the_run(runs):
     assert output.count("rollout server lost") >= 4 and output.count("is back") >= 2, output[-3000:]
     for row, other in zip(read_steps(folder / "ahead-killed"), read_steps(folder / "replay"), strict=True):
         assert all(row[key] == other[key] for key in ("loss", "grad_norm", "batch_hash", "staleness"))
+
+
+def test_asynchronous_dapo_refills_groups_that_teach_nothing(runs):
+    """Each prompt's turn comes once, in order, and a resumed run draws the samples of the first start."""
+    folder, _, _ = runs
+    lines = [json.loads(line) for line in (folder / "filtered/rollouts.jsonl").open()]
+    starts = [n for n, line in enumerate(lines) if n and line["rollout"] < lines[n - 1]["rollout"]]
+    assert len(starts) == 1 and lines[starts[0]]["rollout"] == 2
+    first, again = lines[: starts[0]], lines[starts[0] :]
+    same = ("rollout", "number", "row", "response_ids", "score")
+    assert [[line[key] for key in same] for line in first if line["rollout"] >= 2] == [
+        [line[key] for key in same] for line in again
+    ]
+    rows = read_steps(folder / "filtered")
+    found = {row["rollout"]: row for row in rows}
+    assert len(found) == STEPS and any(row["prompts_drawn"] > 8 for row in rows)
+    assert max(row["staleness_max"] for row in rows) in (1, BOUND)
+    order = [int(row) for episode in range(9) for row in epoch_order(24, 42, episode, shuffle=True)]
+    place = 0
+    for number, samples in enumerate(read_rollouts(f"{folder}/filtered/rollouts.jsonl")):
+        groups = list(zip(samples[::2], samples[1::2]))
+        assert len(groups) == 8 and all(a.row == b.row and a.score != b.score for a, b in groups)
+        assert all(0 <= number - sample.version <= BOUND for sample in samples)
+        drawn = order[place : place + int(found[number]["prompts_drawn"])]
+        place += len(drawn)
+        assert all(drawn[a.number // 2] == a.row for a, _ in groups), "the number of a sample is that of its draw"
+    replay = read_steps(folder / "filtered-replay")
+    for row, other in zip([found[number] for number in sorted(found)], replay, strict=True):
+        assert all(row[key] == other[key] for key in ("loss", "grad_norm", "batch_hash"))

@@ -247,7 +247,6 @@ def test_a_failing_reward_ends_the_run_in_one_line_with_a_checkpoint(runs):
 
 REFUSED = {
     "--rollouts_from": ["--rollouts_from", "rollouts.jsonl"],
-    "--dynamic_filtering": ["--dynamic_filtering"],
     "--offload_actor_optimizer": ["--offload_actor_optimizer"],
     "--verify_resume": ["--verify_resume", "2", "--load_checkpoint"],
 }

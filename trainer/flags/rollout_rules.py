@@ -67,8 +67,6 @@ STALENESS_RULES = (
          "Take --rollout_engine hf or vllm_server."),
     Rule("max_staleness", lambda f: f.rollouts_from, "with --rollouts_from",
          "the file gives the rollouts, so nothing is generated ahead", REMOVE),
-    Rule("max_staleness", lambda f: f.dynamic_filtering, "with --dynamic_filtering",
-         "the next prompts would depend on scores that are not known yet", ONE),
     Rule("max_staleness", lambda f: f.curriculum != "none", "with --curriculum {curriculum}",
          "the order of prompts would depend on scores that are not known yet", ONE),
     *(

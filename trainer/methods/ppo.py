@@ -34,7 +34,15 @@ from trainer.methods.rollout_facts import (
     score_notes,
     scores_of,
 )
-from trainer.methods.rollout_phase import answers_to, evaluation_facts, offloaded, patiently, scored_samples, sync
+from trainer.methods.rollout_phase import (
+    answers_to,
+    evaluation_facts,
+    filtered_samples,
+    offloaded,
+    patiently,
+    scored_samples,
+    sync,
+)
 from trainer.metrics import MetricsLog
 from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
@@ -139,12 +147,20 @@ def make_rollout(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
 
 def _rollout_ahead(run: PPORun, progress: Progress, facts: dict) -> list[Sample]:
     """The same with --max_staleness: a thread has generated the samples, and mostly scored them."""
-    samples, found = run.roles.ahead.next(run.strategy, run.roles.actor[0], run.state, progress.step)
-    facts |= found
-    if any(math.isnan(sample.score) for sample in samples):
-        with timed(facts, "reward"):
-            run.roles.score(samples)
-    return samples
+    ahead, state = run.roles.ahead, run.state
+    facts |= ahead.update(run.strategy, run.roles.actor[0], state)
+
+    def draw(first: int) -> list[Sample]:
+        state.refills += first > 0
+        samples = ahead.next(state, progress.step, facts)
+        for sample in samples:
+            sample.number += first
+        if any(math.isnan(sample.score) for sample in samples):
+            with timed(facts, "reward"):
+                run.roles.score(samples)
+        return samples
+
+    return draw(0) if run.options.filtering_range is None else filtered_samples(draw, state, run.options, facts)
 
 
 @contextlib.contextmanager

@@ -79,6 +79,9 @@ class RLState:
     prompts: PromptOrder
     kl_coef: float
     rollout: int = 0
+    # --max_staleness with --dynamic_filtering: batches of prompts beyond one for each rollout. So batches have numbers,
+    # rollout + refills, which decide the random numbers of their samples
+    refills: int = 0
     prompts_drawn: int = 0  # by dynamic filtering
     prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
@@ -102,6 +105,7 @@ class RLState:
         position = self.prompts.position()
         counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
         counts |= {"rollout": self.rollout, "histories": list(self.histories.items())}
+        counts |= {"refills": self.refills} if self.refills else {}
         return position | counts | {"kl_coef": self.kl_coef, "moments": asdict(self.moments)}
 
     def load_state_dict(self, state: dict) -> None:
@@ -110,6 +114,7 @@ class RLState:
         self.moments = adv.RunningMoments(**state["moments"])
         # older checkpoints do not have the following
         self.histories = dict(map(tuple, state.get("histories", [(self.rollout, "")])))
+        self.refills = state.get("refills", 0)
         self.prompts_drawn, self.prompts_kept = state.get("prompts_drawn", 0), state.get("prompts_kept", 0)
 
     def is_used_up(self, num_episodes: Optional[int]) -> bool:

@@ -1,6 +1,7 @@
 """The first phases of a rollout: sync the weights, generate responses, score them. Also the evaluation, which does the same."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -69,21 +70,20 @@ def scored_samples(roles: Roles, state: RLState, options: PPOOptions, recorded: 
     """
     if recorded and (samples := recorded(state)) is not None:
         return samples
-    if options.filtering_range is not None:
-        return filtered_samples(roles, state, options, facts)
-    return _next_samples(roles, state, options, 0, facts)
+    draw = functools.partial(_next_samples, roles, state, options, facts)
+    return draw(0) if options.filtering_range is None else filtered_samples(draw, state, options, facts)
 
 
-def filtered_samples(roles: Roles, state: RLState, options: PPOOptions, facts: dict) -> list[Sample]:
-    """Dynamic filtering (DAPO, section 3.2): generate until enough prompts have scores that `groups_in_range` accepts.
+def filtered_samples(draw: Callable, state: RLState, options: PPOOptions, facts: dict) -> list[Sample]:
+    """Dynamic filtering (DAPO, section 3.2): draw until enough prompts have scores that `groups_in_range` accepts.
 
-    If the prompts are used up before, the rollout is shorter, or empty. Raises UserError if no prompt was accepted.
+    `draw(first)` gives scored samples of the next prompts, numbered from `first`. If the prompts are used up before, the rollout is shorter, or empty. Raises UserError if no prompt was accepted.
     """
     size, wanted = options.advantages.group_size, state.prompts.batch_size
     samples: list[Sample] = []
     sampled, most = 0, wanted * MAX_FILTERING_ROUNDS  # prompts
     while len(samples) < wanted * size and sampled < most and not state.is_used_up(options.num_episodes):
-        new = _next_samples(roles, state, options, sampled * size, facts)
+        new = draw(sampled * size)
         sampled += len(new) // size
         accepted = adv.groups_in_range(scores_of(new), size, *options.filtering_range)
         samples += [sample for i, sample in enumerate(new) if accepted[i // size]]
@@ -100,7 +100,7 @@ def filtered_samples(roles: Roles, state: RLState, options: PPOOptions, facts: d
     return samples
 
 
-def _next_samples(roles: Roles, state: RLState, options: PPOOptions, first: int, facts: dict) -> list[Sample]:
+def _next_samples(roles: Roles, state: RLState, options: PPOOptions, facts: dict, first: int) -> list[Sample]:
     """Generate and score samples of the next prompts, numbered from `first`."""
     prompts = state.prompts.take(state.prompts.batch_size)
     numbers = {"seed": options.seed, "rollout": state.rollout, "first": first}

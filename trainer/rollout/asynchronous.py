@@ -46,6 +46,7 @@ class Pace:
     steps_of: Callable[[int], int]  # the optimizer steps of a rollout, from its number of samples
     batch_size: int  # responses of a rank, between two looks at the newest weights
     partial: bool = False  # look after each token
+    num_episodes: Optional[int] = None  # nothing is generated after so many passes over the prompts; None: no limit
 
 
 @dataclass
@@ -80,8 +81,8 @@ class RolloutsAhead:
         self._sampling, self._seed, self._group_size = sampling, seed, group_size
         self._requests, self._done = queue.SimpleQueue(), queue.SimpleQueue()
         self._prompts = None  # a position of its own in the prompts, ahead of the one that a checkpoint saves
-        self._ahead: deque[int] = deque()  # optimizer steps of each rollout that is requested and not yet trained
-        self._next = 0  # the rollout to request next
+        self._ahead: deque[int] = deque()  # optimizer steps of each batch that is requested and not yet given
+        self._next = 0  # the batch of prompts to request next; see `RLState.refills`
         self._lead = 1  # how many rollouts the thread may be ahead now, at most K; the same on every rank
         self._newest: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._generates = True  # False: this rank's thread needs no weights
@@ -114,34 +115,41 @@ class RolloutsAhead:
 
     # --- the main thread
 
-    def next(self, strategy, model, state, step: int) -> tuple[list[Sample], dict]:
-        """The samples of rollout `state.rollout`, with tokens on the rank that generated them, and metrics (collective).
+    def update(self, strategy, model, state) -> dict:
+        """The weights of `model` become version `state.rollout` (collective). Returns metrics."""
+        self._links[state.rollout] = state.link()
+        with span("sync"):
+            return self._send(strategy, model, state.rollout)
 
-        The weights of `model` become version `state.rollout`. The rollouts that may follow are requested from the thread.
+    def next(self, state, step: int, facts: dict) -> list[Sample]:
+        """The samples of the next batch of prompts, with tokens on the rank that generated them (collective).
+
+        The batches that may follow are requested from the thread. Adds metrics to `facts`.
 
         Raises:
             UserError: a reward failed on one rank. All ranks raise the same error.
         """
-        rollout, pace = state.rollout, self.pace
+        batch = state.rollout + state.refills
         if self._prompts is None:
-            self._prompts, self._next = copy.copy(state.prompts), rollout
+            self._prompts, self._next = copy.copy(state.prompts), batch
             for samples in self.resumed.values():
                 self._prompts.take(self._prompts.batch_size)
                 self._count(len(samples))
-        self._links[rollout] = state.link()
-        with span("sync"):
-            facts = self._send(strategy, model, rollout)
-        while self._next <= rollout or (
-            self._next <= rollout + self._lead and step + sum(self._ahead) < pace.total_steps
-        ):
+        while self._next <= batch or (self._next <= batch + self._lead and self._needs_more(step)):
             self._request()
         if self.files:
-            self.files.forget(before=rollout)
-        samples = self.resumed.pop(rollout, None)
+            self.files.forget(before=batch)
+        samples = self.resumed.pop(batch, None)
         if samples is None:
-            samples = self._receive(rollout, facts)
+            samples = self._receive(batch, facts)
         self._check(samples, state)
-        return samples, facts
+        return samples
+
+    def _needs_more(self, step: int) -> bool:
+        num_episodes = self.pace.num_episodes
+        if num_episodes is not None and self._prompts.episode >= num_episodes:
+            return False
+        return step + sum(self._ahead) < self.pace.total_steps
 
     def _receive(self, rollout: int, facts: dict) -> list[Sample]:
         """Wait for what the threads of all ranks have made of the next rollout (all-gathers of objects over the world)."""
@@ -158,7 +166,9 @@ class RolloutsAhead:
         waiting = any(waits for *_, waits in of_ranks)
         self._lead = min(self._lead + 1, self.pace.max_staleness) if waiting else max(self._lead - 1, 1)
         checksum = newest_checksum([checksums for _, checksums, _ in of_ranks])
-        facts |= {**mine.facts, "weights_checksum": checksum}
+        for name, value in mine.facts.items():
+            facts[name] = facts.get(name, 0.0) + value
+        facts["weights_checksum"] = checksum
         return share(mine.samples)
 
     def _is_made(self, rollout: int) -> bool:

@@ -109,6 +109,7 @@ def rollouts_ahead(run) -> RolloutsAhead:
         steps_of,
         args.rollout.micro_rollout_batch_size,
         partial=args.rollout.partial_rollouts,
+        num_episodes=run.options.num_episodes,
     )
     score_mine = roles.score.score_mine if isinstance(roles.score, TextScores) else None
     options = {"seed": args.batch.seed, "group_size": args.rollout.n_samples_per_prompt}

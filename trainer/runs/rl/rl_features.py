@@ -92,14 +92,15 @@ def balance_experts(run) -> None:
 def resume_rollouts(run) -> None:
     """Let a resumed run train the rollouts that it has generated after its checkpoint."""
     args, ahead, found = run.args, run.roles.ahead, ResumedRollouts()
-    if args.checkpoint.load_checkpoint is not None and not args.rollout.dynamic_filtering:
+    has_all = not args.rollout.dynamic_filtering  # else rollouts.jsonl lacks the prompts that were filtered out
+    if args.checkpoint.load_checkpoint is not None and has_all:
         found = find_resumed(run.output_dir, run.ppo.state, args.rollout.n_samples_per_prompt)
     if found:
         run.setup.strategy.print(
             f"rollouts {min(found)} to {max(found)} were generated before the resume: they are trained as they are"
         )
     if ahead:
-        ahead.files, ahead.resumed = AheadFiles(run.output_dir), found
+        ahead.files, ahead.resumed = AheadFiles(run.output_dir) if has_all else None, found
     else:
         run.ppo.recorded = found
 
