@@ -1,7 +1,10 @@
 """Episodes with an environment: token for token what was generated is trained, and what an environment may do wrong."""
 
+import asyncio
 import json
+import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine
-from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.envs.environments import load_environment
+from trainer.rollout.engines.sampling import Completion, Sampling
+from trainer.rollout.envs.environments import Caller, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.rollouts_file import as_row, read_rollouts
@@ -190,8 +193,6 @@ def broken(answer, **members):
 
 
 async def never(response):
-    import asyncio
-
     await asyncio.sleep(60)
 
 
@@ -318,3 +319,81 @@ def test_frozen_rollouts_with_turns_that_do_not_fit_are_refused(tmp_path):
         else:
             with pytest.raises(UserError, match="line 1"):
                 read_rollouts(str(file))
+
+
+class Waiter:
+    """Calls of very different times, as those of tools over a network. `scale` 0: all at once."""
+
+    scale, turns = 1.0, 6
+
+    def reset(self, task):
+        self.turn, self.delays = 0, iter(())
+        return ASKED
+
+    async def step(self, response):
+        if not self.turn:  # only now it is known which episode this is
+            self.delays = iter(delays_of(int(response.raw[:2])))
+        self.turn += 1
+        await asyncio.sleep(self.scale * next(self.delays))
+        if self.turn == self.turns:
+            return len(response) / 8, True
+        return [{"role": "user", "content": f"{self.turn}: {response[:9]}"}], 0.5, False
+
+
+def delays_of(number: int) -> list[float]:
+    numbers = random.Random(number)
+    return [numbers.expovariate(1 / 0.3) for _ in range(Waiter.turns)]
+
+
+class Talkative:
+    """An engine whose tokens depend on the tokens before and on the seed, as those of a model do."""
+
+    ranks_per_engine = 1
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.sizes, self.seeds = tokenizer, [], {}
+
+    def generate(self, prompts, sampling, seeds, limits):
+        time.sleep(0.01)
+        self.sizes.append(len(prompts))
+        found = []
+        for prompt, seed in zip(prompts, seeds):
+            number = self.seeds.setdefault(seed, len(self.seeds)) if len(self.sizes) == 1 else 0
+            text = f"{number:02d} {hash((tuple(prompt), seed)) % 10**6}" + "x" * (seed % 5)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            found.append(Completion([*ids, self.tokenizer.eos_token_id], [-1.0 / len(ids)] * (len(ids) + 1), True))
+        return found
+
+
+def test_an_episode_does_not_wait_for_others(monkeypatch):
+    """The time is that of the slowest episode alone, and the samples are those of the lockstep."""
+    tokenizer = byte_tokenizer("qwen3")
+    prompts, sampling = [{**PROMPT, "row": row} for row in range(32)], sampling_of(tokenizer, "qwen3", most=2000)
+    made = environments(Waiter, tokenizer, max_turns=8)
+    call = Caller("--env x.py", 20.0, 64)
+    freely, together = (replace(made, call=call, lockstep=lockstep) for lockstep in (False, True))
+    engine, started = Talkative(tokenizer), time.monotonic()
+    samples = generate_episodes(freely, engine, prompts, 1, sampling, seed=5, rollout=2)
+    seconds, slowest = time.monotonic() - started, max(sum(delays_of(number)) for number in range(32))
+    assert seconds < 1.2 * slowest, f"{seconds:.2f} s; the slowest alone {slowest:.2f} s"
+    assert max(engine.sizes) == engine.sizes[0] == 32 and len(engine.sizes) > 6
+    monkeypatch.setattr(Waiter, "scale", 0.0)
+    expected = generate_episodes(together, Talkative(tokenizer), prompts, 1, sampling, seed=5, rollout=2)
+    assert samples == expected and all(len(sample.turns) == 6 and sample.finished for sample in samples)
+    quick = Talkative(tokenizer)
+    assert generate_episodes(freely, quick, prompts, 1, sampling, seed=5, rollout=2) == expected
+    assert quick.sizes == [32] * 6, "episodes that are ready soon after the first one share its batch"
+
+
+def test_an_error_of_one_episode_ends_all_of_them(monkeypatch):
+    class Odd(Waiter):
+        async def step(self, response):
+            return 1 / (int(response.raw[:2]) - 3), True
+
+    tokenizer = byte_tokenizer("qwen3")
+    for lockstep in (False, True):
+        made = replace(environments(Odd, tokenizer), lockstep=lockstep)
+        with pytest.raises(UserError, match="step raised ZeroDivisionError"):
+            generate_episodes(
+                made, Talkative(tokenizer), [PROMPT] * 8, 1, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0
+            )

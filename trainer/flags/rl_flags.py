@@ -163,7 +163,10 @@ class EnvironmentArguments:
     )
     env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
     env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
-    env_concurrency: int = arg(16, "environments that a rank calls at a time", type="PositiveInt")
+    env_concurrency: int = arg(64, "environments that a rank calls at a time", type="PositiveInt")
+    env_lockstep: bool = arg(
+        False, "let all episodes wait for the slowest one after each turn: batches, and so bits, do not depend on time"
+    )
     env_sandbox: bool = arg(False, "run each environment in a sandbox: no network, no files, no keys, with limits")
     env_memory_mb: int = arg(2048, "address space of such a process, in MiB", type="PositiveInt")
     env_processes: int = arg(256, "processes and threads in a sandbox", type="PositiveInt")

@@ -7,8 +7,8 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import ALL_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -65,51 +65,68 @@ def load_environment(name: str) -> Callable[[], Any]:
 
 
 class Caller:
-    """Calls functions of environments: plain ones in threads, async ones in one event loop of the process."""
+    """Calls functions of environments: plain ones in threads, async ones in one event loop of the process.
+
+    At most `concurrency` run at a time, each for at most `timeout` seconds.
+    """
 
     def __init__(self, where: str, timeout: float, concurrency: int):
         self._where, self._timeout, self._concurrency = where, timeout, concurrency
         self._threads: Optional[ThreadPoolExecutor] = None
 
     def __call__(self, what: str, functions: list[Callable[[], Any]]) -> list:
-        """The results of `functions`, in order. At most `concurrency` run at a time.
+        """The results of `functions`, in order.
 
         Raises UserError if one raises an error or takes longer than the limit. `what` names the function there.
         """
-        if not functions:
-            return []
+        futures = [self.start(function) for function in functions]
+        left = set(futures)
+        while left:
+            left -= self.wait(what, left, ALL_COMPLETED)
+        return [self.value(what, future) for future in futures]
+
+    def start(self, function: Callable[[], Any]) -> Future:
+        """Call `function` as soon as there is room. For `wait` and `value`."""
         if self._threads is None:
             self._threads, self._loop = ThreadPoolExecutor(self._concurrency), asyncio.new_event_loop()
+            self._room = asyncio.Semaphore(self._concurrency)
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(self._all(functions), self._loop)
-        rounds = -(-len(functions) // self._concurrency)
-        try:
-            values = future.result(rounds * self._timeout + SPARE_SECONDS)
-        except TimeoutError:  # an async function that never waits blocks the loop
-            values = [self._late()]
-        for value in values:
-            if isinstance(value, Failure):
-                raise UserError(self._where, f"{what}{value.found}", value.allowed)
-        return values
+        return asyncio.run_coroutine_threadsafe(self._one(function), self._loop)
+
+    def wait(self, what: str, futures: Collection[Future], until: str, seconds: Optional[float] = None) -> set[Future]:
+        """The futures that have ended, after `until` of concurrent.futures, or after `seconds`.
+
+        Raises UserError if none ends after the limits of all: an async function that never waits blocks the loop.
+        """
+        rounds = -(-len(futures) // self._concurrency)
+        done, _ = wait(futures, rounds * self._timeout + SPARE_SECONDS if seconds is None else seconds, until)
+        if not done and seconds is None:
+            raise self._error(what, self._late())
+        return done
+
+    def value(self, what: str, future: Future) -> Any:
+        """The result of a call that has ended. Raises UserError as `__call__`."""
+        value = future.result()
+        if isinstance(value, Failure):
+            raise self._error(what, value)
+        return value
+
+    def _error(self, what: str, failure: "Failure") -> UserError:
+        return UserError(self._where, f"{what}{failure.found}", failure.allowed)
 
     def _late(self) -> "Failure":
         return Failure(f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout")
 
-    async def _all(self, functions: list) -> list:
-        room = asyncio.Semaphore(self._concurrency)
-
-        async def one(function) -> Any:
-            async with room:
-                try:
-                    async with asyncio.timeout(self._timeout):
-                        value = await self._loop.run_in_executor(self._threads, _guarded, function)
-                        return await _awaited(value) if inspect.isawaitable(value) else value
-                except TimeoutError:
-                    return self._late()
-                except asyncio.CancelledError as error:  # by the user's code
-                    return Failure.of(error)
-
-        return await asyncio.gather(*map(one, functions))
+    async def _one(self, function: Callable[[], Any]) -> Any:
+        async with self._room:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    value = await self._loop.run_in_executor(self._threads, _guarded, function)
+                    return await _awaited(value) if inspect.isawaitable(value) else value
+            except TimeoutError:
+                return self._late()
+            except asyncio.CancelledError as error:  # by the user's code
+                return Failure.of(error)
 
 
 @dataclass

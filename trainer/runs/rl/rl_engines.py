@@ -141,4 +141,4 @@ def build_environments(flags: EnvironmentArguments, prompt_max_len: int, setup: 
         tools = getattr(make, "tools", None)  # those of a class; tools that `reset` finds are checked there
         check_call_format(setup.tokenizer, tools if isinstance(tools, list) else None)
     call = Caller(where, timeout, flags.env_concurrency)
-    return Environments(make, call, where, setup.tokenizer, flags.env_max_turns, prompt_max_len)
+    return Environments(make, call, where, setup.tokenizer, flags.env_max_turns, prompt_max_len, flags.env_lockstep)
