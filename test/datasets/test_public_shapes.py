@@ -223,3 +223,10 @@ def test_an_object_is_no_label_to_compare_with(tmp_path):
     row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": {"style": "rule", "ground_truth": "12"}}
     with pytest.raises(UserError, match=r"row 1: --label_key reward_model: an object.*reward_model\.ground_truth"):
         tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model", needs_labels=True)
+
+
+def test_a_template_without_tools_is_named_as_the_cause(tmp_path):
+    call = {"role": "function_call", "content": '{"name": "tide", "arguments": {}}'}
+    row = talk(call, {"role": "observation", "content": "2"}, ANSWER, tools=[{"name": "tide"}])
+    with pytest.raises(UserError, match="row 1: the chat template: does not show the tool 'tide'"):
+        tokenize("sft", [row], tmp_path, "BPE", multiturn=True)

@@ -170,6 +170,7 @@ def render_chat(
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
     found, text = None, render(tokenizer, messages, tokenize=False, tools=tools)
+    _check_shown(tokenizer, messages, tools, text)
     if not marked or training_templates.is_ours(template):
         found = training_templates.written_spans(tokenizer, template, messages, tools, text)
     if found:
@@ -184,7 +185,6 @@ def render_chat(
     for turn, (start, end) in spans.items():
         _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
         loss_mask[start:end] = [1] * (end - start)
-    _check_shown(tokenizer, messages, tools, text)
     return input_ids, loss_mask
 
 
