@@ -59,7 +59,7 @@ EFFECTS: dict[str, str] = {
         adam_offload tensor_parallel_size use_hf_tp_plan sequence_parallel expert_parallel_size ring_attn_size sp_mode
         ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
         micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
-        offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency
+        offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
         remote_rm_api_key engine_api_key""",
     OUTPUT: """
         print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
