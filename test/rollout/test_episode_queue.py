@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import runpy
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from fake_engine import FakeServer
-from launch import read_steps, train_many
+from launch import ROOT, read_steps, train_many
 
 from trainer import limits
 from trainer.datasets.batches.global_batches import epoch_order
@@ -110,6 +111,22 @@ def test_each_group_is_made_once_however_often_it_is_given_back():
     for worker in workers:
         worker.join(timeout=30)
     assert made == Counter((rollout, group) for rollout, size in sizes.items() for group in range(size))
+
+
+def test_simulated_idle_shares_are_those_counted_by_hand():
+    idle_shares = runpy.run_path(str(ROOT / "scripts/bench/queue_idle.py"))["idle_shares"]
+    one = {"drivers": 1, "slots": 1, "train_time": 2.0}
+    rollouts = [[[1.0], [2.0], [3.0]]] * 2  # 6 s of generating, then 2 s of training, twice
+    assert idle_shares(rollouts, **one, staleness=0, queue=True) == (1 - 12 / 16, 1 - 4 / 16)
+    # the second rollout is generated from 6 to 12 s, while the first is trained
+    assert idle_shares(rollouts, **one, staleness=1, queue=True) == (1 - 12 / 14, 1 - 4 / 14)
+    two = {"drivers": 2, "slots": 1, "train_time": 1.0, "staleness": 0}
+    long = [[[4.0], [1.0], [1.0], [1.0]]]  # halves: 5 s and 2 s; whoever is free: 4 s and 3 s
+    assert idle_shares(long, **two, queue=False)[0] == 1 - 7 / 12
+    assert idle_shares(long, **two, queue=True)[0] == 1 - 7 / 10
+    wide = {"drivers": 1, "slots": 2, "train_time": 1.0, "staleness": 0, "queue": True}
+    assert idle_shares(long, **wide)[0] == 1 - 7 / 12  # batches of 4 s and 1 s
+    assert idle_shares(long, **wide, barrier=False)[0] == 1 - 7 / 10
 
 
 # --- the engine of one rank
