@@ -52,6 +52,7 @@ setup(
         "watch": ["rich>=13"],
         "serve": ["uvicorn>=0.54,<0.55", "starlette>=1,<2"],
         "mcp": ["mcp>=2.3,<3"],
+        "sign": ["cryptography>=45"],
         "docs": DOCS,
         "dev": [
             *DOCS,
@@ -68,6 +69,7 @@ setup(
             "uvicorn>=0.54,<0.55",
             "starlette>=1,<2",
             "mcp>=2.3,<3",
+            "cryptography>=45",
             "ring-flash-attn",
         ],
     },

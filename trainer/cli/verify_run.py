@@ -24,6 +24,8 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")
     code = "let code of the model folder run; a certificate cannot grant this"
     parser.add_argument("--trust_remote_code", action="store_true", help=code)
+    parser.add_argument("--key", metavar="PUB", help="the ed25519 public key that must have signed the certificate")
+    parser.add_argument("--sign_key", metavar="FILE", help="with --certify: sign the new certificate with this key")
     parser.add_argument("--certify", type=int, metavar="K", help="replay K random steps and write the result into RUN")
     parser.add_argument("--device", default="cpu", help="where --certify computes (default: cpu)")
     parser.add_argument("--rerun", metavar="DIR", help="train again into the new folder DIR, and compare the curve")
@@ -32,13 +34,16 @@ def run(argv: list[str]) -> None:
         raise UserError("--", "flags without --rerun", "--rerun DIR -- FLAGS")
     if args.certify is not None and args.certify < 1:
         raise UserError("--certify", str(args.certify), "an integer above 0")
+    if args.sign_key and args.certify is None:
+        raise UserError("--sign_key", "nothing to sign without --certify", "--certify K --sign_key FILE")
     # not at the top: torch is not needed for --help
     from trainer.compare.certificates.verification import verify_run
 
     places = {"dataset": args.dataset, "pretrain": args.pretrain}
     if args.rerun and args.trust_remote_code:
         flags = ["--trust_remote_code", *flags]
-    if not verify_run(args.run, places, args.certify, args.device, args.rerun, flags, args.trust_remote_code):
+    rights = (args.trust_remote_code, args.key, args.sign_key)
+    if not verify_run(args.run, places, args.certify, args.device, args.rerun, flags, *rights):
         sys.exit(1)
 
 

@@ -274,6 +274,9 @@ class OutputArguments:
     certificate: bool = arg(
         False, "write certificate.json when the run ends: hashes of what it read, did and saved, for verify_run"
     )
+    sign_key: Optional[str] = arg(
+        None, "sign the certificate with this ed25519 private key (a PEM or OpenSSH file); see docs/certificates.md"
+    )
     eval_steps: Optional[int] = arg(None, "evaluate every N steps, and at the end", type="PositiveInt")
     logging_steps: int = arg(1, "print every N-th step (metrics.jsonl holds every step)", type="PositiveInt")
     report_to: Optional[str] = arg(

@@ -177,6 +177,8 @@ LAYOUT_AUTO_RULES = (
 
 # fmt: off
 TRACE_RULES = (
+    Rule("sign_key", lambda f: not (f.certificate or f.certify), "without --certificate", "it signs the certificate",
+         "Add --certificate."),
     Rule("parity_trace", lambda f: f.load_checkpoint or f.verify_resume, "with --load_checkpoint or --verify_resume",
          "it traces the first step of a run", "Start a new run."),
     Rule("parity_trace", lambda f: f.aux_loss_coef, "with --aux_loss_coef", "this loss runs each micro-batch twice",

@@ -1,7 +1,7 @@
 """The parts of `certificate.json`: chains over the steps, hashes of files, and the file with its own hash.
 
 The chain of batch hashes is the same on every layout. A resumed run has the chain of an uninterrupted one. The
-certificate is a seal, not a signature: see docs/certificates.md.
+certificate is a seal. With a key it is signed too: see docs/certificates.md.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE
+from trainer.reports import signature
 from trainer.reports.run_rows import up_to
 
 FILE = "certificate.json"
@@ -28,6 +29,7 @@ PARTS = {
     "command": str, "arguments": dict, "mesh": dict, "versions": dict, "models": dict, "data": dict, "steps": dict,
     "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
 }  # fmt: skip
+SEALS = ("blake2b", "signature")
 RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
 
 
@@ -151,15 +153,17 @@ def has_rollouts(content: dict) -> bool:
 
 
 def own_hash(content: dict) -> str:
-    text = json.dumps({key: value for key, value in content.items() if key != "blake2b"}, sort_keys=True)
+    """The hash of all parts but itself and the signature, which is over this hash."""
+    text = json.dumps({key: value for key, value in content.items() if key not in SEALS}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
-def write(folder: str, content: dict) -> None:
-    """Write the certificate with its own hash, in one step."""
-    path = os.path.join(folder, FILE)
+def write(folder: str, content: dict, sign_key: str | None = None) -> None:
+    """Write the certificate with its own hash, in one step. `sign_key` is a file: without it, no signature is written."""
+    path, found = os.path.join(folder, FILE), own_hash(content)
+    seals = {"blake2b": found} | ({"signature": signature.sign(found, sign_key)} if sign_key else {})
     with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump({**content, "blake2b": own_hash(content)}, file, indent=1)
+        json.dump({**{name: part for name, part in content.items() if name not in SEALS}, **seals}, file, indent=1)
     os.replace(path + ".tmp", path)
 
 

@@ -15,7 +15,7 @@ from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.errors import UserError
 from trainer.optimizers.build import build_scheduler
-from trainer.reports import certificate
+from trainer.reports import certificate, signature
 
 SHOWN = 5  # differences of one kind that are listed
 SCHEDULE_FLAGS = ("learning_rate", "lr_scheduler", "lr_warmup_ratio", "warmup_steps", "min_lr_ratio")
@@ -25,6 +25,13 @@ def check_seal(content: dict) -> list[str]:
     if certificate.own_hash(content) == content.get("blake2b"):
         return []
     return [f"{certificate.FILE} was edited: it does not have its own hash"]
+
+
+def check_signature(content: dict, key_file: str | None) -> list[str] | None:
+    """The signature by the key of a file. None without a key."""
+    if key_file is None:
+        return None
+    return signature.differences(certificate.own_hash(content), content.get("signature"), key_file)
 
 
 def check_files(folder: str, content: dict) -> list[str]:

@@ -39,13 +39,18 @@ def certify_steps(
     model_folder: str,
     dataset: str | None = None,
     trust_remote_code: bool = False,
+    sign_key: str | None = None,
 ) -> str:
     """Replay up to `num_steps` random steps and write them into the certificate. Returns a line with the result.
 
     A step can be replayed if its weights are known: step 1, and each step after a checkpoint. `dataset` replaces
     --dataset on another machine. Code of the model folder runs only with `trust_remote_code`, whatever the run had.
+    A certificate that is signed needs `sign_key`, since its content changes.
     """
     content = certificate.read(folder)
+    if "signature" in content and not sign_key:
+        found = f"{certificate.FILE} is signed, and the replay would end its signature"
+        raise UserError("--certify", found, "--sign_key with the private key")
     arguments, rows = content["arguments"], {row["step"]: row for row in certificate.final_rows(folder)[1]}
     if content["command"] != "train_sft":
         raise UserError("--certify", f"a run of {content['command']}", "a run of train_sft")
@@ -55,7 +60,7 @@ def certify_steps(
     chosen = sorted(random.Random(content["steps"]["row_chain"]).sample(sorted(places), min(num_steps, len(places))))
     chosen_places = {step: places[step] for step in chosen}
     content["replays"] = _replay(content, chosen_places, rows, device, model_folder, dataset, trust_remote_code)
-    certificate.write(folder, content)
+    certificate.write(folder, content, sign_key)
     failed = [replay for replay in content["replays"] if not replay["within_tolerance"]]
     worst = max((replay["relative_loss"] for replay in content["replays"]), default=0.0)
     named = ", ".join(f"step {replay['step']}" for replay in failed)
@@ -130,7 +135,8 @@ def replay_steps(run) -> None:
     if run.setup.strategy.is_rank_0():
         device, folder = str(run.setup.strategy.device), run.setup.folder
         trusted = run.args.model.trust_remote_code
-        print(certify_steps(run.output_dir, run.flags.certify, device, folder, None, trusted), flush=True)
+        key = run.flags.sign_key
+        print(certify_steps(run.output_dir, run.flags.certify, device, folder, None, trusted, key), flush=True)
 
 
 REPLAY = Feature("replay", lambda run: run.flags.certify, at_end=replay_steps)

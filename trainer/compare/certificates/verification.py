@@ -17,7 +17,7 @@ from trainer.reports import certificate
 # a rerun writes elsewhere, from the start, and only what the comparison needs
 NOT_RERUN = {
     "output_dir", "overwrite", "save_path", "no_save", "load_checkpoint", "parity_dump", "parity_trace", "certificate",
-    "certify", "verify_resume", "report_to", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
+    "certify", "sign_key", "verify_resume", "report_to", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
     "eval_dataset", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
     "evals_per_epoch", "saves_per_epoch", "max_ckpt_mem", "wandb_project", "run_name", "save_only_model", "push_to_hub",
     "hub_model_id", "hub_private_repo", "hub_dry_run",
@@ -25,16 +25,21 @@ NOT_RERUN = {
 
 
 def verify(
-    folder: str, dataset: str | None = None, model: str | None = None, trust_remote_code: bool = False
+    folder: str,
+    dataset: str | None = None,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    key: str | None = None,
 ) -> dict[str, list[str] | None]:
     """{what was checked: differences}. None instead of differences means that it could not be checked here.
 
     The certificate grants no right. Without `trust_remote_code` no code of a model folder runs. Nothing is fetched but
-    `model` and `dataset`.
+    `model` and `dataset`. With `key`, the file of a public key, a certificate without its signature differs.
     """
     content = certificate.read(folder)
     results = {
         "certificate": checks.check_seal(content),
+        **({"signature": checks.check_signature(content, key)} if key or "signature" in content else {}),
         "files": _result(checks.check_files, folder, content),
         "steps": _result(checks.check_rows, folder, content),
         "facts": _result(checks.check_facts, folder, content),
@@ -169,19 +174,24 @@ def verify_run(
     rerun_dir: str | None,
     flags: list[str],
     trust_remote_code: bool = False,
+    key: str | None = None,
+    sign_key: str | None = None,
 ) -> bool:
     """Verify a run, and print what differs. Returns whether all that could be checked is as certified.
 
     `places` says where the data and the model of the run (keys "dataset" and "pretrain") are on this machine. Up to
     `num_replays` steps are replayed on `device`. With `rerun_dir`, all ranks train again in that folder, with the flags
     of the run and then `flags`. Ranks above 0 then return True. Code of a model folder runs only with
-    `trust_remote_code`.
+    `trust_remote_code`. `key` is the file of the public key that must have signed. `sign_key` signs a certificate that
+    a replay changes.
     """
     quiet_libraries()
     content = certificate.read(folder)
     flag = "--rerun" if rerun_dir else "--certify" if num_replays else None
     if flag and (broken := checks.check_seal(content)):  # a replay would seal an edited certificate
         raise UserError(flag, broken[0], "the certificate as it was written")
+    if flag and key and (unsigned := checks.check_signature(content, key)):
+        raise UserError("--key", unsigned[0], "a certificate that this key signed")
     replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
     given = {name for name, value in {**places, "trust_remote_code": trust_remote_code}.items() if value}
     results = {"rerun": rerun(replaced, rerun_dir, flags, given)} if rerun_dir else {}
@@ -193,8 +203,8 @@ def verify_run(
         model_folder = _model_folder(content, places["pretrain"])
         if model_folder is None:
             raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
-        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"], trust_remote_code))
-    results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code) | results
+        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"], trust_remote_code, sign_key))
+    results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key) | results
     print(describe(results))
     for line in missing_rights(content, places, trust_remote_code):
         print(f"not granted  {line}")

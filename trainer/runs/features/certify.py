@@ -6,17 +6,20 @@ more than 1 % of a short run, so only --certificate writes it.
 
 import os
 
-from trainer.reports import certificate
+from trainer.distributed.collectives import from_rank_0
+from trainer.reports import certificate, signature
 from trainer.runs.feature import Feature
 
 MODEL_FLAGS = ("pretrain", "lora_adapter", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 
 
-def certify_run(saved: list[str], folder: str, command: str, model_folder: str, fingerprint: dict, device) -> None:
+def certify_run(
+    saved: list[str], folder: str, command: str, model_folder: str, fingerprint: dict, device, sign_key: str | None
+) -> None:
     """Write the certificate of the finished run in `folder`. Only rank 0 calls it.
 
     `saved` are the folders of the trained models, and `model_folder` is that of --pretrain. `fingerprint` is that of
-    the loader or of the prompts. `device` is a torch.device.
+    the loader or of the prompts. `device` is a torch.device. `sign_key` is the file of a key, or None.
     """
     starts, rows = certificate.final_rows(folder)
     facts = starts[-1]
@@ -38,15 +41,29 @@ def certify_run(saved: list[str], folder: str, command: str, model_folder: str, 
         "saved_models": {certificate.shown_path(path, folder): certificate.hash_path(path) for path in saved},
         "checkpoints": certificate.hash_checkpoints(folder),
     }
-    certificate.write(folder, content)
+    certificate.write(folder, content, sign_key)
     print(f"certificate written to {os.path.join(folder, certificate.FILE)}", flush=True)
+
+
+def check_key(run) -> None:
+    """Read the key before the run trains (rank 0). Raises UserError on all ranks."""
+    if run.flags.sign_key:
+        from_rank_0(lambda: bool(signature.private_key(run.flags.sign_key)))
 
 
 def certify(run) -> None:
     """Write the certificate of a finished run (rank 0)."""
     if run.setup.strategy.is_rank_0():
-        facts = (run.method.command, run.setup.folder, run.loader.fingerprint(), run.setup.strategy.device)
+        facts = (
+            run.method.command,
+            run.setup.folder,
+            run.loader.fingerprint(),
+            run.setup.strategy.device,
+            run.flags.sign_key,
+        )
         certify_run(run.saved_models(run.output_dir), run.output_dir, *facts)
 
 
-CERTIFICATE = Feature("certificate", lambda run: run.flags.certificate or run.flags.certify, at_end=certify)
+CERTIFICATE = Feature(
+    "certificate", lambda run: run.flags.certificate or run.flags.certify, before_data=check_key, at_end=certify
+)
