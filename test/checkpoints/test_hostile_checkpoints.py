@@ -131,12 +131,13 @@ def test_an_index_of_another_form_is_one_line(folder, fault):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("state", [[], {"format": 2}, {"format": 1}, 3])
+@pytest.mark.parametrize("state", [[], {"format": 2}, {"format": 1}, {"format": "\x1b[2J\n"}, 3])
 def test_a_state_of_another_form_is_one_line(folder, state):
     (folder / "state.json").write_text(json.dumps(state))
     path = sealed(folder)
-    with pytest.raises(UserError), of_its_state(path):
+    with pytest.raises(UserError) as error, of_its_state(path):
         progress_of(run_state.load(path, [], torch.device("cpu"), "adamw"))
+    assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def read_state(folder: str) -> dict:
         state = json.load(file)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else None
-        raise UserError("--load_checkpoint", f"{folder} has format {found}", f"format {FORMAT}")
+        raise UserError("--load_checkpoint", f"{folder} has format {found!r}", f"format {FORMAT}")
     return state
 
 
