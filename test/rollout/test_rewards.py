@@ -587,3 +587,24 @@ def test_none_is_a_sample_of_another_function():
 )
 def test_built_in_forms(name, response, label, score):
     assert load_reward_function(name)(["p"], [response], [label]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("response", "finished", "scores"),
+    [
+        (r"so \boxed{7.0}", True, (1, 1, 1, 1)),
+        (r"so \boxed{7}", False, (1, 1, 0, 0)),
+        ("so 7", True, (1, 0, 1, 0)),
+        ("#### 7", False, (1, 0, 0, 0)),
+        (r"\boxed{8} #### 7", True, (1, 0, 1, 0)),
+        (r"\boxed{7} #### 8", True, (0, 1, 0, 1)),
+        (r"\boxed{7} </think> 7", True, (1, 0, 1, 0)),
+        (r"7 \boxed{}", True, (0, 0, 0, 0)),
+        (r"\boxed{7", True, (1, 0, 1, 0)),
+        ("", True, (0, 0, 0, 0)),
+    ],
+)
+def test_math_reads_only_boxes_or_only_finished_responses(response, finished, scores):
+    names = ("math", "math_boxed", "math_finished", "math_boxed_finished")
+    scorers = [function_scorer(name, load_reward_function(name), 30) for name in names]
+    assert tuple(own(["p"], [response], ["#### 7"], [finished])[0][0] for own in scorers) == scores

@@ -110,7 +110,8 @@ class ScoreArguments:
 
     reward_func: Optional[str] = arg(
         None,
-        "math (compares the label with the last number, #### or boxed), exact_match, answer (in <answer>), multiple_choice, "
+        "math (compares the label with the last number, #### or boxed), math_boxed, math_finished, math_boxed_finished, "
+        "exact_match, answer (in <answer>), multiple_choice, "
         "format (<think> and <answer>), or FILE.py or FILE.py:FUNCTION, also of TRL, OpenRLHF and verl; or several of these "
         "(comma-separated)",
     )

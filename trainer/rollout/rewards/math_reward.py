@@ -87,6 +87,34 @@ def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> 
     return scores
 
 
+def math_boxed(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
+    """As math_reward, but the answer of a response is the content of its last \\boxed{...}, and nothing else."""
+    boxed = [_last_boxed(without_thoughts(response)) for response in responses]
+    scores = math_reward(prompts, ["" if own is None else f"\\boxed{{{own}}}" for own in boxed], labels)
+    return [score if own else 0.0 for own, score in zip(boxed, scores)]
+
+
+def math_finished(prompts: list[str], responses: list[str], labels: list[str], finished: list[bool]) -> list[float]:
+    """As math_reward, but 0 for a response that did not end with a stop token."""
+    ended = [response if own else "" for response, own in zip(responses, finished)]
+    return math_reward(prompts, ended, labels)
+
+
+def math_boxed_finished(
+    prompts: list[str], responses: list[str], labels: list[str], finished: list[bool]
+) -> list[float]:
+    """As math_boxed, but 0 for a response that did not end with a stop token."""
+    return math_boxed(prompts, [response if own else "" for response, own in zip(responses, finished)], labels)
+
+
+MATH_REWARDS = {
+    "math": math_reward,
+    "math_boxed": math_boxed,
+    "math_finished": math_finished,
+    "math_boxed_finished": math_boxed_finished,
+}
+
+
 def exact_match(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
     """1 if the response is the label, ignoring white space at both ends, else 0."""
     return [float(response.strip() == label.strip()) for response, label in zip(responses, labels)]

@@ -12,12 +12,12 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
-from trainer.rollout.rewards.math_reward import exact_match, math_reward
+from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
 from trainer.rollout.rewards.other_signatures import adapted
 from trainer.rollout.user_code import describe_error, import_code
 
 BUILT_IN = {
-    "math": math_reward,
+    **MATH_REWARDS,
     "exact_match": exact_match,
     "format": format_reward,
     "answer": answer_reward,

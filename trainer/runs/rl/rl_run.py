@@ -21,6 +21,7 @@ from trainer.metrics import Rows
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
 from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.formulas import can_compare
+from trainer.rollout.rewards.math_reward import MATH_REWARDS
 from trainer.rollout.rewards.reward_functions import function_names, load_reward_functions, needs_labels, wanted_columns
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
@@ -53,7 +54,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
     order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
-    if "math" in function_names(args.scores.reward_func) and not can_compare():
+    if not MATH_REWARDS.keys().isdisjoint(function_names(args.scores.reward_func)) and not can_compare():
         run.setup.strategy.print("--reward_func math: math-verify is not installed, so formulas are compared as texts")
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
