@@ -121,6 +121,21 @@ def rloo(samples, old, policy, reference, values):
     return -total / len(samples)
 
 
+def reinforce_plus_plus(samples, old, policy, reference, values):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): A_t = r - beta * the KL from t on, normed over all tokens; PPO's clip."""
+    advantages = []
+    for n, sample in enumerate(samples):
+        kl = (log_probs(old, sample) - log_probs(reference, sample)).tolist()
+        advantages.append([SCORES[n] - 1e-4 * sum(kl[t:]) for t in range(LENGTHS[n])])
+    everything = [value for row in advantages for value in row]
+    mean, deviation = statistics.fmean(everything), math.sqrt(statistics.pvariance(everything) + 1e-8)
+    total = 0.0
+    for sample, row in zip(samples, advantages):
+        for ratio, advantage in zip((log_probs(policy, sample) - log_probs(old, sample)).exp(), row):
+            total = total + clipped(ratio, (advantage - mean) / deviation, 0.2, 0.2)
+    return -total / len(everything)
+
+
 def ppo(samples, old, policy, reference, values):
     """Ouyang et al. 2022, equation 2; Schulman et al. 2016, equation 16, and 2017, equation 7; advantages are whitened."""
     advantages = []
@@ -140,6 +155,7 @@ def ppo(samples, old, policy, reference, values):
 
 
 PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, ppo)}
+PAPERS["reinforce++"] = reinforce_plus_plus
 
 
 @pytest.mark.parametrize("size", [0.02, 0.7, 2.0])

@@ -182,8 +182,8 @@ class AdvantageArguments:
 
     preset: Optional[str] = arg(
         None,
-        "grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo or ppo: the algorithm of a paper as default values of other flags, see "
-        "docs/algorithms.md; flags that you give win",
+        "grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, reinforce++ or ppo: the algorithm of a paper as default values of "
+        "other flags, see docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
         "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "distill"

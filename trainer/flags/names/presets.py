@@ -27,6 +27,9 @@ PRESETS: dict[str, dict] = {
     "maxrl": {"advantage_estimator": "maxrl", "policy_loss": "ppo", "loss_agg": "token", "eps_clip": 0.2},
     "rloo": {"advantage_estimator": "rloo", "policy_loss": "reinforce", "loss_agg": "sum", "init_kl_coef": 0.03}
     | {"kl_in_score": True, "kl_estimator": "k1"},
+    # the KL weight is that of OpenRLHF's examples/scripts/train_reinforce_ray_hybrid_engine.sh
+    "reinforce++": {"advantage_estimator": "reinforce", "gamma": 1.0, "policy_loss": "ppo", "loss_agg": "token"}
+    | {"eps_clip": 0.2, "init_kl_coef": 1e-4, "kl_estimator": "k1"},
     "ppo": {"advantage_estimator": "gae", "gamma": 1.0, "lambd": 0.95, "policy_loss": "ppo", "loss_agg": "token"}
     | {"eps_clip": 0.2, "value_clip": 0.2, "init_kl_coef": 0.02, "kl_estimator": "k1"},
 }
