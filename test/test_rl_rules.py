@@ -118,6 +118,7 @@ ROLLOUT_CASES = [
     ("--dynamic_filtering with --n_samples_per_prompt 1", {"dynamic_filtering": True}),
     ("--dynamic_filtering_range 0.1 0.9 without", {"dynamic_filtering_range": [0.1, 0.9]}),
     ("--eval_source_key k without --eval_dataset", {"eval_source_key": "k"}),
+    ("--eval_fraction 0.5 with --rollouts_from", {"eval_fraction": 0.5, "rollouts_from": "r.jsonl"}),
     ("--eval_samples 4 without --eval_temperature", {**EVALUATED, "eval_samples": 4}),
     ("--eval_top_p 0.9 without --eval_temperature", {**EVALUATED, "eval_top_p": 0.9}),
     ("--eval_temperature 0.001 with --rollout_engine vllm_server", {**EVALUATED, **SERVER, "eval_temperature": 0.001}),

@@ -106,7 +106,7 @@ def test_turns_of_an_environment_have_no_template_arguments_of_a_row(demo, tmp_p
     flags = ["--pretrain", str(demo / "model"), "--dataset", str(path), "--env", "env.py"]
     args = parse_arguments(PPOArguments, "train_ppo", flags)
     with pytest.raises(UserError, match=r"--dataset column chat_template_kwargs: .* of the environment"):
-        load_data(args, tokenizer, str(path), "train", "--dataset", {})
+        load_data(args, tokenizer, str(path), "train", "--dataset", functions={})
 
 
 def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):

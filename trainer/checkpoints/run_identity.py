@@ -190,4 +190,4 @@ class Identity:
 
 
 def _makes_samples(flag: str) -> bool:
-    return EFFECT_OF[flag] == SAMPLES or flag == "dataset"
+    return EFFECT_OF[flag] == SAMPLES or flag in ("dataset", "max_eval_samples")

@@ -50,8 +50,9 @@ def run(argv: list[str]) -> None:
     for name in ("pretrain", "dataset", "output_dir"):
         if not flags[name]:
             raise UserError(f"--{name}", "needed")
-    if data.eval_dataset or data.eval_split != DataArguments().eval_split:
-        raise UserError("--eval_dataset, --eval_split", "would do nothing here", "flags of train_sft")
+    for name in ("eval_dataset", "eval_split", "eval_fraction", "max_eval_samples"):
+        if flags[name] != getattr(DataArguments(), name):
+            raise UserError(f"--{name}", "would do nothing here", "give it to train_sft")
     target = os.path.abspath(args.target.output_dir)
     if os.path.exists(target):
         raise UserError("--output_dir", f"{target} exists already", "a new folder")

@@ -85,6 +85,12 @@ class DataArguments:
     )
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples")
     eval_split: str = arg("train", "split of --eval_dataset")
+    eval_fraction: Optional[float] = arg(
+        None, "take this share of the rows of --dataset, by --seed, for evaluation only", type="OpenUnitInterval"
+    )
+    max_eval_samples: Optional[int] = arg(
+        None, "evaluate on at most this many rows of each set (default: --max_samples)", type="PositiveInt"
+    )
     max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
     limits: Optional[list[str]] = arg(
         None, "raise limits of untrusted input: NAME=NUMBER ..., see SECURITY.md", type=str, nargs="+"

@@ -8,6 +8,13 @@ from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import UNKNOWN, Rule, first_broken
 
 REMOVE = "Remove the flag."
+ADD_EVALUATION = "Add --eval_dataset or --eval_fraction, or remove the flag."
+
+
+def has_evaluation(f) -> bool:
+    """Whether a run evaluates. `f` has the flags of data."""
+    return bool(f.eval_dataset or f.eval_fraction)
+
 
 # fmt: off
 DATA_RULES = (

@@ -27,6 +27,7 @@ ALLOWED = {
     "PositiveFloat": "a number above 0",
     "NonNegativeFloat": "a number of 0 or more",
     "ClosedUnitInterval": "a number from 0 to 1",
+    "OpenUnitInterval": "a number above 0 and below 1",
     str: "a text",
     int: "an integer",
     float: "a number",

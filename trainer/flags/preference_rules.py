@@ -108,6 +108,8 @@ KD_RULES = (
          "the answers in --dataset are not read", REMOVE),
     Rule("eval_dataset", lambda f: f.teacher_answers, "with --teacher_answers", "the teacher answers only --dataset",
          REMOVE),
+    Rule("eval_fraction", lambda f: f.teacher_answers, "with --teacher_answers",
+         "several answers to one prompt would stand in both parts", REMOVE),
     Rule("teacher_answers", lambda f: f.generate_max_len >= f.max_len,
          "with --generate_max_len {generate_max_len} and --max_len {max_len}", "nothing is left for prompts",
          "Take a smaller --generate_max_len."),

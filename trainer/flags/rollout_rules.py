@@ -2,6 +2,7 @@
 
 import itertools
 
+from trainer.flags.data_rules import ADD_EVALUATION, has_evaluation
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
@@ -55,7 +56,7 @@ ENGINE_RULES = (
          "Take a divisor of the number of ranks.", which="that does not divide them"),
     Rule("offload_actor_optimizer offload_critic", lambda f: f.adam_offload, "with --adam_offload",
          "optimizer states are always in host memory", ONE),
-    Rule("offload_actor_optimizer offload_critic", lambda f: f.rollouts_from and not f.eval_dataset,
+    Rule("offload_actor_optimizer offload_critic", lambda f: f.rollouts_from and not has_evaluation(f),
          "with --rollouts_from", "nothing is generated", REMOVE),
 )
 # fmt: on
@@ -112,8 +113,10 @@ ANSWER_RULES = (
          which="below 0.01"),
 )
 EVAL_RULES = (
-    Rule("eval_samples eval_temperature eval_top_p eval_source_key", lambda f: not f.eval_dataset, "without --eval_dataset",
-         "nothing is evaluated", "Add --eval_dataset, or remove the flag."),
+    Rule("eval_samples eval_temperature eval_top_p eval_source_key", lambda f: not has_evaluation(f), "without --eval_dataset",
+         "nothing is evaluated", ADD_EVALUATION),
+    Rule("eval_fraction", lambda f: f.rollouts_from, "with --rollouts_from",
+         "the file gives the prompts of training", "Take --eval_dataset."),
     *ANSWER_RULES,
 )
 # fmt: on

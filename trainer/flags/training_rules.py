@@ -1,6 +1,6 @@
 """Rules for the flags that the training commands share: layers, data, LoRA, output, checkpoints, images."""
 
-from trainer.flags.data_rules import DATA_RULES, REMOVE
+from trainer.flags.data_rules import ADD_EVALUATION, DATA_RULES, REMOVE, has_evaluation
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
@@ -52,8 +52,13 @@ SHARED_RULES = (
     Rule("saves_per_epoch", lambda f: f.save_steps, "with --save_steps {save_steps}", "both say when", ONE),
     Rule("evals_per_epoch saves_per_epoch", lambda f: f.streaming, "with --streaming",
          "nobody knows the length of a stream", "Take --eval_steps and --save_steps."),
-    Rule("eval_steps evals_per_epoch eval_split", lambda f: not f.eval_dataset, "without --eval_dataset", "nothing is evaluated",
+    Rule("eval_steps evals_per_epoch max_eval_samples", lambda f: not has_evaluation(f), "without --eval_dataset",
+         "nothing is evaluated", ADD_EVALUATION),
+    Rule("eval_split", lambda f: not f.eval_dataset, "without --eval_dataset", "it names a split of that set",
          "Add --eval_dataset, or remove the flag."),
+    Rule("eval_fraction", lambda f: f.eval_dataset, "with --eval_dataset", "both give the rows of the evaluation", ONE),
+    Rule("eval_fraction", lambda f: f.streaming, "with --streaming",
+         "nobody knows the number of rows before the run has read them", "Take --eval_dataset, a file of its own."),
     Rule("wandb_project run_name", lambda f: not has_projects(f), "without a tracker that has projects",
          "it names the project or the run there", "Add --report_to with wandb, trackio, mlflow or swanlab, or remove the flag."),
     Rule("save_path", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
@@ -93,8 +98,8 @@ SHARED_RULES = (
     Rule("load_best_model_at_end", lambda f: f.no_save, "with --no_save", "no model is written", ONE),
     Rule("load_best_model_at_end early_stopping_patience", lambda f: f.verify_resume, "with --verify_resume",
          "such a run ends after its proof, without a model", ONE),
-    Rule("best_metric_key load_best_model_at_end early_stopping_patience", lambda f: not f.eval_dataset, "without --eval_dataset", "no evaluation gives the metric",
-         "Add --eval_dataset, or remove the flag."),
+    Rule("best_metric_key load_best_model_at_end early_stopping_patience", lambda f: not has_evaluation(f), "without --eval_dataset", "no evaluation gives the metric",
+         ADD_EVALUATION),
 )
 # fmt: on
 

@@ -2,6 +2,7 @@
 
 from typing import Optional
 
+from trainer.datasets.samples.parts import WHOLE
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.unpaired import tokenize_unpaired, unpair
 from trainer.distributed.collectives import rank_0_first
@@ -17,7 +18,7 @@ from trainer.runs.run_models import frozen_model
 # --- data
 
 
-def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=None, mean_flag=None):
+def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, margin_key=None, mean_flag=None):
     """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
     rows, pairs = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs
     return tokenizer_of_rows(args.model, args.data, rows, tokenize_preference)(
@@ -27,6 +28,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
         prompt_key=pairs.prompt_key,
         chosen_key=pairs.chosen_key,
         rejected_key=pairs.rejected_key,
+        part=part,
         margin_key=margin_key,
         mean_flag=mean_flag,
         input_template=args.data.input_template,
@@ -38,27 +40,28 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, margin_key=No
     )
 
 
-def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str):
+def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """`load_pairs` of `train_rm`, with margins if a column has them."""
-    return load_pairs(args, tokenizer, names, split, flag, args.reward.margin_key)
+    return load_pairs(args, tokenizer, names, split, flag, part, args.reward.margin_key)
 
 
-def load_dpo(args, tokenizer, names: str, split: str, flag: str):
+def load_dpo(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (samples, ledger) of `train_dpo`: single answers with kto, else pairs."""
     loss = args.preference.loss
     if loss == "kto":
-        return load_unpaired(args, tokenizer, names, split, flag)
+        return load_unpaired(args, tokenizer, names, split, flag, part)
     # losses without a reference compare means over the answer's tokens
     mean_flag = "--nll_loss_coef" if args.preference.nll_loss_coef else None
     mean_flag = mean_flag if needs_reference(loss) else f"--loss {loss}"
-    return load_pairs(args, tokenizer, names, split, flag, mean_flag=mean_flag)
+    return load_pairs(args, tokenizer, names, split, flag, part, mean_flag=mean_flag)
 
 
-def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
+def load_unpaired(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
     rows, pairs, answers = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs, args.answers
     keys = {pairs.chosen_key, pairs.rejected_key}
     if answers.completion_key not in rows.column_names and keys <= set(rows.column_names):
+        part = part.of_pairs()
         rows = unpair(rows, pairs.chosen_key, pairs.rejected_key, answers.completion_key, answers.label_key)
     return tokenizer_of_rows(args.model, args.data, rows, tokenize_unpaired)(
         rows,
@@ -67,6 +70,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str):
         prompt_key=pairs.prompt_key,
         completion_key=answers.completion_key,
         label_key=answers.label_key,
+        part=part,
         input_template=args.data.input_template,
         ignore_columns=args.data.ignore_columns,
         system=args.data.system,

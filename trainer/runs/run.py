@@ -23,7 +23,7 @@ class Method:
 
     command: str
     eval_metrics: tuple[str, ...]  # those that may choose the best checkpoint
-    load_data: Callable  # (args, tokenizer, names, split, flag) to (samples, ledger)
+    load_data: Callable  # (args, tokenizer, names, split, flag, part) to (samples, ledger)
     render: Callable  # (sample, tokenizer) to a text, with loss tokens in [[ ]]
     auto_class: type  # of transformers
     make_loss: Callable[["Run"], LossFunction]  # once the model is loaded
@@ -44,7 +44,7 @@ class Run:
     method: Method
     args: Any  # the groups of flags of the command
     setup: Optional[Setup] = None
-    load_data: Optional[Callable] = None  # (names, split, flag) to (samples, ledger)
+    load_data: Optional[Callable] = None  # (names, split, flag, part) to (samples, ledger)
     collate_rows: Optional[Callable] = None  # samples to the tensors of a micro-batch
     auto_class: Optional[type] = None
     build_loader: Optional[Callable] = None  # (samples, shuffle=...) to the training loader

@@ -11,11 +11,13 @@ from trainer.datasets.files.loading import load_rows, place_of_row
 from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments
+from trainer.flags.data_rules import has_evaluation
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -26,12 +28,15 @@ SHOWN = 2000  # characters of the first sample
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
     ignored = [name.strip() for name in (data.ignore_columns or "").split(",")]
-    return load_rows(names, **_reading(data, seed, split, flag), ignored=ignored)
+    return load_rows(names, **reading(data, seed, split, flag), ignored=ignored)
 
 
-def _reading(data: DataArguments, seed: int, split: str, flag: str) -> dict[str, Any]:
-    probs = data.dataset_probs if flag == "--dataset" else None
-    return {"flag": flag, "split": split, "probs": probs, "max_samples": data.max_samples, "seed": seed}
+def reading(data: DataArguments, seed: int, split: str, flag: str) -> dict[str, Any]:
+    """How `load_rows` reads --dataset or --eval_dataset."""
+    is_trained = flag == "--dataset"
+    probs = data.dataset_probs if is_trained else None
+    max_samples = data.max_samples if is_trained else data.max_eval_samples or data.max_samples
+    return {"flag": flag, "split": split, "probs": probs, "max_samples": max_samples, "seed": seed}
 
 
 @contextlib.contextmanager
@@ -41,20 +46,21 @@ def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag
         yield
     except UserError as error:
         found = re.match(rf"{flag} row (\d+)", error.where)
-        place = found and place_of_row(int(found[1]) - 1, names, **_reading(data, seed, split, flag))
+        place = found and place_of_row(int(found[1]) - 1, names, **reading(data, seed, split, flag))
         if not place:
             raise
         where = f"{flag} {place}{error.where[found.end() :]}"
         raise UserError(where, error.found, error.allowed, error.instead) from None
 
 
-def load_sft(args, tokenizer, names: str, split: str, flag: str):
-    """Return (tokenized samples, ledger) of --dataset or --eval_dataset for SFT and distillation."""
+def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
+    """Return (tokenized samples, ledger) of a part of --dataset or --eval_dataset for SFT and distillation."""
     rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
     return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(
         rows,
         tokenizer,
         flag=flag,
+        part=part,
         input_key=args.sft.input_key,
         output_key=args.sft.output_key,
         input_template=args.data.input_template,
@@ -68,27 +74,38 @@ def load_sft(args, tokenizer, names: str, split: str, flag: str):
     )
 
 
+def part_of(data: DataArguments, seed: int, is_evaluation: bool = False) -> Part:
+    """The part of the rows that is trained, or evaluated. Without --eval_fraction, it is the whole set."""
+    return Part(data.eval_fraction, seed, data.max_eval_samples, is_evaluation)
+
+
 def load_sets(
     data: DataArguments, seed: int, setup: Setup, load: Callable, render: Callable, streaming: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return (training samples, evaluation samples or None, training ledger). Print ledgers and first sample.
 
-    `load(names, split, flag)` returns (samples, ledger). `render(sample, tokenizer)` is the sample as text.
+    `load(names, split, flag, part)` returns (samples, ledger). `render(sample, tokenizer)` is the sample as text.
     """
     strategy = setup.strategy
     strategy.print(f"reading {data.dataset}")
     trained = data.dataset, data.dataset_split, "--dataset"
     # a stream has no row of which the file could be found without reading all rows
     with contextlib.nullcontext() if streaming else files_in_errors(data, seed, *trained):
-        samples, ledger = rank_0_first(lambda: load(*trained), in_caches=True)
+        part = part_of(data, seed)
+        samples, ledger = rank_0_first(lambda: load(*trained, part), in_caches=True)
         report(setup, samples, ledger, "training data", "--dataset")
     strategy.print(f"first sample, loss tokens in [[ ]]:\n{shortened(render(samples[0], setup.tokenizer))}")
-    if not data.eval_dataset:
+    if not has_evaluation(data):
         return samples, None, ledger
-    evaluated = data.eval_dataset, data.eval_split, "--eval_dataset"
+    evaluated = (data.eval_dataset, data.eval_split, "--eval_dataset") if data.eval_dataset else trained
     with files_in_errors(data, seed, *evaluated):
-        eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated), in_caches=True)
-        report(setup, eval_samples, eval_ledger, "evaluation data", "--eval_dataset")
+        part = part_of(data, seed, is_evaluation=True)
+        eval_samples, eval_ledger = rank_0_first(lambda: load(*evaluated, part), in_caches=True)
+        if data.eval_fraction:
+            taken, num_rows = eval_ledger["num_rows"], eval_ledger["num_rows"] + ledger["num_rows"]
+            how = f"--eval_fraction {data.eval_fraction:g}, seed {seed}"
+            strategy.print(f"evaluation: {taken:,} of {num_rows:,} rows ({how})")
+        report(setup, eval_samples, eval_ledger, "evaluation data", evaluated[-1])
     return samples, eval_samples, ledger
 
 

@@ -16,7 +16,7 @@ from trainer.models.model_loading import load_tokenizer
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
 from trainer.runs.preference_runs import load_dpo, load_scored_pairs
-from trainer.runs.run_data import load_sft
+from trainer.runs.run_data import load_sft, part_of
 
 # (loss, gradient norm): rounding of bf16 and fp16 moves the norm too much to judge it against fp32
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, None), "fp16": (1e-2, None)}
@@ -116,7 +116,8 @@ def planned_batches(
     prepare_tokenizer(
         tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
     )
-    samples, _ = LOADERS[command](args, tokenizer, args.data.dataset, args.data.dataset_split, "--dataset")
+    trained = args.data.dataset, args.data.dataset_split, "--dataset", part_of(args.data, args.batch.seed)
+    samples, _ = LOADERS[command](args, tokenizer, *trained)
     size = args.batch.train_batch_size
     per_epoch, orders = -(-len(samples) // size), {}
 

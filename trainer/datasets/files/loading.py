@@ -56,21 +56,29 @@ def place_of_row(
     seed: int = 42,
 ) -> str | None:
     """ "FILE row NUMBER" for a row of `load_rows` with these arguments, or None if the rows are those of one file."""
-    paths = _paths_of(names, flag)
+    options = {"flag": flag, "split": split, "probs": probs, "max_samples": max_samples, "seed": seed}
+    paths, places = places_of_rows(names, **options)
     with quiet():
-        sets, number = _load_sets(paths, flag, split, max_samples), 0
-        if len(sets) > 1:
-            odds = None if probs is None else parse_probs(probs, len(paths))
-            counted = [{"set": np.full(len(rows), n), "row": np.arange(len(rows))} for n, rows in enumerate(sets)]
-            place = joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)[index]
-            number, index = place["set"], place["row"]
+        number, index = places[index]["set"], places[index]["row"]
         files = _files_of(paths[number], split) or [paths[number]]
         for path in files:
             size = len(read_files({split: [path]}, f"{flag} {path}")[split]) if len(files) > 1 else index + 1
             if index < size:
                 break
             index -= size
-    return f"{path} row {index + 1}" if len(sets) > 1 or len(files) > 1 else None
+    return f"{path} row {index + 1}" if len(paths) > 1 or len(files) > 1 else None
+
+
+def places_of_rows(
+    names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
+) -> tuple[list[str], datasets.Dataset]:
+    """The names of the sets, and for each row of `load_rows` the columns `set` and `row`: its set, its index there."""
+    paths = _paths_of(names, flag)
+    odds = None if probs is None else parse_probs(probs, len(paths))
+    with quiet():
+        sizes = map(len, _load_sets(paths, flag, split, max_samples))
+        counted = [{"set": np.full(size, number), "row": np.arange(size)} for number, size in enumerate(sizes)]
+        return paths, joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)
 
 
 def _paths_of(names: str, flag: str) -> list[str]:

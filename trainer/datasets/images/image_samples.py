@@ -26,6 +26,7 @@ from trainer.datasets.library import map_cached
 from trainer.datasets.rows import within
 from trainer.datasets.samples.answers import CUT_AWAY
 from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prompts import COLUMN as REWARD_COLUMN
 from trainer.datasets.samples.prompts import with_columns
 from trainer.datasets.shapes.row_reader import SFT
@@ -95,6 +96,7 @@ def tokenize_with_images(
     remote_code: bool,
     own_template: bool,
     max_len: int,
+    part: Part = WHOLE,
     **options,
 ) -> tuple[Any, Ledger]:
     """Return (ImageSamples, ledger) of rows with the column `images`. Without any image, the result of `tokenize`.
@@ -107,10 +109,10 @@ def tokenize_with_images(
     Raises: UserError with the row's number for a missing or broken image, and for marks that are not one per image.
     """
     if not rows_with_images(rows):
-        return tokenize(rows, tokenizer, max_len=max_len, **options)
+        return tokenize(rows, tokenizer, max_len=max_len, part=part, **options)
     rows = _without_decoding(rows)
-    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template), max_len)
-    samples, ledger = tokenize(rows, tokenizer, max_len=max_len, map_rows=mapping, **options)
+    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template), max_len, part)
+    samples, ledger = tokenize(rows, tokenizer, max_len=max_len, part=part, map_rows=mapping, **options)
     return ImageSamples(samples, rows, mapping.processor), _with_image_counts(ledger, samples, mapping.num_unfit)
 
 
@@ -156,10 +158,10 @@ def _with_image_counts(ledger: Ledger, samples: Dataset, num_unfit: int) -> Ledg
 
 
 class _ImageMapping:
-    """`map_cached` that reads each row's images first. `num_unfit` is known after the call."""
+    """`map_cached` that reads each row's images first. `num_unfit`, of its part, is known after the call."""
 
-    def __init__(self, processor, max_len: int):
-        self.processor, self.max_len, self.num_unfit = processor, max_len, 0
+    def __init__(self, processor, max_len: int, part: Part):
+        self.processor, self.max_len, self.part, self.num_unfit = processor, max_len, part, 0
 
     def __call__(self, rows: Dataset, tokenize_row: Callable, *, key: list, features, options, flag: str, **others):
         if options.reader.chat is False and (options.reader.task == SFT or not _is_chat(options, rows)):
@@ -176,7 +178,7 @@ class _ImageMapping:
             flag=flag,
             **others,
         )
-        unfit = found.with_format("numpy")["unfit"][:]
+        unfit = self.part.of(found).with_format("numpy")["unfit"][:]
         if unfit.all():
             raised = f"the images of no row fit into {self.max_len} tokens"
             raise UserError("--max_len", raised, "a larger number, or smaller images")

@@ -24,6 +24,7 @@ from trainer.datasets.samples.answers import (
     tokenize_answer,
 )
 from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
@@ -55,9 +56,11 @@ def tokenize_preference(
     mean_flag: str | None = None,
     ignore_columns: str | None = None,
     system: str | None = None,
+    part: Part = WHOLE,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+    Both are those of `part`.
 
     The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
     Without a prompt column, both answers are whole conversations that share all but their last message.
@@ -100,7 +103,7 @@ def tokenize_preference(
     )
     # identical: neither answer is better. cut away: --max_len leaves nothing of one answer, or no difference
     fates, totals = [IDENTICAL, EMPTY, CUT_AWAY], {"num_tokens": "num_tokens"}
-    return keep_answers(pairs, "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
+    return keep_answers(part.of(pairs), "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
 
 
 def _features() -> Features:

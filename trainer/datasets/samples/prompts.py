@@ -23,6 +23,7 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
@@ -62,9 +63,11 @@ def tokenize_prompts(
     system: str | None = None,
     taken: Iterable[str] = (),
     drop_answer: bool = False,
+    part: Part = WHOLE,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+    Both are those of `part`.
 
     The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
     chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
@@ -106,10 +109,11 @@ def tokenize_prompts(
         options=options,
         flag=flag,
     )
+    prompts = part.of(prompts)
     lengths = np.asarray(prompts["num_tokens"])
     kept = (lengths > 0) & (lengths <= max_len)
     counts = {
-        "num_rows": len(rows),
+        "num_rows": len(prompts),
         "num_too_long": int((lengths > max_len).sum()),  # left out, because a cut prompt would ask something else
         "num_empty": int((lengths == 0).sum()),
         "num_samples": int(kept.sum()),

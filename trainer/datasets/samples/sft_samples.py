@@ -28,6 +28,7 @@ from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
@@ -63,13 +64,14 @@ def tokenize_sft(
     flag: str,
     max_len: int,
     num_proc: int | None = None,
+    part: Part = WHOLE,
     map_rows: Callable = map_cached,
     **flags: Any,
 ) -> tuple[Dataset, Ledger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
     `flags` go to `options_of`. Rows that `prepare_data` has tokenized are used unchanged. Samples without a loss token
-    are left out and counted.
+    are left out and counted. The ledger is that of `part`.
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
     num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
@@ -80,7 +82,7 @@ def tokenize_sft(
     else:
         options = {"flag": flag, "max_len": max_len, "num_proc": num_proc, "map_rows": map_rows}
         samples = tokenize_rows(rows, tokenizer, **options, **flags)
-    return with_loss(samples, flag, max_len)
+    return with_loss(part.of(samples), flag, max_len)
 
 
 def tokenize_rows(

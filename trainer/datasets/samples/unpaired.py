@@ -22,6 +22,7 @@ from trainer.datasets.samples.answers import (
     tokenize_answer,
 )
 from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS
 from trainer.datasets.shapes.notes import NOTE
@@ -63,9 +64,11 @@ def tokenize_unpaired(
     num_proc: int | None = None,
     ignore_columns: str | None = None,
     system: str | None = None,
+    part: Part = WHOLE,
     map_rows: Callable = map_cached,
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+    Both are those of `part`.
 
     Prompt and answer become tokens as in `tokenize_preference`. Columns: input_ids (int32), loss_mask (int8), start (of
     the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers), digest,
@@ -96,7 +99,7 @@ def tokenize_unpaired(
         flag=flag,
     )
     totals = {"num_desirable": "label", "num_tokens": "num_tokens"}
-    return keep_answers(samples, "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
+    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
 
 
 def _features() -> Features:

@@ -93,7 +93,7 @@ TRAINING_NAMES = (
     PeerName("dataset_test_split", "T", "--eval_split"),
     PeerName("dataset_config dataset_dir", "TL", "", "give the file or folder itself to --dataset"),
     PeerName("eval.dataset", "O", "--eval_dataset"),
-    PeerName("val_size val_set_size split_dataset_ratio", "LAS", "--eval_dataset", "a file of its own; nothing is split off"),
+    PeerName("val_size val_set_size split_dataset_ratio", "LAS", "--eval_fraction", "a share of the rows, not a number; 0 is to leave it out; --max_eval_samples is a number"),
     PeerName("interleave_probs prompt_data_probs data.prompt_probs interleave_prob", "LOS", "--dataset_probs"),
     PeerName("mix_strategy stopping_strategy", "LS", "", "--dataset_probs ends when one set is used up"),
     PeerName("preprocessing_num_workers dataset_processes", "LA", "--dataset_num_proc"),

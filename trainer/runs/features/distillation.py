@@ -9,6 +9,7 @@ import datasets
 from trainer.datasets.conversations.tokens import digest_of
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.samples.bounds import check_ids
+from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.prepared import OPTIONS, write_prepared
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import sft_features
@@ -57,8 +58,8 @@ def open_teacher(run) -> None:
         args, load = answered(run, folder), run.method.load_data
         bounds = bounds_of(run.setup.folder, run.setup.trust_remote_code)
 
-        def load_answers(names: str, split: str, flag: str):
-            samples, ledger = load(args, run.setup.tokenizer, args.data.dataset, "train", flag)
+        def load_answers(names: str, split: str, flag: str, part: Part):
+            samples, ledger = load(args, run.setup.tokenizer, args.data.dataset, "train", flag, part)
             check_ids(samples, "--teacher_answers", bounds.vocab_size)  # a teacher may have more logits
             return samples, ledger
 

@@ -1,6 +1,7 @@
 """`--streaming`: rows of --dataset are read while the run trains, and never copied."""
 
 from trainer.datasets.files.stream_rows import open_rows
+from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
 from trainer.runs.feature import Feature
 
@@ -9,9 +10,9 @@ def read_stream(run) -> None:
     """Let --dataset be a stream, whose ledger counts while the run reads. --eval_dataset is read as a whole."""
     read_whole, build_whole, batch = run.load_data, run.build_loader, run.args.batch
 
-    def load(names: str, split: str, flag: str):
+    def load(names: str, split: str, flag: str, part: Part):
         if flag != "--dataset":
-            return read_whole(names, split, flag)
+            return read_whole(names, split, flag, part)
         stream = open_stream(run.args, run.setup.tokenizer)
         return stream, stream.ledger
 

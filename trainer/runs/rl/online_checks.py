@@ -1,6 +1,7 @@
 """The flags of `train_dpo --online`: parsed, and checked without torch."""
 
 from trainer.errors import UserError
+from trainer.flags.data_rules import has_evaluation
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.runs.flag_checks import check_flags
@@ -22,6 +23,6 @@ def check(argv: list[str]) -> OnlineDPOArguments:
         raise UserError("--online", "false", "leave it out")
     check_flags("train_dpo --online", args, eval_metrics(args.evaluation), **facts_of_rollouts(args.scores))
     check_rollouts(args.rollout)
-    has_other_scores = args.rollout.rollouts_from and not args.data.eval_dataset
+    has_other_scores = args.rollout.rollouts_from and not has_evaluation(args.data)
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
     return args

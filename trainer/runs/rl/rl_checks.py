@@ -5,6 +5,7 @@ import math
 import os
 
 from trainer.errors import UserError
+from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import (
     EnvironmentArguments,
     EvaluationArguments,
@@ -28,7 +29,7 @@ def validate(args: PPOArguments, is_demo: bool = False) -> None:
         raise UserError("--sapo_temperatures", str(args.advantage.sapo_temperatures), "numbers above 0")
     check_bounds("--tis_mask_range", args.advantage.tis_mask_range)
     check_rollouts(args.rollout)
-    has_other_scores = args.kl.teacher or (args.rollout.rollouts_from and not args.data.eval_dataset)
+    has_other_scores = args.kl.teacher or (args.rollout.rollouts_from and not has_evaluation(args.data))
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
 
 

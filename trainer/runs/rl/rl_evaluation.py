@@ -1,12 +1,12 @@
 """The evaluation of a run of RL, from its flags: its prompts with their groups, and the file of its answers."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 
 from datasets import Dataset
 
+from trainer.datasets.files.loading import places_of_rows
 from trainer.datasets.rows import check_keys, column_of_key, lookup
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
@@ -14,7 +14,7 @@ from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, groups_of, write_answers
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
-from trainer.runs.run_data import load_flag_rows
+from trainer.runs.run_data import reading
 
 MOST_VALUES = 100  # of --eval_source_key: each has a row of results
 
@@ -50,13 +50,12 @@ def with_groups(prompts: Dataset, rows: Dataset, args: PPOArguments, names: str,
 
 def _sets(args: PPOArguments, names: str, split: str, flag: str) -> list[str]:
     """The set of each row, as set/NAME. Empty if there is one set."""
-    paths = [name.strip() for name in names.split(",") if name.strip()]
+    paths, places = places_of_rows(names, **reading(args.data, args.batch.seed, split, flag))
     if len(paths) == 1:
         return []
-    load = functools.partial(load_flag_rows, args.data, args.batch.seed, split=split, flag=flag)
     short = [os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths]
     shown = short if len(set(short)) == len(short) else paths
-    return [f"set/{name}" for name, path in zip(shown, paths) for _ in range(len(load(path)))]
+    return [f"set/{shown[number]}" for number in places["set"]]
 
 
 def _sources(rows: Dataset, key: str | None, flag: str) -> list[str]:

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
+from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.ppo_state import Roles
 from trainer.models.model_loading import load_tokenizer, resolve_adapted_model, resolve_model_folder
@@ -91,7 +92,7 @@ def build_roles(run: RLRun) -> Roles:
     apply(RL_FEATURES, run, "with_model")
     groups, tower_lr = (args.model, args.optimizer, args.layout), args.vision.vision_learning_rate
     actor = tuple(shard_model(*groups, setup, run.model, run.total_steps, tower_lr))
-    generates = args.data.eval_dataset or not args.rollout.rollouts_from
+    generates = has_evaluation(args.data) or not args.rollout.rollouts_from
     return Roles(
         actor=actor,
         score=build_reward(run, make_batches_of(run)),

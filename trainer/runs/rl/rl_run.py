@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
+from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
 from trainer.errors import UserError, without_secrets
@@ -107,8 +108,8 @@ def read_prompts(run: RLRun, is_demo: bool) -> None:
     refuse(run.method.rules, run.own_flags, **facts)
 
 
-def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, functions: dict):
-    """Return (prompts, ledger) of --dataset or --eval_dataset, with the columns that the reward functions take."""
+def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, part: Part = WHOLE, *, functions: dict):
+    """Return (prompts, ledger) of a part of --dataset or --eval_dataset, with the columns that the reward functions take."""
     rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
     if args.environment.env and TEMPLATE_ARGS in rows.column_names:
         found = "later turns of the environment would lack these arguments"
@@ -120,6 +121,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         rows,
         tokenizer,
         flag=flag,
+        part=part,
         input_key=args.prompts.input_key,
         label_key=args.prompts.label_key,
         input_template=args.data.input_template,
@@ -132,7 +134,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         num_proc=args.data.dataset_num_proc,
         needs_labels=needs_labels(args.scores.reward_func),
     )
-    if flag == "--eval_dataset":
+    if flag == "--eval_dataset" or part.is_evaluation:
         prompts = with_groups(prompts, rows, args, names, split, flag)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
