@@ -25,7 +25,10 @@ setup(
     description="SFT and RLHF training of Hugging Face causal LMs: one loss curve, whatever the layout",
     python_requires=">=3.11",
     packages=find_packages(include=["trainer", "trainer.*"]),
-    package_data={"trainer.datasets.conversations": ["chat_templates/*.jinja"]},
+    package_data={
+        "trainer.datasets.conversations": ["chat_templates/*.jinja"],
+        "trainer.planning": ["cards/*.json"],
+    },
     install_requires=[
         "torch>=2.13",
         "transformers>=5.16,<6",

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from trainer.models.attention.flash import PACKAGES, flash_fault
 from trainer.planning.doctor_machine import FAIL, Finding
+from trainer.planning.versions import certified_line, installed, read_cards
 
 OWN = "trainer"
 RUN_TIME_EXTRAS = ("flash", "ring", "vllm", "lora", "qlora", "math")
@@ -25,6 +26,7 @@ def package_findings() -> Iterator[Finding]:
     yield python()
     yield required()
     yield fitting()
+    yield certified()
     yield flash_attn_2()
     for package, module in OPTIONAL.items():
         if (version := _version(package)) is not None:
@@ -73,6 +75,13 @@ def fitting() -> Finding:
     if faults:
         return Finding("versions", FAIL, "; ".join(faults), "pip install -c constraints.txt -e '.[EXTRA]'")
     return Finding("versions", "ok", "the packages fit together")
+
+
+def certified() -> Finding:
+    """Whether the checks of a run passed with the installed versions; see docs/certificates.md."""
+    good, line = certified_line(installed(), read_cards())
+    cure = "" if good else "python -m trainer.compare.certify_versions --python " + sys.executable
+    return Finding("certified", "ok" if good else "note", line, cure)
 
 
 def flash_attn_2() -> Finding:

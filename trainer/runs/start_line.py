@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.entry import quiet_libraries
 from trainer.metrics import shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
+from trainer.planning.versions import certified_line, installed, read_cards
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
 NO_BF16 = "this CPU has no bf16 instructions"
@@ -46,7 +47,8 @@ def has_gpu() -> bool:
 def begin(command: str, args) -> None:
     """Say what will run, then import torch and transformers, which takes seconds."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"{start_line(command, args)}\nimporting libraries", flush=True)
+        versions = certified_line(installed(), read_cards())[1]
+        print(f"{start_line(command, args)}\nimporting libraries ({versions})", flush=True)
     quiet_libraries()
 
 

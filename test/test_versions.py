@@ -1,0 +1,76 @@
+"""Cards of certified versions: they are whole, the page shows them, and `doctor` and a run's first lines read them."""
+
+import json
+import sys
+
+from launch import ROOT
+
+from trainer.compare import certify_versions
+from trainer.planning.doctor_packages import certified
+from trainer.planning.versions import card_of, certified_line, digest, read_cards, table
+
+
+def card(torch: str, date: str, verdict: str = "certified", **verdicts: int) -> dict:
+    versions = {"torch": torch, "transformers": "5.19.0", "deepspeed": "0.19.8", "peft": "0.21.2"}
+    return {"date": date, "versions": versions, "verdict": verdict, "zoo": {"verdicts": {"pass": 3, **verdicts}}}
+
+
+def test_committed_cards_are_whole_and_on_the_page():
+    cards = read_cards()
+    assert len(cards) >= 2
+    for one in cards:
+        assert one["sha256"] == digest(one) and one["verdict"] == "certified"
+    assert table(cards) in (ROOT / "docs/certificates.md").read_text()
+
+
+def test_the_versions_of_ci_are_certified():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line.startswith(("torch==", "transformers==", "deepspeed==")))
+    assert card_of(pins, read_cards())["verdict"] == "certified" and certified().state == "ok"
+
+
+def test_the_line_names_the_newest_card_or_the_last_versions():
+    cards = [
+        card("2.13.0", "2026-01-01"),
+        card("2.13.0", "2026-02-01", refused=2),
+        card("2.14.0", "2026-03-01", "not certified"),
+    ]
+    ours = {"torch": "2.13.0", "transformers": "5.19.0"}
+    assert certified_line(ours, cards) == (
+        True,
+        "torch 2.13.0, transformers 5.19.0: certified 2026-02-01, 2 cells refused",
+    )
+    assert certified_line(ours | {"torch": "2.14.0"}, cards) == (
+        False,
+        "torch 2.14.0, transformers 5.19.0: not certified 2026-03-01",
+    )
+    good, line = certified_line(ours | {"torch": "3.0.0"}, cards)
+    assert not good and line.endswith("not certified (the last are torch 2.13.0, transformers 5.19.0)")
+    assert certified_line(ours, []) == (False, "torch 2.13.0, transformers 5.19.0: not certified")
+
+
+def test_a_part_that_fails_is_no_certificate(tmp_path, monkeypatch):
+    """The commands are stubs here; the committed cards come from real ones."""
+    fails = {"zoo": None}
+
+    def run(command, log):
+        if "--output" in command:
+            verdict = "wrong" if fails["zoo"] else "pass"
+            row = {"problem": None, "cells": {"fsdp2": {"verdict": verdict, "note": "loss 1e-3"}}}
+            (tmp_path / "zoo.json").write_text(json.dumps({"models": {"llama": row}}))
+        if "compare_backends.py" in command:
+            (tmp_path / "parity").mkdir(exist_ok=True)
+            (tmp_path / "parity/report.json").write_text(json.dumps({"configurations": [{"name": "fsdp2"}]}))
+        if "pytest" in command:
+            xml = '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/></testsuites>'
+            (tmp_path / "templates.xml").write_text(xml)
+        return int(log.stem in fails and fails[log.stem] is True)
+
+    monkeypatch.setattr(certify_versions, "run", run)
+    good = certify_versions.certify(sys.executable, tmp_path, ["llama"])
+    assert good["verdict"] == "certified" and good["sha256"] == digest(good)
+    for part in ("zoo", "check", "parity", "templates"):
+        fails = {"zoo": None, part: True}
+        found = certify_versions.certify(sys.executable, tmp_path, ["llama"])
+        assert found["verdict"] == "not certified", part
+    assert certify_versions.certify(sys.executable, tmp_path, ["llama", "qwen3"])["zoo"]["verdicts"]["problem"] == 1

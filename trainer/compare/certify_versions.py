@@ -1,0 +1,194 @@
+"""Do these versions of the libraries train right? Make an environment with them, run the checks, write a card.
+
+  python -m trainer.compare.certify_versions torch==2.15.0 transformers==5.24.0
+  python -m trainer.compare.certify_versions --python ENVIRONMENT/bin/python         an environment that exists already
+
+The checks are: a part of the zoo in every layout, `check` on the demo, a quick parity matrix of both backends, and the
+stock chat templates. A card is a JSON file in trainer/planning/cards, with its sha256. `doctor` and the first lines of a
+run read it. Packages that are not named get their newest version that fits.
+Exit code: 0 if the versions are certified, 1 if something is wrong, 2 if nothing could be run.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+
+from trainer.errors import OneLineParser, UserError
+from trainer.planning.versions import CARDS, certified_line, digest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ["llama", "qwen2", "qwen3", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+RECORDED = ("torch", "transformers", "deepspeed", "peft", "datasets", "tokenizers", "safetensors", "numpy")
+MORE = (
+    "peft",
+    "pytest",
+    "hypothesis",
+    "trl",
+    "math-verify",
+    "sentencepiece",
+)  # what the checks need beside the trainer's own
+TEMPLATES = ("test/datasets/test_stock_templates.py", "test/datasets/test_templates.py")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    try:
+        folder = Path(options.folder).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        python = options.python or make_environment(folder / "environment", options.packages)
+        card = certify(python, folder, options.models)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    name = "-".join(card["versions"][library] for library in ("torch", "transformers", "deepspeed"))
+    path = Path(options.cards) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
+    versions = {name: card["versions"][name] for name in ("torch", "transformers", "deepspeed")}
+    print(f"{certified_line(versions, [card])[1]}; {path}")
+    return 0 if card["verdict"] == "certified" else 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m trainer.compare.certify_versions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE==VERSION", help="versions to certify")
+    parser.add_argument("--python", metavar="PATH", help="interpreter of an environment that exists")
+    parser.add_argument("--folder", default="runs/versions", metavar="DIR", help="environment, logs and results")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="models of the zoo")
+    parser.add_argument("--cards", default=str(CARDS), metavar="DIR", help="where the card is written")
+    return parser
+
+
+def make_environment(folder: Path, packages: list[str]) -> str:
+    """An environment with these packages and what the trainer needs. Returns its interpreter."""
+    named = {Requirement(package).name for package in packages}
+    needed = [Requirement(text) for text in importlib.metadata.requires("trainer") or ()]
+    own = [str(r) for r in needed if r.marker is None and r.name not in named]
+    run([sys.executable, "-m", "venv", "--clear", str(folder)], folder.parent / "venv.log")
+    python = str(folder / "bin/python")
+    run([python, "-m", "pip", "install", "--quiet", "uv"], folder.parent / "venv.log")
+    more = [package for package in MORE if package not in named]
+    install = [str(folder / "bin/uv"), "pip", "install", "--python", python, *packages, *own, *more]
+    if code := run(install, folder.parent / "install.log"):
+        raise UserError("the environment", f"uv ends with {code}, see {folder.parent / 'install.log'}")
+    return python
+
+
+def certify(python: str, folder: Path, models: list[str]) -> dict:
+    """The card: what is installed, what each check found, and the verdict."""
+    say = [
+        python,
+        "-c",
+        "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))",
+    ]
+    found = subprocess.run([*say, *RECORDED], capture_output=True, text=True)
+    if found.returncode:
+        raise UserError("--python", f"{python}: {(found.stderr.strip() or 'no output').splitlines()[-1]}")
+    versions = {name: version.partition("+")[0] for name, version in json.loads(found.stdout).items()}
+    print(f"certifying {', '.join(f'{name} {version}' for name, version in versions.items())}", flush=True)
+    card = {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "trainer": commit(),
+        "zoo": zoo(python, folder, models),
+        "check": check(python, folder),
+        "parity": parity(python, folder),
+        "templates": templates(python, folder),
+    }
+    wrong = sum(card["zoo"]["verdicts"].get(word, 0) for word in ("wrong", "crash", "problem"))
+    good = not wrong and all(card[part]["passed"] for part in ("check", "parity", "templates"))
+    card["verdict"] = "certified" if good else "not certified"
+    return {**card, "sha256": digest(card)}
+
+
+def zoo(python: str, folder: Path, models: list[str]) -> dict:
+    """{"models", "verdicts": {word: cells}, "not_passing": {"model cell": note}}"""
+    result = folder / "zoo.json"
+    result.unlink(missing_ok=True)
+    run([python, "-m", "trainer.compare.zoo", "--output", str(result), "--models", *models], folder / "zoo.log")
+    rows = read(result)["models"] if result.exists() else {}
+    cells = {f"{name} {cell}": found for name, row in rows.items() for cell, found in row["cells"].items()}
+    verdicts = Counter(cell["verdict"] for cell in cells.values())
+    verdicts["problem"] = sum(bool(rows.get(name, {"problem": "no row"})["problem"]) for name in models)
+    bad = {name: cell["note"] for name, cell in cells.items() if cell["verdict"] != "pass"}
+    bad |= {name: row["problem"] for name, row in rows.items() if row["problem"]}
+    return {"models": models, "verdicts": dict(+verdicts), "not_passing": bad}
+
+
+def check(python: str, folder: Path) -> dict:
+    """`check` on the demo: its templates, its weights, and one layout. The zoo has run the others."""
+    model, result = folder / "demo", folder / "check.json"
+    run([python, "-m", "trainer.cli.make_demo", "--output_dir", str(model)], folder / "demo.log")
+    only = ["--only", "templates", "weights", "fsdp2"]
+    command = [python, "-m", "trainer.cli.check", str(model / "model"), *only, "--json", str(result)]
+    return {"passed": run(command, folder / "check.log") == 0}
+
+
+def parity(python: str, folder: Path) -> dict:
+    """Both backends on one and two ranks against the plain loop, for ten steps on the demo."""
+    command = [python, "compare_backends.py", "--run", "quick", "--output_dir", str(folder / "parity"), "--"]
+    command += ["--pretrain", str(folder / "demo/model"), "--dataset", str(folder / "demo/sft.jsonl")]
+    command += [
+        "--apply_chat_template",
+        "--param_dtype",
+        "fp32",
+        "--train_batch_size",
+        "16",
+        "--max_steps",
+        "10",
+        "--no_save",
+    ]
+    passed = run(command, folder / "parity.log") == 0
+    report = folder / "parity/report.json"
+    names = sorted(entry["name"] for entry in read(report)["configurations"]) if report.exists() else []
+    return {"passed": passed and bool(names), "configurations": names}
+
+
+def templates(python: str, folder: Path) -> dict:
+    """The tests of stock templates: their text is transformers' own, their masks are those of trl's training templates."""
+    result = folder / "templates.xml"
+    result.unlink(missing_ok=True)
+    code = run([python, "-m", "pytest", "-q", f"--junit-xml={result}", *TEMPLATES], folder / "templates.log")
+    if not result.exists():
+        return {"passed": False, "tests": 0}
+    suite = ElementTree.parse(result).getroot().find("testsuite")
+    counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    return {"passed": code == 0 and counts["skipped"] < counts["tests"], **counts}
+
+
+def run(command: list[str], log: Path) -> int:
+    """The exit code of a command in the trainer's folder. Its output goes to `log`."""
+    print(f"  {log.stem}", flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
+    with log.open("a") as output:
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def commit() -> str:
+    """The commit of this checkout, or the installed version."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else importlib.metadata.version("trainer")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
