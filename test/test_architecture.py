@@ -265,6 +265,7 @@ def test_below_runs_no_function_takes_the_flags():
 IMPORTS = re.compile(r"\s*(from |import |#|\)|quiet_libraries\(\)|[\w, ]+,$|$)")  # and the lines between them
 PAIR = re.compile(r"\b(with|without) (--[\w{]|\{\w*flag\w*\})|cannot be used with")
 OUTSIDE = {
+    "exact.exact_products.fix_products": "only the model shows its plan, its vocabulary and its norms",
     "checkpoints.run_identity.fixed": "only the checkpoint shows with which flags it was saved",  # functions that refuse what the flags of a training command do not show, each with the reason
     "cli.verify_run.run": "what follows `--` is a command line, no flag",
     "compare.certificates.plain_replay.check_replay_flags": "the flags are those of a run that has ended",

@@ -1,5 +1,6 @@
 """--exact: sums that no order changes, an optimizer step that no place changes, and equal bits of whole runs."""
 
+import functools
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from trainer.compare.locate.locate_report import locate_folders
 from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
-from trainer.exact import self_test
+from trainer.exact import exact_products, self_test
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
 from trainer.exact.exact_reduction import flat_cut
 from trainer.exact.exact_sums import (
@@ -26,6 +27,7 @@ from trainer.exact.exact_sums import (
     sum_of_squares,
     to_grid,
 )
+from trainer.exact.fixed_tree import num_pieces, tree_sum
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
 
@@ -167,6 +169,63 @@ def test_the_self_test_finds_a_rank_with_another_processor(monkeypatch):
         self_test.self_test()
 
 
+class OneOf:
+    """A process group of `ranks`, of which this process is the only one that works."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def _copy_into(found: torch.Tensor, gathered: torch.Tensor, part: torch.Tensor, group) -> None:
+    gathered.copy_(found)
+
+
+@pytest.mark.parametrize("width", (172, 64, 6, 7))
+def test_sums_over_pieces_are_those_of_any_number_of_ranks(width, monkeypatch):
+    values = spread_values(9 * width, seed=6).view(9, width)
+    terms = [piece.sum(1) for piece in values.chunk(num_pieces(width, 1), 1)]
+    whole = tree_sum(terms, OneOf(1))
+    for ranks in (n for n in (2, 4, 8) if width % n == 0):
+        here = num_pieces(width // ranks, ranks)
+        assert here * ranks == len(terms)
+        sums = [tree_sum(terms[here * rank :][:here], OneOf(1)) for rank in range(ranks)]
+        gathered = functools.partial(_copy_into, torch.cat(sums))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather_into_tensor", gathered)
+            assert torch.equal(tree_sum(terms[:here], OneOf(ranks)), whole), ranks
+    torch.testing.assert_close(whole.double(), values.double().sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ("columns", "rows"))
+@pytest.mark.parametrize("has_bias", (True, False))
+def test_products_in_pieces_are_those_of_a_linear_layer(kind, has_bias):
+    shapes = [(5, 12), (20, 12)] + [(20,)] * has_bias
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    seed = torch.randn(5, 20, dtype=torch.float64)
+    expected = F.linear(*tensors)
+    given = [*tensors, None][:3]
+    found = exact_products.PRODUCTS[kind].apply(*given, OneOf(1))
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(output, tensors, seed) for output in (found, expected)]
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_activation_rounds_an_element_in_the_same_way_at_the_end_of_a_tensor():
+    inputs = spread_values(1000, seed=7)
+    plain, found = torch.nn.SiLU(), []
+    for size in (1000, 993, 7):
+        values = inputs[:size].clone().requires_grad_()
+        output = exact_products._without_tail(plain, values)
+        found.append((output.detach(), torch.autograd.grad(output.sum(), values)[0]))
+        torch.testing.assert_close(output, plain(values))
+    for tensors in zip(*found):
+        assert torch.equal(tensors[0][:993], tensors[1]) and torch.equal(tensors[0][:7], tensors[2])
+
+
 # --- whole runs
 
 BACKENDS = {f"z{stage}": ["--backend", "deepspeed", "--zero_stage", str(stage)] for stage in range(4)}
@@ -192,6 +251,7 @@ def line(name: str, folder, data, *more: str) -> list[str]:
     flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
     flags += ["--micro_train_batch_size", "4" if "mb4" in name else "1"]
     flags += ["--packing_samples"] if "packed" in name else []
+    flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
     flags += ["--gradient_checkpointing"] if "recomputed" in name else []
     return [*flags, *more, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
@@ -208,10 +268,10 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
 
     alone, lora = ["f-mb4-packed", "z2-mb1"], ["z0-lora", "f-lora-mb4", "z2-lora-recomputed", "z3-lora"]
     train_many(1, [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")], tmp_path, 300)
-    pair = ["f-mb1", "z0-mb4-packed", "z1-mb1", "z3-mb4-recomputed"]
-    later = [resumed("z3-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
+    pair = ["f-mb1", "z0-mb4-packed", "z1-tp2", "z3-mb4-recomputed", "f-tp2-recomputed"]
+    later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later], tmp_path, 300)
-    for names, resumed_name in (([*alone, *pair], "z3-resumed"), (lora, "f-lora-resumed")):
+    for names, resumed_name in (([*alone, *pair], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
         expected = bits_of(tmp_path / names[0])
         assert len(expected.tensors) == 2 and all(expected.tensors.values())
         assert expected.steps == 4 and len({row["loss"] for row in expected.rows.values()}) == 4
@@ -244,6 +304,7 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
     def of(command: str, name: str) -> list[str]:
         flags = ["--pretrain", f"{shared_data}/models/stories260K-hf", *data, "--max_len", "160", "--max_steps", "3"]
         flags += ["--learning_rate", "1e-3", "--no_save", "--exact", "--param_dtype", "fp32"]
+        flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
         flags += [*BACKENDS[name.split("-")[0]], "--micro_train_batch_size", "2" if "mb2" in name else "1"]
         flags += ["--packing_samples"] if "packed" in name else []
         teacher = ["--teacher", f"{shared_data}/models/stories260K-hf", "--output_key", "chosen", "--kd_coef", "0.5"]
@@ -252,9 +313,18 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
         return [command, *flags, "--output_dir", str(folder), "--parity_dump", str(folder / "parity")]
 
     train_many(1, [of("train_dpo", "z1"), of("train_rm", "f"), of("train_kd", "f")], tmp_path, 300)
-    on_two = [of("train_dpo", "f-mb2-packed"), of("train_rm", "z3-mb2"), of("train_kd", "z2-mb2-packed")]
+    on_two = [
+        of("train_dpo", "f-mb2-packed"),
+        of("train_dpo", "z3-tp2"),
+        of("train_rm", "z3-mb2"),
+        of("train_kd", "z2-mb2-packed"),
+    ]
     train_many(2, on_two, tmp_path, 300)
-    pairs = [("train_dpo-z1", "train_dpo-f-mb2-packed"), ("train_rm-f", "train_rm-z3-mb2")]
+    pairs = [
+        ("train_dpo-z1", "train_dpo-f-mb2-packed"),
+        ("train_dpo-z1", "train_dpo-z3-tp2"),
+        ("train_rm-f", "train_rm-z3-mb2"),
+    ]
     for alone, pair in (*pairs, ("train_kd-f", "train_kd-z2-mb2-packed")):
         expected = bits_of(tmp_path / alone)
         assert expected.steps == 3 and len(expected.tensors) == 2

@@ -5,11 +5,13 @@ numbers (int64), so neither their order nor the number of ranks changes a bit.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from trainer.distributed.sharded_tensors import to_local_if_dtensor
 from trainer.exact.exact_reduction import Cut, flat_cut, gather_parts, sum_parts, sums_of_squares
 from trainer.exact.exact_sums import GRADIENT_LIMIT, add_to, from_grid, power_of_two_above, to_grid
 
@@ -21,9 +23,9 @@ class ExactGradients:
     as with a gradient that is not finite. Then no weight changes.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        """`group` are the ranks that share out the samples of a global batch."""
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, tp_group: dist.ProcessGroup):
+        """`group` are the ranks that share out the samples of a global batch. Those of `tp_group` have the same ones."""
+        self.group, self.tp_group = group, tp_group
         self.reached: set[str] = set()  # parameters that got a gradient in any sample
         self.norm = math.nan  # of the last complete gradient
         self.watch: Callable[[str, torch.Tensor], None] | None = None  # gets each gradient of a sample on the grid
@@ -39,8 +41,10 @@ class ExactGradients:
         gradients = torch.autograd.grad(loss_sum * scale, list(leaves.values()), allow_unused=True)
         with torch.no_grad():
             for (name, leaf), gradient in zip(leaves.items(), gradients):
+                if isinstance(gradient, DTensor):  # of an embedding, it may be sums with zeros on other tp ranks
+                    gradient = gradient.redistribute(placements=leaf.placements).to_local()
                 if name not in self._sums:
-                    shape = leaf.shape if gradient is None else gradient.shape
+                    shape = to_local_if_dtensor(leaf).shape if gradient is None else gradient.shape
                     self._sums[name] = torch.zeros(shape, dtype=torch.int64, device=leaf.device)
                 if gradient is None:
                     continue
@@ -51,20 +55,31 @@ class ExactGradients:
         self._num_samples += 1
 
     @torch.no_grad()
-    def reduce(self, num_targets: int, place: Callable[[str, torch.Tensor], None], cut: Cut | None = None) -> None:
+    def reduce(
+        self,
+        num_targets: int,
+        place: Callable[[str, torch.Tensor], None],
+        cut: Cut | None = None,
+        split: Collection[str] = (),
+    ) -> None:
         """Add up over the ranks, and give each mean gradient to `place`: (name, fp32 tensor). Sets `norm`.
 
         Each sum is exact, then divided and rounded once. With `cut`, `place` gets this rank's part, else the whole.
+        `split` are the names whose tensors are parts that tp split. The others are the same on all tp ranks.
         """
         largest, count = torch.tensor(self._largest, dtype=torch.float64), torch.tensor(self._num_samples)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        for group in (self.group, self.tp_group):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         dist.all_reduce(count, group=self.group)
         fits = largest.item() * count.item() < GRADIENT_LIMIT
         divisor = num_targets / power_of_two_above(num_targets)
         shapes = {name: sums.shape for name, sums in self._sums.items()}
         summed = sum_parts(self._sums, cut or flat_cut, self.group)
         parts = {name: from_grid(sums, divisor) for name, sums in summed}
-        squares = sums_of_squares(list(parts.values()), [shape.numel() for shape in shapes.values()], self.group)
+        copies = {name: 1 if name in split else self.tp_group.size() for name in parts}
+        sizes = [shape.numel() * self.tp_group.size() // copies[name] for name, shape in shapes.items()]
+        counted = [part if copies[name] == 1 or self.tp_group.rank() == 0 else part[:0] for name, part in parts.items()]
+        squares = sums_of_squares(counted, sizes, (self.group, self.tp_group))
         self.norm = math.sqrt(math.fsum(squares)) if fits else math.inf
         for name, gradient in parts.items() if cut else gather_parts(parts, shapes, self.group):
             place(name, gradient)

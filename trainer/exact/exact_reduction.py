@@ -1,7 +1,7 @@
 """Sums over ranks of which each rank gets its part: whole numbers, so any order of the addition gives the same bits."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,19 +45,22 @@ def sum_parts(sums: dict[str, torch.Tensor], cut: Cut, group: dist.ProcessGroup)
         yield from ((name, part.view(shape)) for name, part, shape in zip(names, found, shapes))
 
 
-def sums_of_squares(parts: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[float]:
-    """Return the sum of the squares of each tensor, in any parts the same (two all-reduces of a number for each).
+def sums_of_squares(parts: list[torch.Tensor], sizes: list[int], groups: Sequence[dist.ProcessGroup]) -> list[float]:
+    """Return the sum of the squares of each tensor, in any parts the same (two all-reduces of a number for each group).
 
-    `parts` are those of this rank, fp32, and `sizes` the numbers of elements of whole tensors.
+    `parts` are those of this rank, fp32, and `sizes` the numbers of elements of whole tensors. The ranks of all `groups`
+    together hold each element once.
     """
     largest = [torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(()) for part in parts]
     largest = torch.stack(largest).double()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     if not largest.isfinite().all():
         return [math.inf]
     grids = [grid_of_squares(most, size) for most, size in zip(largest.tolist(), sizes)]
     sums = torch.stack([sum_of_squares(part, grid) for part, grid in zip(parts, grids)])
-    dist.all_reduce(sums, group=group)
+    for group in groups:
+        dist.all_reduce(sums, group=group)
     return [total * grid for total, grid in zip(sums.tolist(), grids)]
 
 

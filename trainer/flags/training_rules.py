@@ -210,8 +210,20 @@ EXACT_RULES = (
          "Add --device cpu, or remove the flag."),
     Rule("exact", lambda f: f.param_dtype != "fp32", "with --param_dtype {param_dtype}",
          "equal bits are proved for fp32 only", "Add --param_dtype fp32."),
-    Rule("exact", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
-         "tp splits the sums of each product", "Set it to 1, and take more data-parallel ranks."),
+    Rule("exact", lambda f: f.tensor_parallel_size not in (1, 2, 4),
+         "with --tensor_parallel_size {tensor_parallel_size}", "equal bits are proved for these sizes only",
+         "Take 1, 2 or 4."),
+    Rule("exact", lambda f: f.tensor_parallel_size > 1 and (f.use_hf_tp_plan or f.sequence_parallel),
+         "with --use_hf_tp_plan or --sequence_parallel", "equal bits are proved for plans of ours on whole sequences",
+         "Remove the other flag."),
+    Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.lora_rank, "with --tensor_parallel_size and --lora_rank",
+         "equal bits are not proved for adapters that tp splits", "Set --tensor_parallel_size to 1."),
+    Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.dp_replicate_size > 1,
+         "with --tensor_parallel_size and --dp_replicate_size", "equal bits are not proved for both",
+         "Set one of them to 1."),
+    Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.parity_trace,
+         "with --tensor_parallel_size and --parity_trace", "a rank has only a part of a sample's gradient",
+         "Set --tensor_parallel_size to 1."),
     Rule("exact", lambda f: f.ring_attn_size > 1, "with --ring_attn_size {ring_attn_size}",
          "a split sequence adds up its keys in another order", "Set it to 1, and take more data-parallel ranks."),
     Rule("exact", lambda f: f.expert_parallel_size > 1, "with --expert_parallel_size {expert_parallel_size}",
@@ -267,6 +279,12 @@ TRAINING_RULES = (
 def _not_exact(command: str) -> Rule:
     why = "equal bits are proved for training on fixed data only"
     return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
+
+
+def exact_without_tp(command: str) -> Rule:
+    why = "equal bits of tensor parallelism are proved for train_sft and train_dpo"
+    return Rule("exact", lambda f: f.tensor_parallel_size > 1, f"with --tensor_parallel_size and {command}", why,
+                "Set --tensor_parallel_size to 1.")  # fmt: skip
 
 
 def _no_new_tokens(command: str, why: str) -> Rule:

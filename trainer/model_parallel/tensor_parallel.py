@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
+from trainer.model_folders.model_folder import has_adapter
 from trainer.model_parallel.expert_parallel import are_experts
 from trainer.model_parallel.tp_plans import (
+    OUR_PLANS,
     get_gathered_tp_plan,
     get_hf_tp_plan,
     get_llama_tp_plan,
@@ -36,7 +38,7 @@ from trainer.model_parallel.tp_plans import (
     plans_with_all_heads,
     shard_sequence,
 )
-from trainer.model_parallel.tp_styles import COLWISE, LORA_STYLES, SEQUENCE_FORMS, STYLES
+from trainer.model_parallel.tp_styles import COLWISE, EXACT_FORMS, LORA_STYLES, SEQUENCE_FORMS, STYLES
 
 FLAG = "--tensor_parallel_size"
 
@@ -276,6 +278,28 @@ def plan_with_lora(plan: dict[str, str], model: torch.nn.Module) -> dict[str, st
         names = ("base_layer", "lora_A.default", "lora_B.default")  # peft's names; the adapter is called "default"
         result |= {f"{pattern}.{name}": style for name, style in zip(names, LORA_STYLES[plan[pattern]])}
     return result
+
+
+def exact_plan(plan: dict[str, str]) -> dict[str, str]:
+    """Return what is left of a complete plan with --exact. Raises UserError for a style that does not keep every bit."""
+    for pattern, style in plan.items():
+        if style not in EXACT_FORMS:
+            raise UserError("--exact", f"with {FLAG}: the plan gives {pattern} the style {style}", f"{FLAG} 1")
+    return {pattern: EXACT_FORMS[style] for pattern, style in plan.items() if EXACT_FORMS[style]}
+
+
+def split_layers(model) -> dict[str, str]:
+    """Return what tp may split in the products and norms of a model: {"model.layers.0.mlp.up_proj": "columns", ...}.
+
+    It does not depend on the size of tp. Of models without a plan of ours, or with an adapter, nothing is named.
+    """
+    if has_adapter(model) or model.config.get_text_config().model_type not in OUR_PLANS:
+        return {}
+    plan, head = get_optimized_tp_plan(model), model.get_output_embeddings()
+    kinds = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "heads"}
+    found = {name: kinds.get(plan.get(pattern_of(name))) for name, _ in model.named_modules()}
+    found |= {name: "vocabulary" for name, module in model.named_modules() if head is not None and module is head}
+    return {name: kind for name, kind in found.items() if kind}
 
 
 def format_plan(plan: dict[str, str]) -> str:

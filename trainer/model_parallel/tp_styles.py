@@ -58,6 +58,19 @@ def _cut_conv1d(style: ParallelStyle, module: Conv1D, mesh: DeviceMesh, placemen
     return module
 
 
+class Held(ParallelStyle):
+    """The weights of a linear layer are sharded, and nothing else. With --exact, the layer has a product of its own."""
+
+    def __init__(self, **placements):
+        self.placements = placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(parameter.data, device_mesh, [self.placements[name]], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        return module
+
+
 class Replicated(ParallelStyle):
     """Every tp rank runs the module on the same full input, or on its own part of it if `sum_gradients`.
 
@@ -151,6 +164,8 @@ STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "experts": None,  # see `expert_parallel.shard_experts`
     "replicated_in_block": ReplicatedInBlock,  # sees whole sequences, even with --sequence_parallel
     "block_input": BlockInput,
+    "held_by_columns": lambda: Held(weight=Shard(0), bias=Shard(0)),
+    "held_by_rows": lambda: Held(weight=Shard(1), bias=Replicate()),
     "colwise_vocab": lambda: ColwiseParallel(use_local_output=False),  # logits stay sharded over the vocabulary
     # --sequence_parallel: between blocks, activations are DTensors sharded over the sequence (dimension 1)
     "sequence_parallel": SequenceParallel,
@@ -171,6 +186,16 @@ SEQUENCE_FORMS = {
     "rowwise_rep": "rowwise_split_input_to_sequence",
     "replicated": "sequence_parallel",
     "colwise_vocab": "colwise_vocab_from_sequence",
+}
+# --exact: styles that keep every bit, and what is left of them where `exact_products` has the product
+EXACT_FORMS = {
+    "colwise": "held_by_columns",
+    "colwise_vocab": "held_by_columns",
+    "rowwise": "held_by_rows",
+    "embedding_rowwise": "embedding_rowwise",  # adds zeros
+    "replicated": "replicated",
+    "replicated_with_grad_allreduce": "replicated",
+    "block_input": None,
 }
 # style of a layer -> styles of its own weight, of A and of B. In a column-parallel layer, A is a replica: every tp rank
 # has its output. B is sharded like the layer. In a row-parallel layer, A is sharded like the layer, B is a replica.

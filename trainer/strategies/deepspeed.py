@@ -28,6 +28,7 @@ from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients, clip_coefficient
+from trainer.exact.exact_products import fix_products
 from trainer.exact.exact_reduction import flat_cut, gather_parts
 from trainer.model_folders import model_folder
 from trainer.model_folders.model_writer import save_pretrained
@@ -77,7 +78,7 @@ class DeepspeedStrategy:
         mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if self.options.exact:
-            self.exact = ExactGradients(self.meshes.loss.get_group())
+            self.exact = ExactGradients(self.meshes.loss.get_group(), self.meshes.root["tp"].get_group())
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
         logger.setLevel(logging.ERROR)
@@ -163,7 +164,10 @@ class DeepspeedStrategy:
         trained = (p for p in model.parameters() if p.requires_grad)
         num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
         config = self._engine_config(num_trained, plan)
+        kinds = tensor_parallel.split_layers(model) if self.options.exact else {}
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
+        if self.options.exact:
+            fix_products(model, kinds, self.meshes.params["tp"])
         self._note_reached(model)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:
@@ -200,20 +204,32 @@ class DeepspeedStrategy:
         """(deepspeed.initialize, tensor-parallel plan by which it shards `model`); the plan is None without tp."""
         if self.sizes.tp == 1:
             return functools.partial(deepspeed.initialize, dist_init_required=False), None
+        plan = self._tp_plan(model)
+        if self.options.exact:  # norms of heads add up their gradients themselves
+            forms = tensor_parallel.exact_plan(plan)
+            plan |= {pattern: form for pattern, form in forms.items() if form == "replicated"}
+        return functools.partial(autotp_layers.initialize, plan=plan, tp_mesh=self.meshes.params["tp"]), plan
+
+    def _tp_plan(self, model) -> dict[str, str]:
         with torch.device("meta"):  # parameters of `model` may be partitioned; a plan is checked on their real shapes
             skeleton = type(model)(model.config)
         tp_mesh = self.meshes.params["tp"]
         plan = tensor_parallel.resolve_tp_plan(skeleton, tp_mesh, use_hf_tp_plan=self.options.use_hf_tp_plan)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
-        return functools.partial(autotp_layers.initialize, plan=plan, tp_mesh=tp_mesh), plan
+        return plan
 
     def _prepare_frozen(self, model, offload: bool) -> torch.nn.Module:
         self._read(model, offload=offload)
         initialize, plan = self._initializer(model)
         config = self._engine_config(plan=plan)
         facts = {"dtype": self.param_dtype, "device": self.device, "initialize": initialize}
-        return zero_loading.prepare_frozen(model, config, offload=offload and self.device.type != "cpu", **facts)
+        kinds = tensor_parallel.split_layers(model) if self.options.exact else {}
+        offload = offload and self.device.type != "cpu"
+        prepared = zero_loading.prepare_frozen(model, config, offload=offload, **facts)
+        if self.options.exact:
+            fix_products(model, kinds, self.meshes.params["tp"])
+        return prepared
 
     def _restore_masters(self, model, weights) -> None:
         """Set fp32 masters from the model folder. The engine made them from weights rounded to `param_dtype`."""
@@ -240,7 +256,8 @@ class DeepspeedStrategy:
                 self.exact.add(loss_sum, trained, num_targets)
             if is_last:
                 cut = flat_cut if self._takes_parts else None
-                self.exact.reduce(num_targets, self._exact_grads.__setitem__, cut)
+                split = [name for name, parameter in trained.items() if autotp.is_sharded(parameter)]
+                self.exact.reduce(num_targets, self._exact_grads.__setitem__, cut, split)
             return
         model.set_gradient_accumulation_boundary(is_last)
         # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
@@ -284,7 +301,8 @@ class DeepspeedStrategy:
         if self.exact:
             shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.module.named_parameters()}
             gathered = gather_parts(dict(self._exact_grads), shapes, self.exact.group)
-            yield from gathered if self._takes_parts else self._exact_grads.items()
+            for name, grad in gathered if self._takes_parts else self._exact_grads.items():
+                yield name, autotp.gather(model.module.get_parameter(name), grad, self._tp_group)
             return
         scale = model.optimizer.loss_scale if self._scaled else 1.0
         for name, parameter in model.module.named_parameters():

@@ -14,6 +14,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints import run_state
 from trainer.checkpoints.shards import TensorShard, shard_of
@@ -34,6 +35,7 @@ from trainer.distributed.sharded_tensors import (
 )
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients
+from trainer.exact.exact_products import fix_products
 from trainer.model_folders import model_folder
 from trainer.model_folders.adapter_tensors import merge_adapter, merging_dtype
 from trainer.model_folders.model_writer import save_pretrained
@@ -74,7 +76,7 @@ class FSDP2Strategy:
         mesh.start_process_group(self.device, host_tensors=options.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if options.exact:
-            self.exact = ExactGradients(self.meshes.loss.get_group())
+            self.exact = ExactGradients(self.meshes.loss.get_group(), self.meshes.root["tp"].get_group())
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
@@ -145,6 +147,8 @@ class FSDP2Strategy:
             options["ignored_params"] = {p for p in model.parameters() if not p.is_floating_point()}
         if self.sizes.tp > 1:
             options["shard_placement_fn"] = self._apply_tp(model)
+        if self.options.exact:
+            fix_products(model, tensor_parallel.split_layers(model), self.meshes.params["tp"])
         if self.options.exact and any(p.requires_grad for p in model.parameters()):
             options["reshard_after_forward"] = False  # a rank has the whole gradient anyway
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
@@ -177,6 +181,7 @@ class FSDP2Strategy:
         plan = tensor_parallel.plan_with_lora(plan, model)
         if self.options.print_tp_plan:
             self.print(f"tensor-parallel plan:\n{tensor_parallel.format_plan(plan)}")
+        plan = tensor_parallel.exact_plan(plan) if self.options.exact else plan
         tensor_parallel.apply_tp_plan(model, plan, self.meshes.params["tp"])
         return tensor_parallel.fsdp_placement
 
@@ -240,7 +245,8 @@ class FSDP2Strategy:
         if is_last:
             is_sharded = isinstance(model, FSDPModule) and self.sizes.dp_replicate == 1
             cut = cut_as_sharded if is_sharded else None
-            self.exact.reduce(num_targets, place, cut)
+            split = [name for name, (leaf, _) in parts.items() if isinstance(leaf, DTensor) and _is_split(leaf)]
+            self.exact.reduce(num_targets, place, cut, split)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale else 1.0
@@ -415,6 +421,10 @@ def _trained_parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
                 if held.sharded_param.requires_grad and hasattr(held, "_unsharded_param"):
                     info = held._module_info
                     yield prefixes[info.module] + info.param_name, held._unsharded_param, held.sharded_param
+
+
+def _is_split(parameter: DTensor) -> bool:
+    return any(placement.is_shard() for placement in parameter.placements)
 
 
 def _groups(module: FSDPModule) -> list:

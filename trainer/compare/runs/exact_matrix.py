@@ -27,10 +27,16 @@ def _hybrid(replicas: int, shards: int) -> Choice:
     return Choice(f"hsdp{replicas}x{shards}", ("--dp_replicate_size", str(replicas)), ranks=replicas * shards)
 
 
+def _tensor(replicas: int, tp: int) -> Choice:
+    return Choice(f"dp{replicas}-tp{tp}", ("--tensor_parallel_size", str(tp)), ranks=replicas * tp)
+
+
 BACKENDS = (*ZERO, FSDP2, FSDP2_STAGE_2)
 RANKS = tuple(Choice(f"{n}r", ranks=n) for n in (1, 2, 4))
 PRODUCTS = (
     (BACKENDS, RANKS, ((_micro(1),), (_micro(2), PACKED))),
+    ((*ZERO, FSDP2), (_tensor(1, 2), _tensor(2, 2), _tensor(1, 4)), ((_micro(1),),)),
+    ((ZERO[3], FSDP2), (_tensor(4, 2), _tensor(2, 4)), ((_micro(2), PACKED),)),
     (BACKENDS, (Choice("8r", ranks=8),), ((_micro(1),), (_micro(1), PACKED))),
     ((ZERO[3], FSDP2), (_hybrid(2, 2), _hybrid(2, 4), _hybrid(4, 2)), ((_micro(1),), (_micro(1), PACKED))),
     ((ZERO[3], FSDP2), RANKS[:2], ((_micro(4), Choice("recomputed", ("--gradient_checkpointing",))),)),

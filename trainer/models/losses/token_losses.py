@@ -37,7 +37,8 @@ def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     """Run one forward pass. Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
     labels, head = micro_batch["labels"], model.get_output_embeddings()
     kept = places_of_labels(micro_batch)
-    if not isinstance(head, torch.nn.Linear):  # an adapter on the head, or a vocabulary that DeepSpeed splits over tp
+    # an adapter on the head, a vocabulary that DeepSpeed splits over tp, or a product of its own (--exact)
+    if not isinstance(head, torch.nn.Linear) or "forward" in vars(head):
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, kept=kept)
     chunk_rows = rows_of_a_chunk(head.out_features, labels.device)
     if len(kept) <= chunk_rows:
