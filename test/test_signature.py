@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from trainer.compare.certificates import plain_replay
+from trainer.compare.certificates import plain_replay, verification
 from trainer.compare.certificates.certificate_checks import check_seal, check_signature
 from trainer.errors import UserError
 from trainer.reports import certificate, signature
@@ -90,3 +90,23 @@ def test_a_replay_does_not_end_a_signature(keys, tmp_path, monkeypatch):
     signed(tmp_path, keys / "sign.pem")
     with pytest.raises(UserError, match=r"--certify: certificate\.json is signed"):
         plain_replay.certify_steps(str(tmp_path), 1, "cpu", "model")
+
+
+def test_a_certificate_that_nobody_checked_is_not_signed(keys, tmp_path, monkeypatch):
+    places = {"dataset": None, "pretrain": None}
+
+    def certify(run, **given):
+        verification.verify_run(str(run), places, 1, "cpu", None, [], sign_key=str(keys / "sign.pem"), **given)
+
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(verification, "_model_folder", lambda content, given: str(tmp_path / "model"))
+    (tmp_path / "rows.jsonl").write_text("{}")
+    paths = {"pretrain": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
+    content = CONTENT | {"arguments": CONTENT["arguments"] | paths}
+    certificate.write(str(tmp_path), content, str(keys / "sign.pem"))
+    with pytest.raises(UserError, match=r"--sign_key: certificate\.json is signed, and without --key"):
+        certify(tmp_path)
+    certificate.write(str(tmp_path), content, None)  # the signature is taken off, and the seal is whole
+    with pytest.raises(UserError, match=r"--sign_key: .* is not as certified"):
+        certify(tmp_path)
+    assert "signature" not in certificate.read(str(tmp_path))

@@ -69,8 +69,26 @@ def test_a_part_that_fails_is_no_certificate(tmp_path, monkeypatch):
     monkeypatch.setattr(certify_versions, "run", run)
     good = certify_versions.certify(sys.executable, tmp_path, ["llama"])
     assert good["verdict"] == "certified" and good["sha256"] == digest(good)
+    assert certify_versions.main(["torch==2.15.0", "--python", sys.executable]) == 2
     for part in ("zoo", "check", "parity", "templates"):
         fails = {"zoo": None, part: True}
         found = certify_versions.certify(sys.executable, tmp_path, ["llama"])
         assert found["verdict"] == "not certified", part
     assert certify_versions.certify(sys.executable, tmp_path, ["llama", "qwen3"])["zoo"]["verdicts"]["problem"] == 1
+
+
+def test_an_edited_or_broken_card_is_none(tmp_path):
+    whole = card("2.13.0", "2026-01-01")
+    whole["sha256"] = digest(whole)
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    (tmp_path / "edited.json").write_text(json.dumps(whole | {"date": "2027-01-01"}))
+    (tmp_path / "broken.json").write_text(json.dumps(whole)[:40])
+    assert read_cards(tmp_path) == [whole]
+
+
+def test_a_model_that_is_refused_everywhere_is_no_pass(tmp_path, monkeypatch):
+    rows = {"llama": {"problem": None, "cells": {"fsdp2": {"verdict": "refused", "note": "why"}}}}
+    monkeypatch.setattr(
+        certify_versions, "run", lambda *_: (tmp_path / "zoo.json").write_text(json.dumps({"models": rows}))
+    )
+    assert certify_versions.zoo(sys.executable, tmp_path, ["llama"])["verdicts"] == {"refused": 1, "problem": 1}

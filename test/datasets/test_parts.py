@@ -9,7 +9,7 @@ from tiny_tokenizers import byte_tokenizer
 
 from trainer.cli import train_dpo, train_sft
 from trainer.datasets.samples.bounds import Bounds
-from trainer.datasets.samples.parts import evaluation_mask
+from trainer.datasets.samples.parts import _connected, evaluation_mask
 from trainer.datasets.samples.preparation import prepare_rows
 from trainer.datasets.samples.prepared import OPTIONS
 from trainer.errors import UserError
@@ -94,3 +94,19 @@ def test_both_answers_of_a_pair_are_in_one_part_of_kto(tmp_path):
     (trained, _), (evaluated, _) = both_parts(load_dpo, args, byte_tokenizer(None))
     assert (len(trained), len(evaluated)) == (32, 8)
     assert not {n // 2 for n in trained["row"]} & {n // 2 for n in evaluated["row"]}
+
+
+def test_an_answer_of_several_pairs_is_in_one_part_of_kto(tmp_path):
+    pairs = [{"prompt": f"{n // 2} and", "chosen": " one", "rejected": f" {n}"} for n in range(20)]
+    data = write(tmp_path / "pairs.jsonl", pairs)
+    flags = ["--pretrain", "x", "--dataset", data, "--eval_fraction", "0.2", "--loss", "kto", "--prompt_key", "prompt"]
+    args, _ = train_dpo.parse(flags)
+    (trained, _), (evaluated, _) = both_parts(load_dpo, args, byte_tokenizer(None))
+    assert (len(trained), len(evaluated)) == (32, 8) and not set(trained["digest"]) & set(evaluated["digest"])
+
+
+def test_rows_that_share_a_sample_by_others_are_connected():
+    rows = np.array([[0, 1], [2, 3], [4, 1], [3, 4], [5, 5]])
+    found = _connected(rows)
+    assert found[0] == found[1] == found[2] == found[3] != found[4]
+    assert (_connected(np.array([[3], [1], [3]])) == [3, 1, 3]).all()

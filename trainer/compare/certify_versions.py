@@ -43,9 +43,16 @@ TEMPLATES = ("test/datasets/test_stock_templates.py", "test/datasets/test_templa
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
+        if options.python and options.packages:
+            found = f"{options.python}, and versions of packages"
+            raise UserError("--python", found, "one of the two: an environment that exists, or versions for a new one")
         folder = Path(options.folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        python = options.python or make_environment(folder / "environment", options.packages)
+        python = (
+            os.path.abspath(options.python)
+            if options.python
+            else make_environment(folder / "environment", options.packages)
+        )
         card = certify(python, folder, options.models)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     name = "-".join(card["versions"][library] for library in ("torch", "transformers", "deepspeed"))
     path = Path(options.cards) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
+    unfinished.replace(path)
     versions = {name: card["versions"][name] for name in ("torch", "transformers", "deepspeed")}
     print(f"{certified_line(versions, [card])[1]}; {path}")
     return 0 if card["verdict"] == "certified" else 1
@@ -95,7 +104,10 @@ def certify(python: str, folder: Path, models: list[str]) -> dict:
         "-c",
         "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))",
     ]
-    found = subprocess.run([*say, *RECORDED], capture_output=True, text=True)
+    try:
+        found = subprocess.run([*say, *RECORDED], capture_output=True, text=True)
+    except OSError as error:
+        raise UserError("--python", f"{python}: {error.strerror}", "the interpreter of an environment") from None
     if found.returncode:
         raise UserError("--python", f"{python}: {(found.stderr.strip() or 'no output').splitlines()[-1]}")
     versions = {name: version.partition("+")[0] for name, version in json.loads(found.stdout).items()}
@@ -124,7 +136,9 @@ def zoo(python: str, folder: Path, models: list[str]) -> dict:
     rows = read(result)["models"] if result.exists() else {}
     cells = {f"{name} {cell}": found for name, row in rows.items() for cell, found in row["cells"].items()}
     verdicts = Counter(cell["verdict"] for cell in cells.values())
-    verdicts["problem"] = sum(bool(rows.get(name, {"problem": "no row"})["problem"]) for name in models)
+    # a model that passes nowhere is a problem, also if each cell is refused
+    passing = {name for name, row in rows.items() if any(cell["verdict"] == "pass" for cell in row["cells"].values())}
+    verdicts["problem"] = len(set(models) - passing)
     bad = {name: cell["note"] for name, cell in cells.items() if cell["verdict"] != "pass"}
     bad |= {name: row["problem"] for name, row in rows.items() if row["problem"]}
     return {"models": models, "verdicts": dict(+verdicts), "not_passing": bad}

@@ -41,12 +41,16 @@ def folder_with_tokens(folder: str, names: str, trust_remote_code: bool = False)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     known = {token: number for token in wanted if (number := _id_of(tokenizer, token)) is not None}
     new, num_old = [token for token in wanted if token not in known], len(tokenizer)
+    last = max(tokenizer.get_vocab().values())
     tokenizer.add_tokens([_added(token) for token in new])
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in new}
     said = [f"{token} is {number}" for token, number in ids.items()]
     said += [f"{token} is in the vocabulary already, as {number}" for token, number in known.items()]
     if not new:
         return folder, f"{FLAG}: {', '.join(said)}"
+    if min(ids.values()) <= last:
+        found = f"the ids of the tokenizer have gaps: {said[0]}, and there is an older token with id {last}"
+        raise UserError(FLAG, found, "a tokenizer without gaps")
     target = _place(folder, wanted)
     if not os.path.isdir(target):
         _write(folder, target, tokenizer, list(ids.values()), num_old, trust_remote_code)

@@ -1,5 +1,6 @@
 """Which versions of the libraries are certified: the cards that `python -m trainer.compare.certify_versions` wrote."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -21,8 +22,13 @@ def installed(libraries=LIBRARIES) -> dict[str, str]:
 
 
 def read_cards(folder: Path = CARDS) -> list[dict]:
-    """All cards, the oldest first."""
-    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda card: card["date"])
+    """All cards, the oldest first. A file that is no whole card, by its sha256, is none."""
+    cards = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            card = json.loads(path.read_text())
+            cards += [card] if isinstance(card, dict) and card.get("sha256") == digest(card) else []
+    return sorted(cards, key=lambda card: card["date"])
 
 
 def digest(card: dict) -> str:

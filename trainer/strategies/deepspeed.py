@@ -163,7 +163,7 @@ class DeepspeedStrategy:
         initialize, plan = self._initializer(model)
         trained = (p for p in model.parameters() if p.requires_grad)
         num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-        config = self._engine_config(num_trained, plan)
+        config = self._engine_config(num_trained // self.sizes.tp, plan)
         kinds = tensor_parallel.split_layers(model) if self.options.exact else {}
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         if self.options.exact:

@@ -60,11 +60,11 @@ def certify_steps(
     chosen = sorted(random.Random(content["steps"]["row_chain"]).sample(sorted(places), min(num_steps, len(places))))
     chosen_places = {step: places[step] for step in chosen}
     content["replays"] = _replay(content, chosen_places, rows, device, model_folder, dataset, trust_remote_code)
-    certificate.write(folder, content, sign_key)
     failed = [replay for replay in content["replays"] if not replay["within_tolerance"]]
+    certificate.write(folder, content, None if failed else sign_key)
     worst = max((replay["relative_loss"] for replay in content["replays"]), default=0.0)
     named = ", ".join(f"step {replay['step']}" for replay in failed)
-    result = f"not within tolerance: {named}" if failed else "all within tolerance"
+    result = f"not within tolerance: {named}{' (not signed)' if sign_key else ''}" if failed else "all within tolerance"
     few = "" if len(chosen) == num_steps else f" ({num_steps} requested; only steps after a checkpoint can be replayed)"
     return f"certify: {len(chosen)} steps replayed by the plain loop{few}, {result}; worst loss difference {worst:.2g}"
 

@@ -12,7 +12,7 @@ from trainer.errors import UserError
 from trainer.flags.rights import refuse_rights
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_model_folder
-from trainer.reports import certificate
+from trainer.reports import certificate, signature
 
 # a rerun writes elsewhere, from the start, and only what the comparison needs
 NOT_RERUN = {
@@ -124,6 +124,10 @@ def rerun(content: dict, output_dir: str, flags: list[str], given: set[str]) -> 
     Raises UserError if a flag of the certificate grants a right that is not `given` by name, here or in `flags`.
     """
     kept = {name: value for name, value in content["arguments"].items() if name not in NOT_RERUN}
+    if not kept.get(
+        "eval_fraction"
+    ):  # of a file of its own, which is not read; of --eval_fraction it decides what is trained
+        kept.pop("max_eval_samples", None)
     own = {word.split("=")[0].removeprefix("--") for word in flags if word.startswith("--")}
     if certificate.has_rollouts(content):
         found = f"a run of {content['command']}, whose samples are generated anew"
@@ -192,6 +196,8 @@ def verify_run(
         raise UserError(flag, broken[0], "the certificate as it was written")
     if flag and key and (unsigned := checks.check_signature(content, key)):
         raise UserError("--key", unsigned[0], "a certificate that this key signed")
+    if sign_key:
+        _refuse_to_sign(content, sign_key, key)
     replaced = {**content, "arguments": content["arguments"] | {k: v for k, v in places.items() if v}}
     given = {name for name, value in {**places, "trust_remote_code": trust_remote_code}.items() if value}
     results = {"rerun": rerun(replaced, rerun_dir, flags, given)} if rerun_dir else {}
@@ -203,6 +209,10 @@ def verify_run(
         model_folder = _model_folder(content, places["pretrain"])
         if model_folder is None:
             raise UserError("--pretrain", f"{content['arguments']['pretrain']} is not here", "the model of the run")
+        if sign_key:
+            found = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key)
+            if failed := [name for name, differences in found.items() if differences]:
+                raise UserError("--sign_key", f"{folder} is not as certified: {', '.join(failed)}", "a run that passes")
         print(certify_steps(folder, num_replays, device, model_folder, places["dataset"], trust_remote_code, sign_key))
     results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key) | results
     print(describe(results))
@@ -211,3 +221,11 @@ def verify_run(
     failed = [name for name, differences in results.items() if differences]
     print(f"FAIL {folder}: {', '.join(failed)}" if failed else f"PASS {folder}", flush=True)
     return not failed
+
+
+def _refuse_to_sign(content: dict, sign_key: str, key: str | None) -> None:
+    """Raises UserError, before any replay, for a file that is no private key and for a signature that nobody checks."""
+    signature.private_key(sign_key)
+    if "signature" in content and not key:
+        found = f"{certificate.FILE} is signed, and without --key its signature is not checked"
+        raise UserError("--sign_key", found, "--key with the public key, too")

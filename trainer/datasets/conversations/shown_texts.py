@@ -24,7 +24,8 @@ def check_shown(
     """
     shown = _squash(text)
     for tool in tools or []:
-        name = tool.get("function", tool).get("name", tool.get("type"))  # a tool of the model's own has only a type
+        # a tool of the model's own has only a type
+        name = tool["function"].get("name") if "function" in tool else tool.get("name", tool.get("type"))
         for text in [name] if isinstance(name, str) else _strings(tool):
             if not _is_in(text, shown):
                 raise UserError("the chat template", f"does not show the tool {text!r}", REMEDY)

@@ -28,7 +28,7 @@ class Part:
             return samples
         digests = samples.select_columns(["digest"]).with_format("arrow")[:]["digest"].dictionary_encode()
         kinds = np.concatenate([chunk.indices.to_numpy() for chunk in digests.unify_dictionaries().chunks])
-        kinds = np.unique(kinds.reshape(-1, self.rows_together), axis=0, return_inverse=True)[1].ravel()
+        kinds = _connected(kinds.reshape(-1, self.rows_together))
         evaluated = np.repeat(evaluation_mask(kinds, self.fraction, self.seed, self.limit), self.rows_together)
         return samples.select(np.flatnonzero(evaluated == self.is_evaluation))
 
@@ -38,6 +38,18 @@ class Part:
 
 
 WHOLE = Part()
+
+
+def _connected(kinds: np.ndarray) -> np.ndarray:
+    """One number for each row of `kinds` (rows, samples): rows that share a sample, also by other rows, have the same."""
+    label = np.arange(kinds.max(initial=-1) + 1)  # of a kind: the least kind that it is known to be connected with
+    while True:
+        least = label[kinds].min(axis=1)
+        lower = label.copy()
+        np.minimum.at(lower, kinds, least[:, None])
+        if (lower == label).all():
+            return least
+        label = lower[lower]
 
 
 def evaluation_mask(kinds: np.ndarray, fraction: float, seed: int, limit: int | None = None) -> np.ndarray:
