@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def play(make, name: str, texts: list[str], episodes: int = 1):
     turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     row = {"question": "How much is 2 + 3?", "answer": "5"}
     prompt = {"row": 0, "label": None, "prompt_ids": [1], **{COLUMN + key: value for key, value in row.items()}}
-    envs, sampling = environments(make, tokenizer), sampling_of(tokenizer, name, 4000)
+    # the script has one text for each turn, so its episodes go together
+    envs = replace(environments(make, tokenizer), lockstep=True)
+    sampling = sampling_of(tokenizer, name, 4000)
     return generate_episodes(envs, Script(turns), [prompt], episodes, sampling, seed=0, rollout=0), turns, tokenizer
 
 
