@@ -104,7 +104,7 @@ def test_a_certificate_that_nobody_checked_is_not_signed(keys, tmp_path, monkeyp
     paths = {"pretrain": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
     content = CONTENT | {"arguments": CONTENT["arguments"] | paths}
     certificate.write(str(tmp_path), content, str(keys / "sign.pem"))
-    with pytest.raises(UserError, match=r"--sign_key: certificate\.json is signed, and without --key"):
+    with pytest.raises(UserError, match=r"--sign_key: certificate\.json is signed, and nothing has checked"):
         certify(tmp_path)
     certificate.write(str(tmp_path), content, None)  # the signature is taken off, and the seal is whole
     with pytest.raises(UserError, match=r"--sign_key: .* is not as certified"):

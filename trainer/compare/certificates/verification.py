@@ -227,5 +227,5 @@ def _refuse_to_sign(content: dict, sign_key: str, key: str | None) -> None:
     """Raises UserError, before any replay, for a file that is no private key and for a signature that nobody checks."""
     signature.private_key(sign_key)
     if "signature" in content and not key:
-        found = f"{certificate.FILE} is signed, and without --key its signature is not checked"
+        found = f"{certificate.FILE} is signed, and nothing has checked its signature"
         raise UserError("--sign_key", found, "--key with the public key, too")
