@@ -260,3 +260,14 @@ def test_answers_are_no_calls(answer):
 def test_no_text_breaks_the_reading(mark, text, start):
     for call in tool_calls(f"{mark}{start}{text}{mark}{text}", TOOLS):
         assert isinstance(call["name"], str) and isinstance(call["arguments"], dict)
+
+
+def test_harmony_may_name_the_type_of_its_content_without_a_mark():
+    text = f"<|channel|>commentary to=functions.find json<|message|>{JSON}<|call|>"
+    assert tool_calls(text, TOOLS) == [FIND]
+
+
+def test_quotes_of_an_optional_text_belong_to_it():
+    tools = [tool("search", query={"type": "string", "nullable": True})]
+    text = '<tool_call>\n<function=search>\n<parameter=query>\n"exact phrase"\n</parameter>\n</function>\n</tool_call>'
+    assert tool_calls(text, tools)[0]["arguments"] == {"query": '"exact phrase"'}

@@ -93,6 +93,8 @@ def _typed(text: str, schema: Any, guess: bool) -> Any:
         kind = _type_of(value)
         if kind == "number" and "integer" in types and "number" not in types and value.is_integer():
             return int(value)
+        if kind == "string" and "string" in types:
+            return text  # the quotes belong to it
         if not types or kind in types or (kind == "integer" and "number" in types):
             return value
     lowered = {"true": True, "false": False, "null": None, "none": None}.get(text.strip().lower(), text)
@@ -313,7 +315,7 @@ FORMATS = (
     Format("DeepSeek-V3 and V3.1", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>", read_deepseek),
     Format("DeepSeek-V3.2", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", DSML),
     Format("Mistral", r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", read_mistral),
-    Format("gpt-oss", r"to=functions\.(?=[\w.-]+\s*<\|)", r"<\|call\|>|<\|end\|>|<\|start\|>", HARMONY),
+    Format("gpt-oss", r"to=functions\.(?=[\w.-]+[^<>{}\n]*<\|)", r"<\|call\|>|<\|end\|>|<\|start\|>", HARMONY),
     Format("FunctionGemma", "<start_function_call>", "<end_function_call>", gemma("<escape>")),
     Format("Gemma 4", r"<\|tool_call>", r"<tool_call\|>", gemma('<|"|>')),
     Format("Llama 3.1", r"<\|python_tag\|>(?=\s*\{)", r"<\|eom_id\|>|<\|eot_id\|>", read_json),

@@ -56,7 +56,9 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
     if not MATH_REWARDS.keys().isdisjoint(function_names(args.scores.reward_func)) and not can_compare():
-        run.setup.strategy.print("--reward_func math: math-verify is not installed, so formulas are compared as texts")
+        run.setup.strategy.print(
+            f"--reward_func {args.scores.reward_func}: math-verify is not installed, so formulas are compared as texts"
+        )
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
     run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
