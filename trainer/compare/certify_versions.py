@@ -24,11 +24,11 @@ from xml.etree import ElementTree
 from packaging.requirements import Requirement
 
 from trainer.errors import OneLineParser, UserError
-from trainer.planning.versions import CARDS, certified_line, digest
+from trainer.planning.versions import CARDS, LIBRARIES, certified_line, digest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["llama", "qwen2", "qwen3", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "qwen3_next"]
-RECORDED = ("torch", "transformers", "deepspeed", "peft", "datasets", "tokenizers", "safetensors", "numpy")
+RECORDED = (*LIBRARIES, "peft", "datasets", "tokenizers", "safetensors", "numpy")
 MORE = (
     "peft",
     "pytest",
@@ -57,13 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    name = "-".join(card["versions"][library] for library in ("torch", "transformers", "deepspeed"))
-    path = Path(options.cards) / f"{name}.json"
+    versions = {library: card["versions"][library] for library in LIBRARIES}
+    path = Path(options.cards) / f"{'-'.join(versions.values())}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
     unfinished.replace(path)
-    versions = {name: card["versions"][name] for name in ("torch", "transformers", "deepspeed")}
     print(f"{certified_line(versions, [card])[1]}; {path}")
     return 0 if card["verdict"] == "certified" else 1
 

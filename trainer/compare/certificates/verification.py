@@ -124,9 +124,7 @@ def rerun(content: dict, output_dir: str, flags: list[str], given: set[str]) -> 
     Raises UserError if a flag of the certificate grants a right that is not `given` by name, here or in `flags`.
     """
     kept = {name: value for name, value in content["arguments"].items() if name not in NOT_RERUN}
-    if not kept.get(
-        "eval_fraction"
-    ):  # of a file of its own, which is not read; of --eval_fraction it decides what is trained
+    if not kept.get("eval_fraction"):  # else the limit decides which rows are trained
         kept.pop("max_eval_samples", None)
     own = {word.split("=")[0].removeprefix("--") for word in flags if word.startswith("--")}
     if certificate.has_rollouts(content):
