@@ -30,21 +30,13 @@ FIND, NOW = {"name": "find", "arguments": GIVEN}, {"name": "now", "arguments": {
 JSON = '{"query": "12", "limit": 3, "share": 0.5, "exact": true, "tags": ["a", "b"], "when": null}'
 PYTHON = "find(query='12', limit=3, share=0.5, exact=True, tags=['a', 'b'], when=None)"
 OBJECT = f'{{"name": "find", "arguments": {JSON}}}'
-XML = "".join(
-    f"<parameter={key}>\n{text}\n</parameter>\n"
-    for key, text in zip(GIVEN, ["12", "3", "0.5", "true", '["a", "b"]', "null"])
-)
-GLM = "".join(
-    f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
-    for key, text in zip(GIVEN, ["12", "3", "0.5", "true", '["a", "b"]', "null"])
-)
-INVOKE = "".join(
-    f'<parameter name="{key}">{text}</parameter>\n'
-    for key, text in zip(GIVEN, ["12", "3", "0.5", "true", '["a", "b"]', "null"])
-)
+WRITTEN = dict(zip(GIVEN, ["12", "3", "0.5", "true", '["a", "b"]', "null"]))
+XML = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in WRITTEN.items())
+GLM = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in WRITTEN.items())
+INVOKE = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in WRITTEN.items())
 DSML = "".join(
     f'<｜DSML｜parameter name="{key}" string="{str(key == "query").lower()}">{text}</｜DSML｜parameter>\n'
-    for key, text in zip(GIVEN, ["12", "3", "0.5", "true", '["a", "b"]', "null"])
+    for key, text in WRITTEN.items()
 )
 BARE = "query:{q}12{q},limit:3,share:0.5,exact:true,tags:[{q}a{q},{q}b{q}],when:null"
 GEMMA3, GEMMA4 = BARE.format(q="<escape>"), BARE.format(q='<|"|>')

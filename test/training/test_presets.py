@@ -121,12 +121,8 @@ def rloo(samples, old, policy, reference, values):
     return -total / len(samples)
 
 
-def reinforce_plus_plus(samples, old, policy, reference, values):
-    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): A_t = r - beta * the KL from t on, normed over all tokens; PPO's clip."""
-    advantages = []
-    for n, sample in enumerate(samples):
-        kl = (log_probs(old, sample) - log_probs(reference, sample)).tolist()
-        advantages.append([SCORES[n] - 1e-4 * sum(kl[t:]) for t in range(LENGTHS[n])])
+def whitened_and_clipped(samples, old, policy, advantages):
+    """PPO's clipped loss, the mean over all tokens, of advantages that are whitened over all tokens."""
     everything = [value for row in advantages for value in row]
     mean, deviation = statistics.fmean(everything), math.sqrt(statistics.pvariance(everything) + 1e-8)
     total = 0.0
@@ -134,6 +130,15 @@ def reinforce_plus_plus(samples, old, policy, reference, values):
         for ratio, advantage in zip((log_probs(policy, sample) - log_probs(old, sample)).exp(), row):
             total = total + clipped(ratio, (advantage - mean) / deviation, 0.2, 0.2)
     return -total / len(everything)
+
+
+def reinforce_plus_plus(samples, old, policy, reference, values):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): A_t = r - beta * the KL from t on, normed over all tokens; PPO's clip."""
+    advantages = []
+    for n, sample in enumerate(samples):
+        kl = (log_probs(old, sample) - log_probs(reference, sample)).tolist()
+        advantages.append([SCORES[n] - 1e-4 * sum(kl[t:]) for t in range(LENGTHS[n])])
+    return whitened_and_clipped(samples, old, policy, advantages)
 
 
 def ppo(samples, old, policy, reference, values):
@@ -145,13 +150,7 @@ def ppo(samples, old, policy, reference, values):
         rewards[-1] += sample.score
         deltas = [reward + own[t + 1] - own[t] for t, reward in enumerate(rewards)]
         advantages.append([sum(0.95 ** (j - t) * deltas[j] for j in range(t, len(deltas))) for t in range(len(deltas))])
-    everything = [value for row in advantages for value in row]
-    mean, deviation = statistics.fmean(everything), math.sqrt(statistics.pvariance(everything) + 1e-8)
-    total = 0.0
-    for sample, row in zip(samples, advantages):
-        for ratio, advantage in zip((log_probs(policy, sample) - log_probs(old, sample)).exp(), row):
-            total = total + clipped(ratio, (advantage - mean) / deviation, 0.2, 0.2)
-    return -total / len(everything)
+    return whitened_and_clipped(samples, old, policy, advantages)
 
 
 PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, ppo)}
