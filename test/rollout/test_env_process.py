@@ -1,6 +1,7 @@
 """--env_sandbox: the same episodes in processes; one that dies, hangs or eats memory costs its own episode only."""
 
 import os
+import select
 import signal
 import socket
 import time
@@ -127,6 +128,7 @@ def test_kill_between_two_turns(folder):
     env = ProcessEnvironment(str(folder / "env.py"), 1024, 20.0)
     assert env.reset({"nested": [], "does": "well"})[0]["role"] == "user" and env.tools
     os.kill(env._process.pid, signal.SIGKILL)
+    assert select.select([env._process.connection], [], [], 20)[0]  # the kernel ends the sandbox after its supervisor
     call = {"name": "add", "arguments": {"a": 2, "b": 3}}
     step = env.step(Response("x", "x", [call], True))
     assert not step.messages and not step.done and env.metrics == {"lost": 1.0}
