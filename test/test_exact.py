@@ -31,6 +31,8 @@ from trainer.exact.fixed_tree import num_pieces, tree_sum
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
 
+self_test.ask_for_fixed_kernels()  # before any product of this process
+
 
 def spread_values(n: int, seed: int = 0) -> torch.Tensor:
     """Values of many sizes, whose fp32 and fp64 sums depend on the order."""

@@ -5,6 +5,7 @@ has, and the processor of a rank. None of these may change a bit.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -20,6 +21,14 @@ PRODUCTS = (
     (300, 256, 256),
 )  # tokens, columns in and out; the last is oneDNN's
 ATTENTION = ((5, 4, 16), (130, 4, 64))  # tokens, heads, columns of a head
+
+
+def ask_for_fixed_kernels() -> None:
+    """Ask MKL for kernels that do not depend on the place in memory. Call it before the first product of a process.
+
+    MKL's Conditional Numerical Reproducibility. Without it, small products on AMD's processors fail the test below.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO")
 
 
 def self_test() -> None:

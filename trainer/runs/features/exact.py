@@ -2,13 +2,14 @@
 
 from trainer.exact.exact_losses import with_exact_sums
 from trainer.exact.graph_order import add_within_modules_first
-from trainer.exact.self_test import self_test
+from trainer.exact.self_test import ask_for_fixed_kernels, self_test
 from trainer.flags.parse_flags import with_flags
 from trainer.runs.feature import Feature
 
 
 def run_single_samples(run) -> None:
     """Make each sample a micro-batch of its own, without padding. Only so does no neighbour change its gradient."""
+    ask_for_fixed_kernels()
     run.args = with_flags(run.args, micro_train_batch_size=1, max_tokens_per_micro_batch=None, packing_samples=False)
 
 
