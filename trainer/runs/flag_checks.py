@@ -182,6 +182,11 @@ def check_length(args) -> None:
         limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return  # the reader of the model says what is wrong with it
+    refuse_length(args, limit)
+
+
+def refuse_length(args, limit: Optional[int]) -> None:
+    """Raise UserError if a prompt and its response may have more tokens than the `limit` of a model. None: no limit."""
     prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
     if limit and prompt + response > limit:
         found = f"{prompt} + {response} tokens, more than the model's {limit} positions"

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 from trainer.datasets.samples.preference import collate_pairs
+from trainer.flags.groups import groups_of
 from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.rl_flags import AdvantageArguments, KLArguments, PPOArguments
 from trainer.flags.rules import refuse
@@ -15,34 +16,18 @@ from trainer.rollout.placement import move, trained_by
 from trainer.runs.preference_runs import check_losses, needs_reference, pair_loss
 from trainer.runs.rl import rl_run
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
+from trainer.runs.run_data import build_loader
 
 COMMAND = "train_dpo"
 
 
 def as_ppo(args: OnlineDPOArguments) -> PPOArguments:
     """The flags of the rollouts, for the code of `train_ppo`. It has no critic, and a reference if the loss needs one."""
-    preference = args.preference
-    return PPOArguments(
-        model=args.model,
-        lora=args.lora,
-        data=args.data,
-        prompts=args.prompts,
-        rollout=args.rollout,
-        scores=args.scores,
-        environment=args.environment,
-        evaluation=args.evaluation,
-        advantage=AdvantageArguments(advantage_estimator="dr_grpo"),
-        kl=KLArguments(
-            ref_model=preference.ref_model,
-            offload_ref=preference.ref_offload,
-            init_kl_coef=float(needs_reference(preference.loss)),
-        ),
-        batch=args.batch,
-        optimizer=args.optimizer,
-        layout=args.layout,
-        output=args.output,
-        checkpoint=args.checkpoint,
-    )
+    preference, shared = args.preference, groups_of(PPOArguments).keys() - {"experts"}
+    kl = KLArguments(ref_model=preference.ref_model, offload_ref=preference.ref_offload)
+    kl.init_kl_coef = float(needs_reference(preference.loss))
+    own = {"advantage": AdvantageArguments(advantage_estimator="dr_grpo"), "kl": kl}
+    return PPOArguments(**{name: group for name, group in vars(args).items() if name in shared}, **own)
 
 
 def make_pairs_of(run: RLRun) -> Callable:
@@ -50,23 +35,14 @@ def make_pairs_of(run: RLRun) -> Callable:
 
     It communicates (all-to-all over the world).
     """
-    args, strategy, pad = run.args, run.setup.strategy, run.setup.tokenizer.pad_token_id
-    size, whole = args.rollout.n_samples_per_prompt, args.batch.micro_train_batch_size * 2 * run.setup.longest
-    capacity = args.batch.max_tokens_per_micro_batch or whole
+    batch, setup, size = run.args.batch, run.setup, run.args.rollout.n_samples_per_prompt
+    collate = functools.partial(collate_pairs, packed=batch.packing_samples)
 
     def make_batches(samples: list, episode: int) -> tuple[list, list]:
         pairs = best_and_worst(samples, size)
-        loader = strategy.setup_dataloader(
-            PairSet(samples, pairs),
-            functools.partial(collate_pairs, pad_token_id=pad, packed=args.batch.packing_samples),
-            batch_size=args.batch.train_batch_size,
-            micro_batch_size=args.batch.micro_train_batch_size,
-            max_tokens=args.batch.max_tokens_per_micro_batch,
-            packed_capacity=capacity if args.batch.packing_samples else None,
-            shuffle=False,
-        )
+        loader = build_loader(batch, setup, PairSet(samples, pairs), collate, shuffle=False, sequences_per_sample=2)
         loader.load_state_dict({"epoch": episode, "next_index": 0})
-        of_ranks = trained_by(strategy.meshes, loader)
+        of_ranks = trained_by(setup.strategy.meshes, loader)
         places = [[place for pair in own for place in pairs[pair]] for own in of_ranks]
         samples = move(samples, places)
         loader.dataset = PairSet(samples, pairs)

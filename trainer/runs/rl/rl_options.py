@@ -4,12 +4,17 @@ import math
 from typing import Optional
 
 from trainer.errors import UserError
+from trainer.flags.groups import flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
+
+# flags that are options of the algorithm as they are
+SAME_NAMES = """seed kl_estimator kl_in_score kl_target kl_horizon tis_cap tis_level tis_floor rollout_kl_max
+    rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps"""
 
 
 def reference_is_base(args: PPOArguments) -> bool:
@@ -56,6 +61,7 @@ def mask_range(args: PPOArguments) -> Optional[tuple[float, float]]:
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.methods.ppo`, from the flags."""
+    flags = flat(args)
     advantages = AdvantageOptions(
         args.advantage.advantage_estimator,
         args.rollout.n_samples_per_prompt,
@@ -81,27 +87,14 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         advantages=advantages,
         policy=policy,
         sampling=sampling_of(args, stop_ids),
-        seed=args.batch.seed,
         num_epochs=args.batch.max_epochs,
-        kl_estimator=args.kl.kl_estimator,
         kl_in_rewards=bool(args.kl.init_kl_coef) and not args.kl.use_kl_loss,
-        kl_in_score=args.kl.kl_in_score,
-        kl_target=args.kl.kl_target,
-        kl_horizon=args.kl.kl_horizon,
-        tis_cap=args.advantage.tis_cap,
-        tis_level=args.advantage.tis_level,
-        tis_floor=args.advantage.tis_floor,
         mask_range=mask_range(args),
         mask_level=args.advantage.tis_mask_level or args.advantage.tis_level,
-        rollout_kl_max=args.advantage.rollout_kl_max,
-        rollout_kl_estimator=args.advantage.rollout_kl_estimator,
         rejected_leave=args.advantage.rejected_tokens == "leave",
-        normalize_reward=args.scores.normalize_reward,
         reward_clip_range=tuple(args.scores.reward_clip_range) if args.scores.reward_clip_range else None,
-        overlong_buffer_len=args.scores.overlong_buffer_len,
-        overlong_penalty_factor=args.scores.overlong_penalty_factor,
         filtering_range=filtering_range(args),
         reward_range=tuple(args.scores.reward_range) if args.scores.reward_range else None,
         num_episodes=args.rollout.num_episodes if args.rollout.dynamic_filtering and not args.batch.max_steps else None,
-        freezing_actor_steps=args.critic.freezing_actor_steps,
+        **{name: flags[name] for name in SAME_NAMES.split()},
     )

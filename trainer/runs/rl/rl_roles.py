@@ -19,11 +19,13 @@ from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import move, trained_by
 from trainer.runs.feature import apply
 from trainer.runs.features.adapter import add_adapter_of_flags
+from trainer.runs.flag_checks import refuse_length
 from trainer.runs.rl.rl_engines import build_engine
 from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import reference_is_base
 from trainer.runs.rl.rl_parts import RLRun
 from trainer.runs.rl.rl_rewards import build_reward
+from trainer.runs.run_data import build_loader
 from trainer.runs.run_models import frozen_model, load_model, shard_model
 
 
@@ -57,27 +59,18 @@ def make_batches_of(run: RLRun) -> Callable:
 
     It communicates (all-to-all over the world).
     """
-    args, strategy, pad = run.args, run.setup.strategy, run.setup.tokenizer.pad_token_id
-    capacity = args.batch.max_tokens_per_micro_batch or args.batch.micro_train_batch_size * run.setup.longest
+    args, setup, packed = run.args, run.setup, run.args.batch.packing_samples
     facts = {"loss_agg": args.advantage.loss_agg, "mask_truncated": args.advantage.mask_truncated}
     as_set = functools.partial(SampleSet, max_len=args.rollout.generate_max_len, **facts)
 
     def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:
-        options = {"pad_token_id": pad, "scoring_pad": scoring_pad, "collate": run.collate_rollout}
-        loader = strategy.setup_dataloader(
-            as_set(samples),
-            functools.partial(collate_samples, packed=args.batch.packing_samples, **options),
-            batch_size=args.batch.train_batch_size,
-            micro_batch_size=args.batch.micro_train_batch_size,
-            max_tokens=args.batch.max_tokens_per_micro_batch,
-            packed_capacity=capacity if args.batch.packing_samples else None,
-            shuffle=False,
-            **run.loader_options,
-        )
+        options = {"packed": packed, "scoring_pad": scoring_pad, "collate": run.collate_rollout}
+        collate = functools.partial(collate_samples, **options)
+        loader = build_loader(args.batch, setup, as_set(samples), collate, shuffle=False, **run.loader_options)
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         if run.sizes_to_plan:
             loader.sizes_to_plan = run.sizes_to_plan(samples)
-        samples = move(samples, trained_by(strategy.meshes, loader))
+        samples = move(samples, trained_by(setup.strategy.meshes, loader))
         loader.dataset = as_set(samples)
         return list(loader), samples
 
@@ -107,11 +100,7 @@ def build_roles(run: RLRun) -> Roles:
 
 def check_length(args: PPOArguments, config) -> None:
     """Raise UserError for texts that are longer than the model's positions."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
-    if limit and prompt + response > limit:
-        found = f"{prompt} + {response} tokens, more than the model's {limit} positions"
-        raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")
+    refuse_length(args, getattr(config.get_text_config(), "max_position_embeddings", None))
 
 
 def build_reference(run: RLRun):
