@@ -12,7 +12,7 @@ from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
 from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions, loss_names
 from trainer.models.model_loading import resolve_adapted_model
-from trainer.runs.run_data import load_flag_rows, tokenizer_of_rows
+from trainer.runs.run_data import load_flag_rows, text_options, tokenizer_of_rows
 from trainer.runs.run_models import frozen_model
 
 # --- data
@@ -20,24 +20,10 @@ from trainer.runs.run_models import frozen_model
 
 def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, margin_key=None, mean_flag=None):
     """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
-    rows, pairs = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_preference)(
-        rows,
-        tokenizer,
-        flag=flag,
-        prompt_key=pairs.prompt_key,
-        chosen_key=pairs.chosen_key,
-        rejected_key=pairs.rejected_key,
-        part=part,
-        margin_key=margin_key,
-        mean_flag=mean_flag,
-        input_template=args.data.input_template,
-        ignore_columns=args.data.ignore_columns,
-        system=args.data.system,
-        apply_chat_template=args.data.apply_chat_template,
-        max_len=args.length.max_len,
-        num_proc=args.data.dataset_num_proc,
-    )
+    rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
+    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **vars(args.pairs)}
+    options |= {"margin_key": margin_key, "mean_flag": mean_flag}
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_preference)(rows, tokenizer, **options)
 
 
 def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
@@ -63,21 +49,13 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str, part=WHOLE
     if answers.completion_key not in rows.column_names and keys <= set(rows.column_names):
         part = part.of_pairs()
         rows = unpair(rows, pairs.chosen_key, pairs.rejected_key, answers.completion_key, answers.label_key)
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_unpaired)(
-        rows,
-        tokenizer,
-        flag=flag,
-        prompt_key=pairs.prompt_key,
-        completion_key=answers.completion_key,
-        label_key=answers.label_key,
-        part=part,
-        input_template=args.data.input_template,
-        ignore_columns=args.data.ignore_columns,
-        system=args.data.system,
-        apply_chat_template=args.data.apply_chat_template,
-        max_len=args.length.max_len,
-        num_proc=args.data.dataset_num_proc,
-    )
+    options = text_options(args.data) | {"flag": flag, "part": part, "max_len": args.length.max_len}
+    options |= {
+        "prompt_key": pairs.prompt_key,
+        "completion_key": answers.completion_key,
+        "label_key": answers.label_key,
+    }
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_unpaired)(rows, tokenizer, **options)
 
 
 # --- losses of train_dpo, with and without --online

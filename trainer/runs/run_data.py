@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import load_rows, place_of_row
-from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
 from trainer.datasets.samples.parts import WHOLE, Part
@@ -55,23 +54,15 @@ def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized samples, ledger) of a part of --dataset or --eval_dataset for SFT and distillation."""
-    rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(
-        rows,
-        tokenizer,
-        flag=flag,
-        part=part,
-        input_key=args.sft.input_key,
-        output_key=args.sft.output_key,
-        input_template=args.data.input_template,
-        ignore_columns=args.data.ignore_columns,
-        system=args.data.system,
-        apply_chat_template=args.data.apply_chat_template,
-        multiturn=args.sft.multiturn,
-        pretrain_mode=args.sft.pretrain_mode,
-        max_len=args.length.max_len,
-        num_proc=args.data.dataset_num_proc,
-    )
+    rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
+    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **vars(args.sft)}
+    return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(rows, tokenizer, **options)
+
+
+def text_options(data: DataArguments) -> dict[str, Any]:
+    """What every function that tokenizes rows takes from the flags under "Data"."""
+    names = ("input_template", "ignore_columns", "system", "apply_chat_template")
+    return {name: vars(data)[name] for name in names} | {"num_proc": data.dataset_num_proc}
 
 
 def part_of(data: DataArguments, seed: int, is_evaluation: bool = False) -> Part:
@@ -143,8 +134,6 @@ def build_loader(
 ):
     """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
     capacity = batch.max_tokens_per_micro_batch or batch.micro_train_batch_size * setup.longest * sequences_per_sample
-    if has_images(samples):
-        options["num_workers"] = WORKERS
     return setup.strategy.setup_dataloader(
         samples,
         functools.partial(collate, pad_token_id=setup.tokenizer.pad_token_id),

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sized
 
 from trainer.datasets.batches.packing import collate_packed, collate_padded
+from trainer.datasets.files.image_files import has_images
+from trainer.datasets.images.image_batches import WORKERS
 from trainer.flags.common_flags import EpochArguments
 from trainer.flags.parse_flags import flat
 from trainer.flags.rules import refuse
@@ -96,7 +98,9 @@ def start(run: Run, is_demo: bool) -> None:
 
 def loader_of(run: Run, samples, *, shuffle: bool):
     """The strategy's loader of a set that is in memory or on disk."""
-    collate, options = run.method.collate(run.collate_rows, run.setup.is_packed), run.method.loader_options
+    collate, options = run.method.collate(run.collate_rows, run.setup.is_packed), dict(run.method.loader_options)
+    if has_images(samples):
+        options["num_workers"] = WORKERS
     return build_loader(run.args.batch, run.setup, samples, collate, shuffle=shuffle, **options)
 
 

@@ -28,7 +28,7 @@ from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
-from trainer.runs.run_data import files_in_errors, load_flag_rows
+from trainer.runs.run_data import files_in_errors, load_flag_rows, text_options
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup
 
@@ -144,20 +144,9 @@ def _prompts(args, tokenizer):
     data = args.data
     named = data, args.batch.seed, data.dataset, data.dataset_split, "--dataset"
     with files_in_errors(*named):
-        return tokenize_prompts(
-            load_flag_rows(*named),
-            tokenizer,
-            flag="--dataset",
-            input_key=args.sft.input_key,
-            label_key=None,
-            input_template=data.input_template,
-            ignore_columns=data.ignore_columns,
-            system=data.system,
-            drop_answer=True,
-            apply_chat_template=data.apply_chat_template,
-            max_len=args.length.max_len - args.teacher.generate_max_len,
-            num_proc=data.dataset_num_proc,
-        )
+        own = {"flag": "--dataset", "input_key": args.sft.input_key, "label_key": None, "drop_answer": True}
+        longest = args.length.max_len - args.teacher.generate_max_len
+        return tokenize_prompts(load_flag_rows(*named), tokenizer, max_len=longest, **own, **text_options(data))
 
 
 def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from trainer.datasets.files.stream_rows import open_rows
 from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
 from trainer.runs.feature import Feature
+from trainer.runs.run_data import text_options
 
 
 def read_stream(run) -> None:
@@ -28,24 +29,10 @@ def open_stream(args, tokenizer) -> SampleStream:
     data, flag = args.data, "--dataset"
     kind = {"split": data.dataset_split, "probs": data.dataset_probs, "max_samples": data.max_samples}
     rows, digest = open_rows(data.dataset, flag=flag, seed=args.batch.seed, **kind)
-    return SampleStream(
-        rows,
-        tokenizer,
-        flag=flag,
-        digest=digest,
-        buffer=args.streaming.streaming_buffer,
-        seed=args.batch.seed,
-        shuffle=not args.batch.no_shuffle,
-        input_key=args.sft.input_key,
-        output_key=args.sft.output_key,
-        input_template=data.input_template,
-        ignore_columns=data.ignore_columns,
-        system=data.system,
-        apply_chat_template=data.apply_chat_template,
-        multiturn=args.sft.multiturn,
-        pretrain_mode=args.sft.pretrain_mode,
-        max_len=args.length.max_len,
-    )
+    options = text_options(data) | {"max_len": args.length.max_len, **vars(args.sft)}
+    del options["num_proc"]  # the ranks tokenize a stream themselves
+    options |= {"buffer": args.streaming.streaming_buffer, "seed": args.batch.seed}
+    return SampleStream(rows, tokenizer, flag=flag, digest=digest, shuffle=not args.batch.no_shuffle, **options)
 
 
 STREAMING = Feature("streaming", lambda run: run.flags.streaming, before_data=read_stream)

@@ -32,7 +32,7 @@ from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import check_policy_loss, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
-from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, tokenizer_of_rows
+from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, text_options, tokenizer_of_rows
 from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
@@ -119,23 +119,12 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
             f"{flag} column {TEMPLATE_ARGS}", found, f"--template_args, or --ignore_columns {TEMPLATE_ARGS}"
         )
     columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
-    prompts, ledger = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)(
-        rows,
-        tokenizer,
-        flag=flag,
-        part=part,
-        input_key=args.prompts.input_key,
-        label_key=args.prompts.label_key,
-        input_template=args.data.input_template,
-        ignore_columns=args.data.ignore_columns,
-        system=args.data.system,
-        taken=[name for name in columns if name != TEMPLATE_ARGS],
-        drop_answer=bool(args.kl.teacher),
-        apply_chat_template=args.data.apply_chat_template,
-        max_len=args.prompts.prompt_max_len,
-        num_proc=args.data.dataset_num_proc,
-        needs_labels=needs_labels(args.scores.reward_func),
-    )
+    options = text_options(args.data) | {"flag": flag, "part": part, "max_len": args.prompts.prompt_max_len}
+    options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
+    options |= {"needs_labels": needs_labels(args.scores.reward_func), "drop_answer": bool(args.kl.teacher)}
+    options["taken"] = [name for name in columns if name != TEMPLATE_ARGS]
+    tokenize = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)
+    prompts, ledger = tokenize(rows, tokenizer, **options)
     if flag == "--eval_dataset" or part.is_evaluation:
         prompts = with_groups(prompts, rows, args, names, split, flag)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
