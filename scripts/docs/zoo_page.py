@@ -4,14 +4,17 @@ python scripts/docs/zoo_page.py [--results JSON] [--page MD]
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from trainer.compare.zoo.zoo import CONFIGURATIONS, read_results
-from trainer.compare.zoo.zoo_models import FAMILIES, SKIPPED, published
+from trainer.compare.zoo.zoo_models import SKIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
+# family: {model_type: published models, as people search for them}
+FAMILIES = json.loads(Path(__file__).with_name("zoo_families.json").read_text())
 SHOWN = {"pass": "yes", "refused": "no", "wrong": "**wrong**", "crash": "**crash**", "unchecked": "(yes)"}
 HEAD = """# Which models can it train?
 
@@ -60,10 +63,15 @@ python -m trainer.compare.zoo --models qwen3 mamba2 --configurations ring2 lora 
 python scripts/docs/zoo_page.py
 ```
 
-`test/test_zoo.py` runs a few models in every test run. `trainer/compare/zoo/zoo_models.py` holds the list of models.
+`test/test_zoo.py` runs a few models in every test run. `scripts/docs/zoo_families.json` holds the published models.
 `test/unusual_configs.py` holds configs that no published model has. `--models llama-9-heads` runs one of them. `--configs FILE` reads
 other configs.
 """
+
+
+def published(model_type: str) -> str:
+    """The published models of an architecture. Empty if the families do not have it."""
+    return next((models[model_type] for models in FAMILIES.values() if model_type in models), "")
 
 
 def page_text(results: dict) -> str:
