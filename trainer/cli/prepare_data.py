@@ -38,13 +38,13 @@ def run(argv: list[str]) -> None:
     args = parse_arguments(PrepareArguments, "prepare_data", argv)
     # torch is imported from here on: --help and a wrong flag have answered
     quiet_libraries()
-    from trainer.datasets.conversations.templates import prepare_tokenizer
     from trainer.datasets.samples.preparation import prepare_rows
     from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_bounds import bounds_of
-    from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+    from trainer.models.model_loading import resolve_model_folder
     from trainer.runs.output_folders import make_writable
     from trainer.runs.run_data import files_in_errors, load_flag_rows
+    from trainer.runs.run_setup import prepared_tokenizer
 
     flags, data = flat(args), args.data
     for name in ("pretrain", "dataset", "output_dir"):
@@ -58,8 +58,7 @@ def run(argv: list[str]) -> None:
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
     make_writable("--output_dir", os.path.dirname(target))
     folder, remote_code = resolve_model_folder(args.target.pretrain), args.target.trust_remote_code
-    tokenizer = load_tokenizer(folder, remote_code)
-    prepare_tokenizer(tokenizer, data.tokenizer_chat_template, data.template_args, data.read_control_tokens)
+    tokenizer = prepared_tokenizer(folder, remote_code, data)
     named = data, args.target.seed, data.dataset, data.dataset_split, "--dataset"
     rows = load_flag_rows(*named)
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}

@@ -14,8 +14,9 @@ from typing import Literal, Optional
 
 from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, check_port, is_loopback, parse_group
-from trainer.flags.rule import Rule, first_broken
+from trainer.flags.parse_flags import arg, check_port, parse_group
+from trainer.flags.rollout_rules import SERVER_RULES
+from trainer.flags.rule import first_broken
 from trainer.rollout.engines.server_guard import NAME as GUARD
 from trainer.rollout.engines.server_guard import guard_with
 from trainer.rollout.rewards.remote_rewards import read_key
@@ -42,23 +43,12 @@ class EngineArguments:
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
-RULES = (
-    Rule(
-        "host",
-        lambda f: not f.api_key and not is_loopback(f.host),
-        "without --api_key",
-        "others can reach this address",
-        "Add --api_key FILE, or take 127.0.0.1.",
-    ),
-)
-
-
 def run(argv: list[str]) -> None:
     args = parse_group(EngineArguments, "serve_engine", argv)
     if args.pretrain is None:
         raise UserError("--pretrain", "missing", "a model folder")
     check_port(args.port, 1)
-    if error := first_broken(RULES, vars(args), vars(EngineArguments())):
+    if error := first_broken(SERVER_RULES, vars(args), vars(EngineArguments())):
         raise error
     guard_with(read_key("--api_key", args.api_key) if args.api_key else None)
     if importlib.util.find_spec("vllm") is None:

@@ -9,8 +9,9 @@ from typing import Literal, Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
-from trainer.flags.parse_flags import arg, check_port, is_loopback, parse_group
-from trainer.flags.rule import Rule, first_broken
+from trainer.flags.parse_flags import arg, check_port, parse_group
+from trainer.flags.rollout_rules import SERVER_RULES
+from trainer.flags.rule import first_broken
 
 
 @dataclass
@@ -33,22 +34,11 @@ class ServeArguments:
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
 
-RULES = (
-    Rule(
-        "host",
-        lambda f: not f.api_key and not is_loopback(f.host),
-        "without --api_key",
-        "others can reach this address",
-        "Add --api_key FILE, or take 127.0.0.1.",
-    ),
-)
-
-
 def check_arguments(args: ServeArguments) -> None:
     """Raise UserError for a missing model or package, or an open address without a key."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         raise UserError("serve_rm", "uvicorn and starlette are not installed", "pip install -e '.[serve]'")
-    if error := first_broken(RULES, vars(args), vars(ServeArguments())):
+    if error := first_broken(SERVER_RULES, vars(args), vars(ServeArguments())):
         raise error
     check_port(args.port)
     if args.reward_pretrain is None:

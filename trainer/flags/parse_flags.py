@@ -4,7 +4,6 @@ Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
 
 import dataclasses
-import ipaddress
 import math
 import re
 import typing
@@ -144,14 +143,6 @@ def check_numbers(flags: dict[str, Any]) -> None:
         raise UserError("--adam_betas", " ".join(map(str, flags["adam_betas"])), "two numbers from 0 to below 1")
     if flags["seed"] >= 2**63:
         raise UserError("--seed", str(flags["seed"]), "an integer below 2**63")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a --host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 def check_port(port: int, lowest: int = 0) -> None:

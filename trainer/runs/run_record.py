@@ -23,7 +23,8 @@ from trainer.model_folders.adapter_folder import is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
 from trainer.models.model_loading import resolve_adapted_model, resolve_model_folder
-from trainer.runs.outputs import KERNELS, version_of, versions
+from trainer.planning.versions import version_of
+from trainer.runs.outputs import KERNELS, versions
 from trainer.runs.preference_runs import needs_reference
 
 # of a config: they name it and its file, and change no number of the model

@@ -12,6 +12,7 @@ from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.distributed.mesh_sizes import validate_batch_sizes
+from trainer.flags.common_flags import DataArguments
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
@@ -77,10 +78,8 @@ def set_up(
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
         kind["trust_remote_code"] = args.model.trust_remote_code
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
-    tokenizer = load_tokenizer(tokenizer_folder(folder, args.lora.lora_adapter), args.model.trust_remote_code)
-    prepare_tokenizer(
-        tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
-    )
+    where = tokenizer_folder(folder, args.lora.lora_adapter)
+    tokenizer = prepared_tokenizer(where, args.model.trust_remote_code, args.data)
     return Setup(
         strategy=strategy,
         folder=folder,
@@ -93,6 +92,13 @@ def set_up(
         rolls_out=rolls_out,
         resumes=_resumes(args.output.output_dir, args.checkpoint.load_checkpoint, args.lora.lora_rank),
     )
+
+
+def prepared_tokenizer(folder: str, trust_remote_code: bool, data: DataArguments):
+    """The tokenizer of a folder, as the flags about texts want it. Raises UserError."""
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    prepare_tokenizer(tokenizer, data.tokenizer_chat_template, data.template_args, data.read_control_tokens)
+    return tokenizer
 
 
 def tokenizer_folder(folder: str, adapter: Optional[str]) -> str:

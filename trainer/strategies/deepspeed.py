@@ -24,7 +24,6 @@ from trainer.checkpoints.shards import TensorShard
 from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.host_offload import bring_back, take_to_host
-from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas
 from trainer.exact.exact_adamw import with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients, clip_coefficient
@@ -59,12 +58,7 @@ class DeepspeedStrategy:
         refuse_on_deepspeed(options, on_cpu=self.device.type == "cpu")
         self.options, self.seed = options, options.seed
         self.param_dtype, self._scaled = DTYPES[options.param_dtype], options.param_dtype == "fp16"
-        self.sizes = resolve_mesh_sizes(
-            int(os.environ.get("WORLD_SIZE", 1)),
-            dp_replicate=options.dp_replicate_size,
-            sp=options.ring_attn_size,
-            tp=options.tensor_parallel_size,
-        )
+        self.sizes = options.mesh_sizes()
         self.exact: Optional[ExactGradients] = None
         self._exact_grads: dict[str, torch.Tensor] = {}  # gradients of a step by name, complete or this rank's parts
         self._takes_parts = self.zero_stage == 3 and self.sizes.dp_replicate == 1

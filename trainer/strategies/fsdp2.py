@@ -6,7 +6,6 @@ gradient of (sum of all losses) / count on every layout.
 """
 
 import functools
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Optional
@@ -23,7 +22,6 @@ from trainer.distributed import collectives, mesh
 from trainer.distributed.bucketed_gather import gathered, piece_of
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.distributed.host_offload import added_to_earlier, bring_back, take_to_host
-from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.distributed.replicas import check_replicas, replicated_axes
 from trainer.distributed.sharded_tensors import (
     chunks,
@@ -55,12 +53,7 @@ class FSDP2Strategy:
         refuse_on_fsdp2(options)
         self.options, self.seed = options, options.seed
         self.param_dtype = DTYPES[options.param_dtype]
-        self.sizes = resolve_mesh_sizes(
-            int(os.environ.get("WORLD_SIZE", 1)),
-            dp_replicate=options.dp_replicate_size,
-            sp=options.ring_attn_size,
-            tp=options.tensor_parallel_size,
-        )
+        self.sizes = options.mesh_sizes()
         self.device = mesh.resolve_device(options.device)
         self.loss_scale = None
         if options.param_dtype == "fp16":

@@ -1,8 +1,11 @@
 """The settings of a strategy."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Optional
+
+from trainer.distributed.mesh_sizes import MeshSizes, resolve_mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class StrategyOptions:
     def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
         """The options from a mapping of flags. It holds all fields above; other flags are ignored."""
         return cls(**{field.name: flags[field.name] for field in fields(cls)})
+
+    def mesh_sizes(self) -> MeshSizes:
+        """The mesh of the ranks that torchrun started. Raises UserError if the sizes do not divide their number."""
+        axes = {"dp_replicate": self.dp_replicate_size, "sp": self.ring_attn_size, "tp": self.tensor_parallel_size}
+        return resolve_mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), **axes)
 
 
 def bucket_elements(num_params: float) -> int:

@@ -7,16 +7,15 @@ from typing import Any
 from trainer.checkpoints.checkpoint_store import list_checkpoints
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step, read_checkpoint
 from trainer.datasets.batches.global_batches import epoch_order
-from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of, from_flat
 from trainer.flags.rules import COMMANDS
 from trainer.flags.training_rules import PLAIN_LOOP_LACKS
-from trainer.models.model_loading import load_tokenizer
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
 from trainer.runs.preference_runs import load_dpo, load_scored_pairs
 from trainer.runs.run_data import load_sft, part_of
+from trainer.runs.run_setup import prepared_tokenizer
 
 # (loss, gradient norm): rounding of bf16 and fp16 moves the norm too much to judge it against fp32
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, None), "fp16": (1e-2, None)}
@@ -112,10 +111,7 @@ def planned_batches(
     flags = flags | {"trust_remote_code": trust_remote_code, "pretrain": model_folder}
     known = {field.name for field, _ in flags_of(COMMANDS[command])}
     args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
-    tokenizer = load_tokenizer(model_folder, args.model.trust_remote_code)
-    prepare_tokenizer(
-        tokenizer, args.data.tokenizer_chat_template, args.data.template_args, args.data.read_control_tokens
-    )
+    tokenizer = prepared_tokenizer(model_folder, args.model.trust_remote_code, args.data)
     trained = args.data.dataset, args.data.dataset_split, "--dataset", part_of(args.data, args.batch.seed)
     samples, _ = LOADERS[command](args, tokenizer, *trained)
     size = args.batch.train_batch_size

@@ -9,8 +9,7 @@ import os
 from trainer.distributed.collectives import from_rank_0
 from trainer.reports import certificate, signature
 from trainer.runs.feature import Feature
-
-MODEL_FLAGS = ("pretrain", "lora_adapter", "ref_model", "reward_pretrain", "critic_pretrain", "teacher")
+from trainer.runs.flag_checks import MODEL_FLAGS
 
 
 def certify_run(
