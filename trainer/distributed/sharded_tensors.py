@@ -38,6 +38,12 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor, is_part: bool = False) -> 
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **facts)
 
 
+def sharded_logits(vocab_size: int, tp_mesh, logits: torch.Tensor) -> DTensor:
+    """This rank's part of logits (rows, tokens, vocab) as a DTensor, which is sharded over the vocabulary."""
+    shape, stride = (*logits.shape[:-1], vocab_size), (logits.shape[1] * vocab_size, vocab_size, 1)
+    return DTensor.from_local(logits, tp_mesh, [Shard(2)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 def chunks(tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
     """Return the part of each rank, as Shard(dim) cuts: of 5 rows on 4 ranks 2, 2, 1 and 0."""
     size = -(-tensor.shape[dim] // num_parts)

@@ -8,6 +8,7 @@ A rank that loses its last server gives its groups back, and others take them. I
 Once no rank has had one for `--limits engine_wait_s`, the run ends.
 """
 
+import contextlib
 import json
 import secrets
 import threading
@@ -85,8 +86,15 @@ class QueuedRollouts(RolloutsAhead):
         self._lost_at: Optional[float] = None  # since when this rank has no server
         self._try_at, self._pause, self._is_counted = 0.0, FIRST_PAUSE, False
 
+    @contextlib.contextmanager
     def paused(self):
-        return _SharedServers(self.engine, super().paused())
+        """Inside, every thread is paused. So each rank may use the servers of all."""
+        with super().paused():
+            self.engine.own_only = False
+            try:
+                yield
+            finally:
+                self.engine.own_only = True
 
     # --- the main thread
 
@@ -157,18 +165,3 @@ class QueuedRollouts(RolloutsAhead):
             self.groups.note_lost(1)
         if self.groups.note_lost() >= self._num_drivers:
             self._fail(min(self._asked, default=rollout), error)
-
-
-class _SharedServers:
-    """Inside, every thread is paused. So each rank may use the servers of all."""
-
-    def __init__(self, engine, paused):
-        self._engine, self._paused = engine, paused
-
-    def __enter__(self) -> None:
-        self._paused.__enter__()
-        self._engine.own_only = False
-
-    def __exit__(self, *error) -> None:
-        self._engine.own_only = True
-        self._paused.__exit__(*error)

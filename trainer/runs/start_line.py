@@ -4,8 +4,9 @@ import importlib.metadata
 import json
 import math
 import os
-import struct
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from trainer.entry import quiet_libraries
 from trainer.metrics import shown_number
@@ -78,15 +79,8 @@ def count_parameters(folder: Path) -> int | None:
         files = {SINGLE}
         if (folder / INDEX).exists():
             files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        sizes = [math.prod(entry["shape"]) for file in files for entry in _header(folder / file)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
+        opened = [safe_open(folder / file, framework="np") for file in files]
+        sizes = [math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys()]  # noqa: SIM118
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
         return None  # not here, or broken: the run will say so
     return None if "quantization_config" in config else sum(sizes)
-
-
-def _header(path: Path) -> list[dict]:
-    """The entries of a safetensors file: the length of a JSON text as 8 bytes, then the text."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(min(length, 100_000_000)))
-    return [entry for name, entry in header.items() if name != "__metadata__"]

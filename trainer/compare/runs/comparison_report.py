@@ -95,38 +95,16 @@ def comparison_dict(comparison: Comparison) -> dict:
     return {"name": comparison.name, **measured(comparison), **verdict, "rows": rows}
 
 
-MEASURED = (
-    "steps",
-    "max_rel_loss",
-    "max_rel_loss_step",
-    "max_rel_grad_norm",
-    "max_rel_grad_norm_step",
-    "mean_signed_rel_loss",
-    "biased",
-    "worst_gradient",
-    "worst_weight",
-    "noise",
-    "batch_hash_equal",
-)
+AS_THEY_ARE = ("mean_signed_rel_loss", "biased", "worst_gradient", "worst_weight", "noise", "batch_hash_equal")
+MEASURED = ("steps", "max_rel_loss", "max_rel_loss_step", "max_rel_grad_norm", "max_rel_grad_norm_step", *AS_THEY_ARE)
 
 
 def measured(comparison: Comparison) -> dict:
     """The numbers of a comparison under the names of MEASURED, without rows and verdict."""
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
-    values = (
-        len(comparison.rows),
-        abs(loss.rel_loss),
-        loss.step,
-        abs(grad_norm.rel_grad_norm) if grad_norm else None,
-        grad_norm.step if grad_norm else None,
-        comparison.mean_signed_rel_loss,
-        comparison.biased,
-        comparison.worst_gradient,
-        comparison.worst_weight,
-        comparison.noise,
-        comparison.batch_hash_equal,
-    )
-    return dict(zip(MEASURED, values, strict=True))
+    norms = (abs(grad_norm.rel_grad_norm), grad_norm.step) if grad_norm else (None, None)
+    found = (len(comparison.rows), abs(loss.rel_loss), loss.step, *norms)
+    return dict(zip(MEASURED, (*found, *(getattr(comparison, name) for name in AS_THEY_ARE)), strict=True))
 
 
 def write_json(path: str | Path, content: dict) -> None:

@@ -4,6 +4,7 @@ As in `linear_loss`, the head of the model returns results instead of logits. He
 head may also be sharded over tp, by FSDP2's or by DeepSpeed's plan. Then each rank has its columns of a chunk's logits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Optional
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from trainer.datasets.batches.packing import model_inputs
 from trainer.distributed.gradient_collectives import SumGradients
+from trainer.distributed.sharded_tensors import sharded_logits
 from trainer.models.losses.linear_loss import as_autocast, forward_replaced, head_is_last, row_slices
 from trainer.models.losses.token_losses import (
     causal_lm_logits,
@@ -101,20 +103,14 @@ def _local_head(
         return SumGradients.apply(head.mp_group, hidden)[0], weight, bias, head.sharded_logits, lambda output: output
     if not isinstance(weight, DTensor):
         return hidden, weight, bias, lambda logits: logits, lambda output: output
-    mesh, vocab_size = weight.device_mesh, weight.shape[0]
-
-    def as_logits(logits: torch.Tensor) -> DTensor:
-        shape = (*logits.shape[:-1], vocab_size)
-        stride = (shape[1] * vocab_size, vocab_size, 1)
-        return DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=torch.Size(shape), stride=stride)
-
+    mesh = weight.device_mesh
     hidden = hidden.to_local(grad_placements=[Partial()])  # each rank has the gradient of its columns
     bias = None if bias is None else bias.to_local()
     return (
         hidden,
         weight.to_local(),
         bias,
-        as_logits,
+        functools.partial(sharded_logits, weight.shape[0], mesh),
         lambda out: DTensor.from_local(out, mesh, [Shard(2)], run_check=False),
     )
 

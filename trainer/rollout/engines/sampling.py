@@ -35,6 +35,21 @@ class Sampling:
     def gives_sets(self) -> bool:
         return self.truncates and self.keeps_sets
 
+    def for_vllm(self, seed: Optional[int], limit: int) -> dict:
+        """The arguments of vLLM's SamplingParams, with at most `limit` new tokens and no sets."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": limit,
+            "stop_token_ids": list(self.stop_ids),
+            "stop": list(self.stop_texts),
+            "ignore_eos": True,  # only `stop_ids` end a response
+            "detokenize": bool(self.stop_texts),
+            "skip_special_tokens": False,  # a stop text may be a special token
+            "logprobs": 0,  # of the sampled token only
+            "seed": seed,
+        }
+
 
 @dataclass
 class Completion:

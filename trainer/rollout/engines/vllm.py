@@ -141,9 +141,8 @@ class VLLMEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         seeds = seeds if sampling.temperature else [None] * len(prompts)
         most = self._llm.model_config.get_vocab_size()
-        params = [_sampling_params(sampling, seed, most) for seed in seeds]
-        for one, limit in zip(params, limits):
-            one.max_tokens = limit
+        limits = limits or [sampling.max_new_tokens] * len(prompts)
+        params = [_sampling_params(sampling, seed, limit, most) for seed, limit in zip(seeds, limits)]
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._outputs(requests, params, images)
         return [_completion(output.outputs[0], sampling.gives_sets) for output in outputs]
@@ -171,24 +170,13 @@ def _start(**options):
         raise UserError("--rollout_engine", found, "hf") from None
 
 
-def _sampling_params(sampling: Sampling, seed: int | None, vocab_size: int):
+def _sampling_params(sampling: Sampling, seed: int | None, limit: int, vocab_size: int):
     from vllm import SamplingParams  # vllm is an extra
 
-    return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_new_tokens,
-        stop_token_ids=list(sampling.stop_ids),
-        stop=list(sampling.stop_texts),
-        ignore_eos=True,  # only `stop_ids` end a response
-        detokenize=bool(sampling.stop_texts),
-        skip_special_tokens=False,  # a stop text may be a special token
-        # of the sampled token only, or of all that it was sampled from: vLLM keeps more than top_k if some are equal
-        logprobs=min(sampling.top_k + SPARE_LOGPROBS, vocab_size) if sampling.gives_sets else 0,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-    )
+    options = sampling.for_vllm(seed, limit) | {"top_k": sampling.top_k, "min_p": sampling.min_p}
+    if sampling.gives_sets:  # vLLM keeps more than top_k if some are equal
+        options["logprobs"] = min(sampling.top_k + SPARE_LOGPROBS, vocab_size)
+    return SamplingParams(**options)
 
 
 def _completion(output, gives_sets: bool) -> Completion:

@@ -196,19 +196,8 @@ class VLLMServerEngine:
             print(f"rollout server {url} is back", flush=True)
 
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
-        params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,  # below 1 only if nobody needs the sets of tokens, as in an evaluation
-            "max_tokens": limit,
-            "stop_token_ids": list(sampling.stop_ids),
-            "stop": list(sampling.stop_texts),
-            "ignore_eos": True,  # only `stop_ids` end a response
-            "detokenize": bool(sampling.stop_texts),
-            "skip_special_tokens": False,
-            "logprobs": 0,  # of the sampled token only
-            "seed": seed,
-        }
-        body = {"token_ids": list(prompt), "sampling_params": params}
+        # top_p is below 1 only if nobody needs the sets of tokens, as in an evaluation
+        body = {"token_ids": list(prompt), "sampling_params": sampling.for_vllm(seed, limit)}
         answer = self._request(url, "/inference/v1/generate", body)
         try:
             return _completion(answer, limit)

@@ -28,11 +28,11 @@ from deepspeed.module_inject.layers import (
     VocabParallelLinear,
     _build_param_uc_restore_meta,
 )
-from torch.distributed.tensor import DTensor, Shard
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.bucketed_gather import chunk_sizes
+from trainer.distributed.sharded_tensors import sharded_logits
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
 from trainer.model_parallel.tp_plans import pattern_of
@@ -278,13 +278,5 @@ def _return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
     """
     for module in model.modules():
         if isinstance(module, VocabParallelLinear):
-            module.sharded_logits = functools.partial(_as_sharded, module.vocab_size, tp_mesh)
+            module.sharded_logits = functools.partial(sharded_logits, module.vocab_size, tp_mesh)
             module.register_forward_hook(lambda head, _, logits: head.sharded_logits(logits))
-
-
-def _as_sharded(vocab_size: int, tp_mesh, logits: torch.Tensor) -> DTensor:
-    """This rank's part of logits (rows, tokens, vocab) as a DTensor."""
-    shape = torch.Size((*logits.shape[:-1], vocab_size))
-    stride = (logits.shape[1] * vocab_size, vocab_size, 1)
-    shard = [Shard(logits.ndim - 1)]
-    return DTensor.from_local(logits, tp_mesh, shard, run_check=False, shape=shape, stride=stride)
