@@ -54,6 +54,19 @@ def arguments(*flags: str):
 
 def found_loss(args, old, policy, reference=None, values=None, samples=None) -> torch.Tensor:
     """The loss of the trainer's own phases: log-probs, advantages, loss."""
+    results, num_targets = found_results(args, old, policy, reference, values, samples)
+    return sum(total for total, _, _ in results) / num_targets
+
+
+def found_metrics(args, old, policy) -> dict[str, float]:
+    """The metrics of the loss, as means over tokens."""
+    results, _ = found_results(args, old, policy)
+    names = [name for name, value in results[0][2].items() if value.count is not None]
+    sums = {name: [metrics[name] for _, _, metrics in results] for name in names}
+    return {name: (sum(m.total for m in own) / sum(m.count for m in own)).item() for name, own in sums.items()}
+
+
+def found_results(args, old, policy, reference=None, values=None, samples=None) -> tuple[list, int]:
     validate(args)
     samples, options = samples or make_samples(), ppo_options(args, (0,))
     rows = SampleSet(samples, args.advantage.loss_agg, args.rollout.generate_max_len, args.advantage.mask_truncated)
@@ -74,7 +87,7 @@ def found_loss(args, old, policy, reference=None, values=None, samples=None) -> 
     loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, None)
     results = [loss_fn(policy, part) for part in parts]
     assert sum(int(count) for _, count, _ in results) == batch.num_targets
-    return sum(total for total, _, _ in results) / batch.num_targets
+    return results, batch.num_targets
 
 
 # --- the papers, one response at a time

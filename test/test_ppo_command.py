@@ -88,8 +88,10 @@ def test_every_choice_trains(chosen, name):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["rollout"] for row in rows] == ([0] * 4 if name == "rloo" else [0, 0, 1, 1])
     assert rows[0]["ratio_deviation"] == 0 and rows[0]["rollout_logprob_diff_max"] < 1e-4
-    wanted = "reward reward_std reward_words policy_loss entropy clip_fraction response_length truncated_fraction "
-    wanted += "rollout_logprob_diff rollout_kl time_sync time_generate time_reward time_logprobs weights_checksum"
+    wanted = "reward reward_std reward_words policy_loss entropy clip_fraction clip_fraction_low response_length truncated_fraction "
+    wanted += (
+        "rollout_logprob_diff rollout_kl time_sync time_generate time_reward time_logprobs weights_checksum reward_p50"
+    )
     for row in rows:
         assert not set(wanted.split()) - row.keys()
         assert all(value == value for value in row.values())  # no NaN

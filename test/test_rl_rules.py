@@ -49,7 +49,7 @@ PPO_CASES = [
     ("--tis_cap 1.0 with --tis_mask", {"tis_cap": 1.0, "tis_mask": True}),
     ("--tis_floor 3.0 with --tis_cap 2.0", {"tis_cap": 2.0, "tis_floor": 3.0}),
     ("--tis_mask_range 0.5 2.0 without --tis_mask", {"tis_cap": 2.0, "tis_mask_range": [0.5, 2.0]}),
-    ("--rejected_tokens leave without --tis_mask and", {"tis_cap": 2.0, "rejected_tokens": "leave"}),
+    ("--rejected_tokens leave without --tis_mask, --rollout_kl_max", {"tis_cap": 2.0, "rejected_tokens": "leave"}),
     ("--rollout_kl_estimator k1 without --rollout_kl_max", {"rollout_kl_estimator": "k1"}),
     ("--kl_estimator k2 with --init_kl_coef 0", {"kl_estimator": "k2"}),
     ("--kl_in_score with --use_kl_loss", {"init_kl_coef": 0.1, "kl_in_score": True, "use_kl_loss": True}),

@@ -19,7 +19,7 @@ from launch import run_process
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.methods.rollout_facts import sample_facts
+from trainer.methods.rollout_facts import rewards_by_group, sample_facts
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.rewards import formulas
 from trainer.rollout.rewards.format_rewards import answer_reward, multiple_choice_reward
@@ -317,6 +317,21 @@ def test_metrics_that_only_some_samples_have_are_averaged_over_those():
     ]
     facts = sample_facts(samples)
     assert (facts["reward_a"], facts["reward_b"]) == (1.5, 3.0)
+
+
+def test_percentiles_of_rewards_and_lengths_and_rewards_of_groups():
+    scores, lengths = [0.0, 4.0, 1.0, 3.0, 2.0], [5, 1, 2, 3, 4]
+    samples = [
+        Sample(n, n, [5], [6] * length, [0.0] * length, True, None, score)
+        for n, (score, length) in enumerate(zip(scores, lengths))
+    ]
+    facts = sample_facts(samples)
+    # of five sorted values x, the p-th percentile is at place 4 p / 100: 0.4, 2 and 3.6
+    assert [facts[f"reward_p{p}"] for p in (10, 50, 90)] == pytest.approx([0.4, 2.0, 3.6])
+    assert [facts[f"response_length_p{p}"] for p in (10, 50, 90)] == pytest.approx([1.4, 3.0, 4.6])
+    groups = {0: ["set/a", "topic/x"], 1: ["set/b", "topic/x"], 2: ["set/a", "topic/y"], 9: ["set/c"]}
+    found = rewards_by_group(samples, groups)
+    assert found == {"reward/set/a": 0.5, "reward/set/b": 4.0, "reward/topic/x": 2.0, "reward/topic/y": 1.0}
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "mathe"])

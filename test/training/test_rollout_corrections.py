@@ -1,4 +1,4 @@
-"""--tis_* and --rollout_kl_max: whose loss counts how much, and in which mean, against one response at a time in Python."""
+"""--tis_*, --rollout_kl_max and other masks: whose loss counts how much, and in which mean, against one response at a time in Python."""
 
 import math
 import random
@@ -14,10 +14,12 @@ from plain_policy import (
     arguments,
     clipped,
     found_loss,
+    found_metrics,
     group_of,
     log_probs,
     make_samples,
 )
+from trl import GRPOTrainer
 
 from trainer.errors import UserError
 from trainer.methods import advantages as adv
@@ -104,6 +106,72 @@ def test_if_all_tokens_are_rejected_the_loss_is_0():
     old = Table(2, 0.0)
     flags = ["--preset", "dr_grpo", "--rollout_kl_max", "1e-9", "--rejected_tokens", "count"]
     assert found_loss(arguments(*flags), old, Table(5, 0.3), samples=sampled(1, old)).item() == 0
+
+
+def plain_loss(kept, old: Table, policy: Table, samples: list, loss_agg: str) -> float:
+    """The mean of the losses of --preset dr_grpo if `kept(n, advantage)` lists which tokens have one. All count in the mean."""
+    total = 0.0
+    for n, sample in enumerate(samples):
+        ratio, advantage = (
+            (log_probs(policy, sample) - log_probs(old, sample)).exp(),
+            SCORES[n] - statistics.fmean(group_of(n)),
+        )
+        terms = clipped(ratio, advantage, 0.2, 0.2) * torch.tensor(kept(n, advantage))
+        total += terms.sum() / {"token": 1, "sum": 1, "sequence": LENGTHS[n], "fixed_length": MAX_LEN}[loss_agg]
+    return -total.item() / (sum(LENGTHS) if loss_agg == "token" else len(LENGTHS))
+
+
+@pytest.mark.parametrize("loss_agg", ["token", "sequence"])
+def test_negative_responses_that_have_drifted_have_no_loss(loss_agg):
+    """--off_policy_mask_threshold, against a response at a time and against TRL's own function."""
+    old, policy = Table(2, 0.0), Table(5, 0.3)
+    samples, bound, masked = sampled(1, old), 0.05, {}
+
+    def kept(n: int, advantage: float) -> list[bool]:
+        drift = torch.tensor(samples[n].log_probs) - log_probs(policy, samples[n]).detach()
+        masked[n] = advantage < 0 and drift.mean().item() > bound
+        ours = [not masked[n]] * LENGTHS[n]
+        values = torch.tensor([[advantage]]), -drift[None], torch.zeros(1, LENGTHS[n]), torch.ones(1, LENGTHS[n])
+        assert GRPOTrainer.get_off_policy_mask(*values, bound).bool().expand(1, LENGTHS[n])[0].tolist() == ours
+        return ours
+
+    expected = plain_loss(kept, old, policy, samples, loss_agg)
+    negative = [n for n in range(8) if SCORES[n] < statistics.fmean(group_of(n))]
+    assert 0 < sum(masked.values()) < len(negative)
+    args = arguments("--preset", "dr_grpo", "--loss_agg", loss_agg, "--off_policy_mask_threshold", str(bound))
+    assert found_loss(args, old, policy, samples=samples).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_agg", ["token", "sequence"])
+def test_only_the_tokens_of_largest_entropy_have_a_loss(loss_agg):
+    """--top_entropy_quantile 0.3, with the entropies of the policy before the update."""
+    old, policy = Table(2, 0.0), Table(5, 0.3)
+    entropies = []
+    for sample in make_samples():
+        before = [sample.prompt_ids[-1], *sample.response_ids[:-1]]
+        logs = old.table.log_softmax(-1)[before].double()
+        entropies.append([-sum(math.exp(p) * p for p in row) for row in logs.tolist()])
+    ranked = sorted(x for row in entropies for x in row)
+    place = 0.7 * (len(ranked) - 1)
+    bound = ranked[int(place)] + (place - int(place)) * (ranked[int(place) + 1] - ranked[int(place)])
+    expected = plain_loss(lambda n, _: [x >= bound for x in entropies[n]], old, policy, make_samples(), loss_agg)
+    args = arguments("--preset", "dr_grpo", "--loss_agg", loss_agg, "--top_entropy_quantile", "0.3")
+    assert found_loss(args, old, policy).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_shares_of_tokens_that_each_side_clips():
+    """A ratio below 1 - 0.2 with a negative advantage, above 1 + 0.1 with a positive one: as TRL counts them."""
+    old, policy, samples, wanted = Table(2, 0.0), Table(5, 0.3), make_samples(), [0, 0]
+    for n, sample in enumerate(samples):
+        advantage = SCORES[n] - statistics.fmean(group_of(n))
+        for ratio in (log_probs(policy, sample) - log_probs(old, sample)).exp().tolist():
+            wanted[0] += advantage < 0 and ratio < 0.8
+            wanted[1] += advantage > 0 and ratio > 1.1
+    found = found_metrics(arguments("--preset", "dr_grpo", "--eps_clip", "0.2", "--eps_clip_high", "0.1"), old, policy)
+    assert [found["clip_fraction_low"], found["clip_fraction_high"]] == pytest.approx(
+        [w / sum(LENGTHS) for w in wanted]
+    )
+    assert min(wanted) > 0 and found["clip_fraction"] == pytest.approx(sum(wanted) / sum(LENGTHS))
 
 
 def test_bounds_that_are_no_interval_are_refused():

@@ -240,6 +240,15 @@ class AdvantageArguments:
         "tokens that --tis_mask or --rollout_kl_max reject: count in the mean of the loss with loss 0, as in the papers, or "
         "leave it, as in verl",
     )
+    off_policy_mask_threshold: Optional[float] = arg(
+        None,
+        "no loss where the advantage is negative and the response has drifted from the policy that generated it: its mean of "
+        "log pi_rollout - log pi is above this; such tokens count in the mean of the loss",
+        type="NonNegativeFloat",
+    )
+    top_entropy_quantile: Optional[float] = arg(
+        None, "no loss except for this share of a rollout's tokens, those of largest entropy", type="OpenUnitInterval"
+    )
     ema_beta: Optional[float] = arg(
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",

@@ -82,8 +82,9 @@ POLICY_RULES = (
          "the least weight is above the largest", "Set it to at most --tis_cap.", which="above --tis_cap"),
     Rule("tis_mask_range tis_mask_level", lambda f: not f.tis_mask, "without --tis_mask", "no token is rejected by a ratio",
          "Add --tis_mask, or remove the flag."),
-    Rule("rejected_tokens", lambda f: not f.tis_mask and f.rollout_kl_max is None,
-         "without --tis_mask and --rollout_kl_max", "no token is rejected", "Add one of the two, or remove the flag."),
+    Rule("rejected_tokens", lambda f: not f.tis_mask and f.rollout_kl_max is None and f.top_entropy_quantile is None,
+         "without --tis_mask, --rollout_kl_max and --top_entropy_quantile", "no token is rejected",
+         "Add one of them, or remove the flag."),
     Rule("rollout_kl_estimator", lambda f: f.rollout_kl_max is None, "without --rollout_kl_max",
          "the KL of rollouts has no bound", "Add --rollout_kl_max, or remove the flag."),
 )

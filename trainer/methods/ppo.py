@@ -30,6 +30,8 @@ from trainer.methods.rollout_facts import (
     group_facts,
     log_prob_facts,
     means_over_tokens,
+    rewards_by_group,
+    rollout_log_probs_of,
     sample_facts,
     score_notes,
     scores_of,
@@ -188,13 +190,14 @@ def policy_updates(
     with timed(facts, "logprobs"):
         flat = add_log_probs(strategy, roles, batches, options, part)
     facts |= sample_facts(samples) | group_facts(samples, options) | staleness_facts(samples, state.rollout)
+    facts |= rewards_by_group(samples, run.groups)
     facts |= add_advantages(batches, samples, part, flat, state, options)
     for number, batch in enumerate(batches * options.num_epochs):
         with span("train"):
             critic_row = update_critic(strategy, roles.critic, batch, value_loss)
             row = update_actor(run, loop, batch, policy_loss, progress)
         if number == 0:
-            facts |= _facts_of_first_update(run, batches, part, flat)
+            facts |= _facts_of_first_update(run, batches, samples, part, flat)
         row = {**row, "mfu": None, **critic_row, **facts}
         log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
         if not math.isfinite(row["loss"]) and not row.get("skipped"):
@@ -211,11 +214,14 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     The old log-probs are then from the update's own forward pass, and the loss notes them.
     """
     log_probs = functools.partial(policy_log_probs, temperature=options.policy.temperature, routers=roles.routers)
-    actor = roles.actor[0]
+    actor, by_entropy = roles.actor[0], options.top_entropy_quantile is not None
     models: dict[str, tuple] = {}
     corrects = options.tis_cap is not None or options.rollout_kl_max is not None
-    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects:
-        models["old_log_probs"] = (contextlib.nullcontext(actor), log_probs)
+    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects or by_entropy:
+        models["old_log_probs"] = (
+            contextlib.nullcontext(actor),
+            functools.partial(log_probs, notes_entropies=by_entropy),
+        )
     if roles.has_reference:
         models["ref_log_probs"] = (fixed_model(actor, roles.reference), functools.partial(log_probs, replays=False))
     if roles.critic is not None:
@@ -225,6 +231,8 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
         with context as model:
             compute(batches, name, functools.partial(function, model))
         flat[name] = collect(strategy, batches, name, part)
+    if by_entropy:
+        flat["old_entropies"] = collect(strategy, batches, "old_entropies", part)
     return flat
 
 
@@ -248,8 +256,11 @@ def add_advantages(
     advantages, returns = adv.estimate_advantages(
         options.advantages, scores, mask, penalty, values, part.places, total=lambda sums: part.share(sums).sum()
     )
-    spread(batches, "advantages", advantages[mask])
+    flat["advantages"] = advantages[mask]
+    spread(batches, "advantages", flat["advantages"])
     spread(batches, "returns", returns[mask])
+    if options.policy.off_policy_mask_threshold is not None:
+        spread(batches, "rollout_log_probs", rollout_log_probs_of(part))
     corrections, rejections = importance_corrections(part, mask, flat, options)
     kept = functools.reduce(torch.mul, rejections.values(), torch.ones_like(advantages[mask]))
     if corrections or rejections:
@@ -257,7 +268,7 @@ def add_advantages(
     if options.rejected_leave:
         leave_out(part, batches, adv.to_rows(kept, mask) > 0, mask, options.policy.loss_agg)
     facts = {"rejected_fraction": 1 - kept} if rejections else {}
-    return means_over_tokens(part, advantage_abs=advantages[mask].abs(), **corrections, **rejections, **facts)
+    return means_over_tokens(part, advantage_abs=flat["advantages"].abs(), **corrections, **rejections, **facts)
 
 
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
@@ -273,13 +284,16 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
     return scores if options.reward_clip_range is None else scores.clamp(*options.reward_clip_range)
 
 
-def _facts_of_first_update(run: PPORun, batches: list, part: Part, flat: dict) -> dict:
+def _facts_of_first_update(run: PPORun, batches: list, samples: list[Sample], part: Part, flat: dict) -> dict:
     """How log-probs of the engine and of training differ, also as a page of samples (all-reduces over dp x sp)."""
     if "old_log_probs" not in flat:
         flat["old_log_probs"] = collect(run.strategy, batches, "old_log_probs", part)
     facts = log_prob_facts(part, flat, run.state, run.options)
     if run.pages:
-        facts |= run.pages.write(run.state.rollout, part.samples, flat["old_log_probs"])
+        size = run.options.advantages.group_size
+        groups = [scores_of(samples)[at - at % size :][:size].tolist() for at in part.places]
+        values = flat["old_log_probs"], flat["advantages"]
+        facts |= run.pages.write(run.state.rollout, part.samples, *values, groups)
     return facts
 
 

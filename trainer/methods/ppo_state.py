@@ -41,6 +41,7 @@ class PPOOptions:
     mask_level: str = "token"
     rollout_kl_max: Optional[float] = None  # responses above it have no loss
     rollout_kl_estimator: str = "k3"
+    top_entropy_quantile: Optional[float] = None  # the share of tokens with a loss
     rejected_leave: bool = False  # the mean of the loss, as in verl; else they count in it with loss 0
     normalize_reward: bool = False
     reward_clip_range: Optional[tuple[float, float]] = None
@@ -151,5 +152,6 @@ class PPORun:
     rollouts_log: Optional[RolloutsLog] = None
     pages: Optional[SamplePages] = None
     timeline: Optional[Timeline] = None
+    groups: dict[int, list[str]] = field(default_factory=dict)  # the names of the groups of a prompt's row
     balance: Optional[Callable[[LossFunction], LossFunction]] = None  # adds the load-balancing loss
     updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters

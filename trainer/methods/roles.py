@@ -15,14 +15,20 @@ from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
 from trainer.models.reward import token_scores
 
 
-def policy_log_probs(model, micro_batch: dict, temperature: float, routers=None, replays=True) -> torch.Tensor:
+def policy_log_probs(
+    model, micro_batch: dict, temperature: float, routers=None, replays=True, notes_entropies=False
+) -> torch.Tensor:
     """Log-probs (rows, tokens), fp32, of the response tokens under the distribution that they were sampled from.
 
-    `routers` of the model, with --routing_replay, choose the experts of the rollout if it `replays`.
+    `routers` of the model, with --routing_replay, choose the experts of the rollout if it `replays`. With
+    `notes_entropies`, the micro-batch also gets the entropies of these distributions, as `old_entropies`.
     """
     if routers:
         routers.use(micro_batch if replays else {})
-    return policy_values(model, micro_batch, temperature)[0]
+    log_probs, entropies = policy_values(model, micro_batch, temperature)
+    if notes_entropies:
+        micro_batch["old_entropies"] = entropies
+    return log_probs
 
 
 def critic_values(model, micro_batch: dict) -> torch.Tensor:
@@ -59,7 +65,8 @@ def make_policy_loss(
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
-    Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs and tis_weights, each (rows, tokens).
+    Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs, rollout_log_probs and tis_weights, each
+    (rows, tokens).
     Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old ones, and the
     loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current coefficient. Metrics
     are means over response tokens, but policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
@@ -86,13 +93,19 @@ def make_policy_loss(
         values, clipped, used_ratio = POLICY_LOSSES[options.loss](tokens, options)
         if "tis_weights" in micro_batch:
             values = values * micro_batch["tis_weights"]
+        of_tokens = {}
+        if options.off_policy_mask_threshold is not None:
+            near = losses.near_enough(tokens, micro_batch["rollout_log_probs"], options.off_policy_mask_threshold)
+            values, of_tokens["off_policy_fraction"] = values * near, ~near & keep
         weights = micro_batch["loss_weights"] * keep
         policy_sum = total = (values * weights).sum()
         if options.entropy_coef:
             total = total - options.entropy_coef * (entropies * weights).sum()
-        of_tokens = {
+        of_tokens |= {
             "entropy": entropies,
             "clip_fraction": clipped & keep,
+            "clip_fraction_low": clipped & keep & (used_ratio < 0),
+            "clip_fraction_high": clipped & keep & (used_ratio > 0),
             "ratio_deviation": (losses.bounded(used_ratio).exp() - 1).abs() * keep,
             "approx_kl": -tokens.log_ratio * keep,
         }

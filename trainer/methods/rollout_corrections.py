@@ -1,5 +1,6 @@
 """Corrections of the loss, because the engine sampled with other log-probs than those of training."""
 
+import numpy as np
 import torch
 
 from trainer.methods import advantages as adv
@@ -15,9 +16,12 @@ def importance_corrections(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(Weights, rejections): factors of the loss of each token, because the engine sampled with other log-probs.
 
-    Both are flat vectors by their metric. A rejection is 0 for a rejected token, else 1.
+    Tokens of small entropy are also rejected, if options say so. Both are flat vectors by their metric. A rejection is 0 for a rejected token, else 1.
     """
     weights, kept = {}, {}
+    if options.top_entropy_quantile is not None:
+        bound = entropy_bound(part, adv.to_rows(flat["old_entropies"], mask), options.top_entropy_quantile)
+        kept["kept_by_entropy"] = (flat["old_entropies"] >= bound).double()
     if options.tis_cap is None and options.rollout_kl_max is None:
         return weights, kept
     sampled, trained = rollout_log_probs_of(part), flat["old_log_probs"]
@@ -33,6 +37,16 @@ def importance_corrections(
         near = adv.within_kl(*rows, mask, options.rollout_kl_estimator, options.rollout_kl_max)
         kept["kept_by_rollout_kl"] = (near[:, None] & mask)[mask].double()
     return weights, kept
+
+
+def entropy_bound(part: Part, entropies: torch.Tensor, share: float) -> float:
+    """The entropy that this share of all tokens of the rollout reaches (all-reduce over dp x sp of a number per token).
+
+    `entropies` (n, T) are those of the rows of `part`. Wang et al. 2025, Beyond the 80/20 rule (arXiv 2506.01939),
+    equation 5: a rollout is the batch here. TRL takes the bound of a micro-batch instead.
+    """
+    of_all = part.share(entropies)[adv.rows_mask(part.all_lengths, part.width)]
+    return float(np.quantile(of_all.numpy(), 1 - share))
 
 
 def leave_out(part: Part, batches: list, kept: torch.Tensor, mask: torch.Tensor, loss_agg: str) -> None:

@@ -15,6 +15,8 @@ from trainer.rollout.placement import Part
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 
+PERCENTS = (10, 50, 90)
+
 
 def scores_of(samples: list[Sample]) -> torch.Tensor:
     return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
@@ -39,10 +41,13 @@ def means_over_tokens(part: Part, **flat: torch.Tensor) -> dict[str, float]:
 def sample_facts(samples: list[Sample]) -> dict[str, float]:
     """Metrics that need only the samples."""
     scores, sizes = scores_of(samples), [sample.size() for sample in samples]
+    lengths = torch.tensor([size.generated for size in sizes], dtype=torch.float64)
     facts = {
         "reward": scores.mean().item(),
         "reward_std": scores.std(correction=0).item(),
-        "response_length": sum(size.generated for size in sizes) / len(samples),
+        "response_length": lengths.mean().item(),
+        **quantiles("reward", scores),
+        **quantiles("response_length", lengths),
         "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
     }
     if any(size.turns for size in sizes):
@@ -52,6 +57,21 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # not every call returns it
         facts[f"reward_{name}"] = sum(values) / len(values)
     return facts
+
+
+def quantiles(name: str, values: torch.Tensor) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile of `values` (n,), between two values by their distance."""
+    shares = torch.tensor([percent / 100 for percent in PERCENTS], dtype=torch.float64)
+    return {f"{name}_p{percent}": value for percent, value in zip(PERCENTS, values.quantile(shares).tolist())}
+
+
+def rewards_by_group(samples: list[Sample], groups: dict[int, list[str]]) -> dict[str, float]:
+    """The mean score of the samples of each group, as reward/GROUP. `groups` names those of a prompt's row."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name in groups.get(sample.row, ()):
+            found.setdefault(name, []).append(sample.score)
+    return {f"reward/{name}": math.fsum(scores) / len(scores) for name, scores in sorted(found.items())}
 
 
 def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:

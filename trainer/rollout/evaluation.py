@@ -60,6 +60,11 @@ def groups_of(prompts: Iterable[dict]) -> dict[str, list[int]]:
     return found
 
 
+def groups_of_rows(prompts) -> dict[int, list[str]]:
+    """The names of the groups of each row of a dataset of prompts. Empty if its prompts have no groups."""
+    return dict(zip(prompts["row"], prompts[GROUPS])) if GROUPS in prompts.column_names else {}
+
+
 def write_answers(path: str, evaluation: Evaluation, samples: list[Sample], tokenizer) -> None:
     """Write a line for each answer. The ranks send them to rank 0, which replaces the file when it is whole."""
     written = False

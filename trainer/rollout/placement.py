@@ -132,8 +132,8 @@ def write_by_rank_0(samples: list[Sample], write: Callable[[list[Sample]], None]
 class Part:
     """The samples of a rollout that this rank trains. Flat vectors have their generated tokens, sample after sample.
 
-    `places` are the positions of the samples in the rollout, and `lengths` their numbers of generated tokens. `width` is
-    the longest response of the whole rollout. Rows of tokens have this width on every rank, so sums over a row are the
+    `places` are the positions of the samples in the rollout, and `lengths` their numbers of generated tokens. `all_lengths`
+    are those of the whole rollout, and `width` is the longest. Rows of tokens have this width on every rank, so sums over a row are the
     same on every layout.
     """
 
@@ -142,8 +142,8 @@ class Part:
         self.places = [place for place, sample in enumerate(samples) if sample.held.here]
         self.samples = [samples[place] for place in self.places]
         self.lengths = [sample.size().generated for sample in self.samples]
-        lengths = [sample.size().generated for sample in samples]
-        self.width, self.num_tokens = max(lengths), sum(lengths)
+        self.all_lengths = [sample.size().generated for sample in samples]
+        self.width, self.num_tokens = max(self.all_lengths), sum(self.all_lengths)
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """(own samples, ...) fp64 to (all samples, ...), on every rank (all-reduce over dp x sp). It is exact, because

@@ -118,6 +118,7 @@ class PolicyOptions:
     kl_unbiased: bool = False  # the term times pi / pi_old, with its gradient
     value_clip: Optional[float] = None
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    off_policy_mask_threshold: Optional[float] = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,16 @@ class PolicyTokens:
     log_ratio: torch.Tensor  # log_probs minus the log-probs of the old policy
     advantages: torch.Tensor
     mean_by_sequence: Callable[[torch.Tensor], torch.Tensor]
+
+
+def near_enough(tokens: PolicyTokens, rollout_log_probs: torch.Tensor, threshold: float) -> torch.Tensor:
+    """False where A < 0 and the response has drifted: its mean of log pi_rollout - log pi is above `threshold`.
+
+    Such a token has no loss, and counts in the mean (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556,
+    section 3.1).
+    """
+    drift = tokens.mean_by_sequence(rollout_log_probs - tokens.log_probs.detach())
+    return (tokens.advantages >= 0) | (drift <= threshold)
 
 
 def _ppo(tokens: PolicyTokens, options: PolicyOptions) -> tuple:

@@ -37,9 +37,14 @@ def answers_log(output_dir: str, evaluation: Evaluation, tokenizer) -> Callable[
     return write
 
 
-def with_groups(prompts: Dataset, rows: Dataset, args: PPOArguments, names: str, split: str, flag: str) -> Dataset:
-    """Prompts of `rows` with the names of their groups: the set, if there are several, and the value of --eval_source_key."""
-    parts = _sets(args, names, split, flag), _sources(rows, args.evaluation.eval_source_key, flag)
+def with_groups(
+    prompts: Dataset, rows: Dataset, args: PPOArguments, names: str, split: str, flag: str, evaluates: bool
+) -> Dataset:
+    """Prompts of `rows` with the names of their groups: the set, if there are several, and the value of --eval_source_key.
+
+    Prompts of training may lack its column, or have too many values there. Then they have no groups of it.
+    """
+    parts = _sets(args, names, split, flag), _sources(rows, args.evaluation.eval_source_key, flag, evaluates)
     if parts[0] and args.evaluation.eval_source_key == "set":
         raise UserError(
             "--eval_source_key", "set, the name of the groups of several sets", "another name of the column"
@@ -58,13 +63,15 @@ def _sets(args: PPOArguments, names: str, split: str, flag: str) -> list[str]:
     return [f"set/{shown[number]}" for number in places["set"]]
 
 
-def _sources(rows: Dataset, key: str | None, flag: str) -> list[str]:
-    """The value of column `key` of each row, as KEY/VALUE. Empty without a key."""
-    if key is None:
+def _sources(rows: Dataset, key: str | None, flag: str, evaluates: bool) -> list[str]:
+    """The value of column `key` of each row, as KEY/VALUE. Empty without a key, and where training lacks good values."""
+    if key is None or not (evaluates or column_of_key(rows.column_names, key)):
         return []
     check_keys(rows.column_names, flag, {"--eval_source_key": key})
     found = [f"{key}/{lookup(row, key)}" for row in rows.select_columns([column_of_key(rows.column_names, key)])]
     if len(set(found)) > MOST_VALUES:
+        if not evaluates:
+            return []
         raise UserError(
             "--eval_source_key", f"{key} has {len(set(found))} values", f"a column with up to {MOST_VALUES}"
         )

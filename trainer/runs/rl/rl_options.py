@@ -13,7 +13,7 @@ from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 
 # flags that are options of the algorithm as they are
-SAME_NAMES = """seed kl_estimator kl_in_score kl_target kl_horizon tis_cap tis_level tis_floor rollout_kl_max
+SAME_NAMES = """seed kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
     rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps"""
 
 
@@ -82,6 +82,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_unbiased=args.kl.kl_unbiased,
         value_clip=args.critic.value_clip,
         sapo_temperatures=tuple(args.advantage.sapo_temperatures),
+        off_policy_mask_threshold=args.advantage.off_policy_mask_threshold,
     )
     return PPOOptions(
         advantages=advantages,

@@ -19,6 +19,7 @@ from trainer.flags.rules import refuse
 from trainer.methods.ppo import train_ppo
 from trainer.methods.ppo_state import PPORun, RLState
 from trainer.metrics import Rows
+from trainer.rollout.evaluation import groups_of_rows
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
 from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.formulas import can_compare
@@ -74,6 +75,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     batches, strategy = method.make_batches(run), run.setup.strategy
     run.ppo = PPORun(strategy, run.roles, run.loader, run.options, batches, run.checkpoints, sp_group)
     run.ppo.updates = method.make_updates(run)
+    run.ppo.groups = groups_of_rows(run.samples)
     apply(RL_FEATURES, run, "with_loss")
     loop = loop_options(args, run.total_steps)
     if args.checkpoint.verify_resume:
@@ -125,8 +127,8 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     options["taken"] = [name for name in columns if name != TEMPLATE_ARGS]
     tokenize = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)
     prompts, ledger = tokenize(rows, tokenizer, **options)
-    if flag == "--eval_dataset" or part.is_evaluation:
-        prompts = with_groups(prompts, rows, args, names, split, flag)
+    evaluates = flag == "--eval_dataset" or part.is_evaluation
+    prompts = with_groups(prompts, rows, args, names, split, flag, evaluates)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
 
