@@ -17,7 +17,9 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 def _environment(**env: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+    """MKL_CBWR is what --exact asks for. It must be there before the first product of a process that has several runs."""
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **fixed, **env}
 
 
 def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
