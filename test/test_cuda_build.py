@@ -50,3 +50,16 @@ def test_kernels_of_fla_and_liger_equal_their_formulas_in_tritons_interpreter():
     found = json.loads(output.splitlines()[-1])
     assert len(found) == 6
     assert max(max(pair) for pair in found.values()) <= 1e-6, found
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+def test_pinned_memory_is_at_most_a_tenth_larger_than_needed():
+    code, output = run_process(
+        ["bash", str(KIT / "run.sh"), "measure_memory.py"], timeout=300, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT)
+    )
+    assert code == 0, output[-3000:]
+    found = json.loads(output.splitlines()[-1])
+    needed, taken = found.pop("torch's own")
+    assert taken > 1.2 * needed, "torch rounds up no more: then the pool can go"
+    pairs = [*found["saves"], found["a frozen model"], found["activations"]]
+    assert len(pairs) == 4 and all(needed <= taken <= 1.1 * needed for needed, taken in pairs), found

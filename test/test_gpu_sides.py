@@ -4,6 +4,7 @@ docs/gpu.md lists what each test executes.
 """
 
 import contextlib
+import mmap
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -18,7 +19,7 @@ from trainer.checkpoints.shards import whole_shard
 from trainer.cli import serve_engine
 from trainer.datasets.batches.global_batches import copied
 from trainer.datasets.demos.demo import make_demo
-from trainer.distributed import determinism, mesh
+from trainer.distributed import determinism, mesh, pinned_memory
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
 from trainer.flags.common_flags import LoraArguments, SFTArguments
@@ -116,16 +117,51 @@ def test_a_copy_to_a_gpu_is_pinned_and_nobody_waits_for_it(monkeypatch):
     assert given == ["pinned", (CARD, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]
 
 
-def test_a_background_save_is_staged_in_pinned_memory_with_one_wait(calls, monkeypatch):
-    made, empty_like = [], torch.empty_like
-    monkeypatch.setattr(
-        torch, "empty_like", lambda tensor, device, pin_memory: (made.append(pin_memory), empty_like(torch.ones(3)))[1]
+@pytest.fixture
+def pins(monkeypatch):
+    """Calls of cudaHostRegister and cudaHostUnregister, as (name, bytes or None). Pinned memory of torch has no bytes."""
+    found, empty = [], torch.empty
+
+    def ours(*shape, pin_memory=False, **options):
+        found.extend([("torch's own", None)] if pin_memory else ())
+        return empty(*shape, **options)
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: found.append(("registered", size)),
+        cudaHostUnregister=lambda address: found.append(("released", None)),
     )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch, "empty", ours)
+    return found
+
+
+def test_pinned_memory_is_as_large_as_needed_and_serves_again(pins):
+    pool, page = pinned_memory.PinnedPool(), mmap.PAGESIZE
+    first = pool.empty_like(torch.zeros(20001, 5))
+    pages = -(-20001 * 5 * 4 // page) * page
+    assert pins == [("registered", pages)] and pages < 20001 * 5 * 4 + page and first.shape == (20001, 5)
+    first.fill_(3)
+    view = first[7:]
+    del first
+    pool.empty_like(torch.zeros(20000, 5))  # the view still holds the first memory
+    assert pins == [("registered", pages)] * 2 and (view == 3).all()
+    del view
+    pool.empty_like(torch.zeros(20001, 5))
+    assert len(pins) == 2  # memory that is free is taken again
+    pool.empty_like(torch.zeros(30000, 5))  # none is enough: the largest is released for it
+    assert pins[2:] == [("released", None), ("registered", -(-30000 * 5 * 4 // page) * page)]
+    pool.empty_like(torch.zeros(3))
+    assert pins[4:] == [("torch's own", None)]
+    assert pool.empty_like(torch.zeros(30000, 5), pin_memory=False).shape == (30000, 5) and len(pins) == 5
+
+
+def test_a_background_save_is_staged_in_pinned_memory_with_one_wait(calls, pins):
     calls.note(torch.cuda, "synchronize")
     on_gpu, on_host = torch.arange(3.0).as_subclass(OnCuda), torch.arange(3.0) + 5
     shards = [whole_shard("a", on_gpu, True), whole_shard("b", on_host, True), whole_shard("c", on_host, False)]
     staged = run_state._staged(shards, CARD)
-    assert made == [True, False] and calls.found == [("synchronize", CARD)]
+    assert pins == [("torch's own", None)] and calls.found == [("synchronize", CARD)]
     on_gpu.zero_(), on_host.zero_()
     assert [shard.tensor.tolist() for shard in staged] == [
         [0, 1, 2],
@@ -136,13 +172,15 @@ def test_a_background_save_is_staged_in_pinned_memory_with_one_wait(calls, monke
     assert len(calls.found) == 1
 
 
-def test_frozen_weights_wait_in_pinned_memory(monkeypatch):
-    pinned, model = [], torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 2))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tuple(tensor.shape)), tensor)[1])
+def test_frozen_weights_wait_in_pinned_memory(pins):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(300, 200))
+    expected = [parameter.clone() for parameter in model.parameters()]
     keep_on_host(model, torch.device("meta"))
-    assert pinned == []
+    assert pins == []
     keep_on_host(model, CARD)
-    assert pinned == [(3, 3), (2, 3), (2,)]
+    pages = -(-300 * 200 * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert pins == [("torch's own", None), ("registered", pages), ("torch's own", None)]
+    assert all(parameter.equal(own) for parameter, own in zip(model.parameters(), expected))
 
 
 def test_ranks_on_one_gpu_are_named(calls, monkeypatch):

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the trainer on the CUDA build of torch without a card. The first run makes an environment of 7 GB in build/.
 #     test/fake_gpu/run.sh [flags of run_cells.py]
+#     test/fake_gpu/run.sh measure_memory.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ENVIRONMENT="${FAKE_GPU_ENVIRONMENT:-$PWD/build/fake_gpu_environment}"
@@ -20,4 +21,6 @@ LIBRARIES="$ENVIRONMENT/fake_gpu"
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export LD_PRELOAD="$LIBRARIES/libfakecuda.so" LD_LIBRARY_PATH="$LIBRARIES" FAKE_CUDA_DEVICES=4 PYTHONPATH="$PWD"
 trap 'rm -f /dev/shm/fakenccl-*' EXIT
-"$PYTHON" test/fake_gpu/run_cells.py "$@"
+SCRIPT=run_cells.py
+[[ "${1:-}" == *.py ]] && SCRIPT="$1" && shift
+"$PYTHON" "test/fake_gpu/$SCRIPT" "$@"

@@ -55,10 +55,16 @@ void drop(void *place) {
 }  // namespace
 
 extern "C" {
-// read by run_cells.py
+// read by run_cells.py and measure_memory.py
 long fake_cuda_waits() { return waits; }
 long fake_cuda_launches() { return launches; }
 size_t fake_cuda_used() { return used; }
+size_t fake_cuda_pinned() {
+    size_t bytes = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto &[place, block] : blocks) bytes += block.type == cudaMemoryTypeHost ? block.bytes : 0;
+    return bytes;
+}
 void fake_cuda_forget() { waits = launches = 0; }
 
 // modules and kernels
@@ -194,6 +200,14 @@ cudaError_t cudaHostAlloc(void **place, size_t bytes, unsigned) {
     return *place ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 cudaError_t cudaFreeHost(void *place) { return cudaFree(place); }
+cudaError_t cudaHostRegister(void *place, size_t bytes, unsigned) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return blocks.insert({(char *)place, {bytes, cudaMemoryTypeHost, current}}).second ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered;
+}
+cudaError_t cudaHostUnregister(void *place) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return blocks.erase((char *)place) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
     *total = TOTAL;
     *free = TOTAL - used;

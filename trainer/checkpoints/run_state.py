@@ -24,6 +24,7 @@ from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX, Piece, PieceIndex
 from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, write_shards
 from trainer.distributed.collectives import gather_objects, make_patient_group, together
+from trainer.distributed.pinned_memory import PinnedPool
 from trainer.errors import UserError, one_line
 
 STATE = "state.json"
@@ -32,6 +33,7 @@ HF_FOLDER = "hf"  # config and tokenizer; with --save_hf_ckpt also the model's w
 NO_LOSS_SCALE = {"scale": 1.0, "good_steps": 0}  # the state of the loss scale without fp16
 ONLY_MODEL = "only_model"  # the entry of a state without an optimizer
 MAIN = "main"  # the role of a run's first model; its keys and states have no prefix
+STAGING = PinnedPool()  # the copies of a save in the background; the next one has the same sizes
 
 
 @dataclass(frozen=True)
@@ -249,8 +251,7 @@ def _staged(shards: Iterable[TensorShard], device: torch.device) -> list[TensorS
     """The shards with copies in host memory. From a GPU all of them go to pinned memory, and one wait ends them."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return copy.copy_(tensor, non_blocking=True)
+        return STAGING.empty_like(tensor, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
     staged = [dataclasses.replace(s, tensor=copied(s.tensor)) if s.is_written else s for s in shards]
     if device.type == "cuda":

@@ -11,6 +11,8 @@ from typing import Any, Optional
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainer.distributed.pinned_memory import PinnedPool
+
 
 @dataclass
 class _Kept:
@@ -25,12 +27,20 @@ class _Kept:
 
 
 class HostCopies:
-    """The tensors of one forward pass. `keep` and `give` are the two hooks of `saved_tensors_hooks`."""
+    """The tensors of a model's forward pass. `keep` and `give` are the two hooks of `saved_tensors_hooks`.
+
+    All passes share one stream. So host memory is filled again only after it was read.
+    """
 
     def __init__(self):
+        self._pool = PinnedPool()
         self._last: Optional[_Kept] = None
         self._copies = None  # the stream of the copies
         self._leaving = None  # (tensor, event): memory that its copy still reads
+
+    def start(self) -> None:
+        """Begin a forward pass. It does not hold what an earlier one kept."""
+        self._last = None
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
         """Start the copy of a tensor to the host. For a DTensor (tp), the copy is this rank's part."""
@@ -39,7 +49,7 @@ class HostCopies:
             layout = {"shape": tensor.shape, "stride": tensor.stride()}
             layout |= {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
             tensor = tensor.to_local()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        host = self._pool.empty_like(tensor, pin_memory=tensor.is_cuda)
         copied = self._copy(host, tensor)
         self._release()
         self._leaving = tensor, copied
@@ -83,11 +93,11 @@ def _streams(device: torch.device):
 def offload_layer_inputs(model: torch.nn.Module) -> None:
     """Keep the decoder's saved tensors in host memory, in place. Not the head's: its weight would be copied as well."""
     decoder = model.base_model
-    forward = decoder.forward
+    forward, copies = decoder.forward, HostCopies()
 
     @functools.wraps(forward)
     def offloaded(*args, **kwargs):
-        copies = HostCopies()
+        copies.start()
         with torch.autograd.graph.saved_tensors_hooks(copies.keep, copies.give):
             return forward(*args, **kwargs)
 
