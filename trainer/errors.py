@@ -61,10 +61,14 @@ class Interrupted(Exception):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises UserError for wrong arguments, without the usage. No abbreviation of a flag is taken."""
+    """Raises UserError for wrong arguments, without the usage. No abbreviation of a flag is taken.
+
+    --help shows the lines of the description as they are.
+    """
 
     def __init__(self, *names: str, **options):
-        super().__init__(*names, **{"allow_abbrev": False, **options})
+        shown = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(*names, **{"allow_abbrev": False, **shown, **options})
 
     def error(self, message: str) -> None:
         raise UserError("arguments", message, "see --help")

@@ -6,15 +6,12 @@ torchrun --nnodes 2 ... -m trainer.cli.doctor --path FOLDER    also tries the ne
 Exit code: 0 if nothing would fail, else 2.
 """
 
-import argparse
-
 from trainer.entry import run_command
 from trainer.errors import OneLineParser
 
 
 def run(argv: list[str]) -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser("python -m trainer.cli.doctor", description=__doc__, formatter_class=formatter)
+    parser = OneLineParser("python -m trainer.cli.doctor", description=__doc__)
     parser.add_argument("--path", help="a folder for runs; under torchrun each node must see it")
     path = parser.parse_args(argv).path
     from trainer.planning.doctor_findings import examine  # not at the top: torch is not needed for --help

@@ -8,7 +8,6 @@ torchrun --nproc_per_node N -m trainer.cli.verify_run runs/X --rerun DIR [-- FLA
 Exit code: 0 if all that could be checked is as certified, 1 if something is not, 2 if nothing could be checked.
 """
 
-import argparse
 import sys
 
 from trainer.entry import run_command
@@ -17,8 +16,7 @@ from trainer.errors import OneLineParser, UserError
 
 def run(argv: list[str]) -> None:
     own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = OneLineParser("python -m trainer.cli.verify_run", description=__doc__, **options)
+    parser = OneLineParser("python -m trainer.cli.verify_run", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
     parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")

@@ -9,7 +9,6 @@ run read it. Packages that are not named get their newest version that fits.
 Exit code: 0 if the versions are certified, 1 if something is wrong, 2 if nothing could be run.
 """
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -67,12 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if card["verdict"] == "certified" else 1
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m trainer.compare.certify_versions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def build_parser() -> OneLineParser:
+    parser = OneLineParser("python -m trainer.compare.certify_versions", description=__doc__)
     parser.add_argument("packages", nargs="*", metavar="PACKAGE==VERSION", help="versions to certify")
     parser.add_argument("--python", metavar="PATH", help="interpreter of an environment that exists")
     parser.add_argument("--folder", default="runs/versions", metavar="DIR", help="environment, logs and results")

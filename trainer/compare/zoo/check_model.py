@@ -9,7 +9,6 @@ gradients of the first step, final weights.
 Exit code: 0 if nothing is wrong or crashes, 1 if something does, 2 if there is no such model or it cannot be shrunk.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -57,12 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     return int(bad)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m trainer.cli.check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def build_parser() -> OneLineParser:
+    parser = OneLineParser("python -m trainer.cli.check", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder or hub name")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of the first column (default: all)")
     parser.add_argument("--keep", metavar="DIR", help="keep the tiny model, the logs and the runs here")

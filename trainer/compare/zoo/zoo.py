@@ -10,7 +10,6 @@ agree. scripts/docs/zoo_page.py writes docs/models.md from the results.
 Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -91,12 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m trainer.compare.zoo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def build_parser() -> OneLineParser:
+    parser = OneLineParser("python -m trainer.compare.zoo", description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type or name of a row (default: all)")
     parser.add_argument("--configurations", nargs="+", metavar="NAME", help="cells to run (default: all)")
     parser.add_argument("--output", default=str(ROOT / "docs/models.json"), metavar="JSON", help="the results")
