@@ -2,7 +2,7 @@
 
 torch's flash and efficient attention have a deterministic backward pass, but they use it only in strict mode. With
 `warn_only`, they add gradients in an order that varies (torch, notes/randomness, "CUDA Scaled Dot Product Attention").
-In strict mode torch refuses an operation without a deterministic kernel. `cli/entry.py` turns that into one line.
+In strict mode torch refuses an operation without a deterministic kernel. `entry.py` turns that into one line.
 """
 
 import contextlib

@@ -89,7 +89,7 @@ class DeepspeedStrategy:
         autotp.use_mesh_groups(self.meshes)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
-        """The sp group. Its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
+        """The sp group. Its ranks hold zigzag parts of the same sequences, see `batches.sequence_split`."""
         return self.meshes.root["sp"].get_group()
 
     # --- models

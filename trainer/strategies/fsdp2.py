@@ -73,7 +73,7 @@ class FSDP2Strategy:
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
-        """The sp group. Its ranks hold zigzag parts of the same sequences, see `datasets.sequence_split`."""
+        """The sp group. Its ranks hold zigzag parts of the same sequences, see `batches.sequence_split`."""
         return self.meshes.root["sp"].get_group()
 
     # --- models

@@ -46,8 +46,8 @@ def run_matrix(
 ) -> bool:
     """Run a matrix, write report.json, .md and .png, and return whether every configuration passed.
 
-    `thresholds_for` takes a --param_dtype. `update_table` is a file with the two markers of `report.MARKERS`; the table
-    is also written between them. With `share_launch`, configurations with the same number of ranks run in one launch.
+    `thresholds_for` takes a --param_dtype. `update_table` is a file with the two markers of `comparison_report.MARKERS`;
+    the table is also written between them. With `share_launch`, configurations with the same number of ranks run in one launch.
     That takes less time, but separates the runs less.
     Raises: UserError if the plain loop fails, because there is then nothing to compare with.
     """

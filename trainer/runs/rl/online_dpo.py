@@ -1,6 +1,6 @@
 """`train_dpo --online`: a loss of `train_dpo` on pairs of the model's own answers, which a reward ranks.
 
-Rollouts, rewards and the loop around them are those of `train_ppo`; see `training/ranked_pairs.py` for the pairs.
+Rollouts, rewards and the loop around them are those of `train_ppo`; see `methods/ranked_pairs.py` for the pairs.
 """
 
 import functools

@@ -274,7 +274,7 @@ class RowConv1D(_Conv1DPart):
 def _return_sharded_logits(model: torch.nn.Module, tp_mesh) -> None:
     """Make the vocabulary head return its part of the logits as a DTensor. The loss of tensor parallelism needs it.
 
-    The head keeps the function as `sharded_logits`, for chunks of logits (`models/policy_values.py`).
+    The head keeps the function as `sharded_logits`, for chunks of logits (`models/losses/policy_values.py`).
     """
     for module in model.modules():
         if isinstance(module, VocabParallelLinear):
