@@ -356,14 +356,20 @@ class TraceArguments:
 
 
 @dataclass
-class SFTArguments:
-    """Supervised fine-tuning of a causal language model."""
+class FixedDataArguments:
+    """The first groups of every command that trains on rows as they are."""
 
     model: ModelArguments = group(ModelArguments)
     lora: LoraArguments = group(LoraArguments)
     data: DataArguments = group(DataArguments)
     length: LengthArguments = group(LengthArguments)
     epochs: EpochArguments = group(EpochArguments)
+
+
+@dataclass
+class SFTArguments(FixedDataArguments):
+    """Supervised fine-tuning of a causal language model."""
+
     sft: SFTDataArguments = group(SFTDataArguments)
     streaming: StreamingArguments = group(StreamingArguments)
     experts: RouterArguments = group(RouterArguments)

@@ -6,12 +6,8 @@ from typing import Optional
 from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
-    DataArguments,
-    EpochArguments,
+    FixedDataArguments,
     LayoutArguments,
-    LengthArguments,
-    LoraArguments,
-    ModelArguments,
     OptimizerArguments,
     OutputArguments,
     SFTDataArguments,
@@ -45,14 +41,9 @@ class TeacherArguments:
 
 
 @dataclass
-class KDArguments:
+class KDArguments(FixedDataArguments):
     """Knowledge distillation: a causal language model learns from the answers and probabilities of a teacher."""
 
-    model: ModelArguments = group(ModelArguments)
-    lora: LoraArguments = group(LoraArguments)
-    data: DataArguments = group(DataArguments)
-    length: LengthArguments = group(LengthArguments)
-    epochs: EpochArguments = group(EpochArguments)
     sft: SFTDataArguments = group(SFTDataArguments)
     teacher: TeacherArguments = group(TeacherArguments)
     batch: BatchArguments = group(BatchArguments)

@@ -6,13 +6,9 @@ from typing import Literal, Optional
 from trainer.flags.common_flags import (
     BatchArguments,
     CheckpointArguments,
-    DataArguments,
-    EpochArguments,
     ExpertArguments,
+    FixedDataArguments,
     LayoutArguments,
-    LengthArguments,
-    LoraArguments,
-    ModelArguments,
     OptimizerArguments,
     OutputArguments,
     VisionArguments,
@@ -97,14 +93,9 @@ class SingleAnswerArguments:
 
 
 @dataclass
-class RMArguments:
+class RMArguments(FixedDataArguments):
     """Training of a reward model on pairs of answers."""
 
-    model: ModelArguments = group(ModelArguments)
-    lora: LoraArguments = group(LoraArguments)
-    data: DataArguments = group(DataArguments)
-    length: LengthArguments = group(LengthArguments)
-    epochs: EpochArguments = group(EpochArguments)
     pairs: PreferenceDataArguments = group(PreferenceDataArguments)
     reward: RewardArguments = group(RewardArguments)
     vision: VisionArguments = group(VisionArguments)
@@ -116,14 +107,9 @@ class RMArguments:
 
 
 @dataclass
-class DPOArguments:
+class DPOArguments(FixedDataArguments):
     """Preference optimization of a causal language model with DPO or a related loss."""
 
-    model: ModelArguments = group(ModelArguments)
-    lora: LoraArguments = group(LoraArguments)
-    data: DataArguments = group(DataArguments)
-    length: LengthArguments = group(LengthArguments)
-    epochs: EpochArguments = group(EpochArguments)
     pairs: PreferenceDataArguments = group(PreferenceDataArguments)
     preference: PreferenceArguments = group(PreferenceArguments)
     answers: SingleAnswerArguments = group(SingleAnswerArguments)

@@ -299,8 +299,8 @@ class CriticArguments:
 
 
 @dataclass
-class PPOArguments:
-    """Reinforcement learning of a causal language model with PPO, GRPO and related algorithms."""
+class RolloutRunArguments:
+    """The first groups of every command that trains on responses of the model."""
 
     model: ModelArguments = group(ModelArguments)
     lora: LoraArguments = group(LoraArguments)
@@ -310,6 +310,12 @@ class PPOArguments:
     scores: ScoreArguments = group(ScoreArguments)
     environment: EnvironmentArguments = group(EnvironmentArguments)
     evaluation: EvaluationArguments = group(EvaluationArguments)
+
+
+@dataclass
+class PPOArguments(RolloutRunArguments):
+    """Reinforcement learning of a causal language model with PPO, GRPO and related algorithms."""
+
     advantage: AdvantageArguments = group(AdvantageArguments)
     kl: KLArguments = group(KLArguments)
     critic: CriticArguments = group(CriticArguments)
