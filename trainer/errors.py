@@ -50,6 +50,10 @@ class UserError(Exception):
         return plain(f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else ""))
 
 
+class Failed(UserError):
+    """What may go well the next time: a server, a sandbox or a time limit failed. Only the samples that need it are lost."""
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error that says something, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trainer import limits
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.engines import vllm_server
 from trainer.rollout.peers import BadAnswer, post_json, read_frame, read_json, send_frame
 from trainer.rollout.rewards.remote_rewards import remote_scorer
@@ -50,6 +50,15 @@ def answering(*parts: bytes, pause: float = 0.0, endless: bytes = b""):
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
+def answered(score) -> list:
+    """The scores. Raises what stands in place of the first one."""
+    [scores, _] = score(["p"], ["r"], [None], [True])
+    for failed in scores:
+        if isinstance(failed, Failed):
+            raise failed
+    return scores
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_takes_no_key_to_another_host(status):
     good = OK + b"Content-Length: 16\r\n\r\n" + b'{"rewards": [1]}'
@@ -57,7 +66,7 @@ def test_a_redirect_takes_no_key_to_another_host(status):
         moved = f"HTTP/1.1 {status} Moved\r\nLocation: {other}\r\nContent-Length: 0\r\n\r\n".encode()
         with answering(moved) as (url, asked):
             with pytest.raises(UserError, match=r"redirects to http://127\.0\.0\.1.*not followed"):
-                remote_scorer(url, 5, 0, "secret")(["p"], ["r"], [None], [True])
+                answered(remote_scorer(url, 5, 0, "secret"))
             assert b"Bearer secret" in asked[0] and taken == []
 
 
@@ -75,7 +84,7 @@ def test_the_time_is_for_the_whole_answer(parts, endless):
     with answering(*parts, pause=0.2, endless=endless) as (url, _):
         started = time.monotonic()
         with pytest.raises(UserError, match="no usable answer after 1 try"):
-            remote_scorer(url, 0.8, 0)(["p"], ["r"], [None], [True])
+            answered(remote_scorer(url, 0.8, 0))
         assert time.monotonic() - started < 3
 
 
@@ -86,7 +95,7 @@ def test_the_size_of_an_answer_is_limited(monkeypatch):
         answering(OK + b"\r\n", endless=b" " * (1 << 20)) as (url, _),
         pytest.raises(UserError, match="more than 4 MB"),
     ):
-        remote_scorer(url, 20, 0)(["p"], ["r"], [None], [True])
+        answered(remote_scorer(url, 20, 0))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
@@ -98,7 +107,7 @@ def test_odd_answers_are_one_line(body):
         answering(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body) as (url, _),
         pytest.raises(UserError, match="no usable answer after 1 try") as error,
     ):
-        remote_scorer(url, 5, 0)(["p"], ["r"], [None], [True])
+        answered(remote_scorer(url, 5, 0))
     assert "\n" not in str(error.value)
 
 
@@ -108,7 +117,7 @@ def test_a_refusal_is_told_without_control_characters():
         answering(b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as (url, _),
         pytest.raises(UserError, match="HTTPError: 401") as error,
     ):
-        remote_scorer(url, 5, 0)(["p"], ["r"], [None], [True])
+        answered(remote_scorer(url, 5, 0))
     assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 

@@ -173,7 +173,7 @@ def test_notes_and_shares_of_groups():
     def told(scores, size, filtering=None, curriculum="none", evaluates=False, reward_range=None):
         options = PPOOptions(adv.AdvantageOptions("group_norm", size), None, None, 0)
         options = dataclasses.replace(options, filtering_range=filtering, reward_range=reward_range)
-        samples = [SimpleNamespace(score=score) for score in scores]
+        samples = [SimpleNamespace(score=score, failed="") for score in scores]
         return score_notes(samples, options, curriculum, evaluates), group_facts(samples, options)
 
     notes, facts = told([-1, 1, 1, 1, -1, -1, 1, 1], 2, filtering=(0.1, 0.9), curriculum="learnable")

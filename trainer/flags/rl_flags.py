@@ -127,6 +127,11 @@ class ScoreArguments:
     remote_rm_api_key: Optional[str] = arg(None, "file that holds the key that --remote_rm_url asks for")
     remote_rm_timeout: float = arg(60.0, "seconds to wait for an answer of --remote_rm_url", type="PositiveFloat")
     remote_rm_retries: int = arg(3, "number of retries; the pause before each one doubles", type="NonNegativeInt")
+    max_failed_share: float = arg(
+        0.1,
+        "leave samples out whose server or environment fails after its retries; end the run if more of a rollout do",
+        type="ClosedUnitInterval",
+    )
     reward_range: Optional[list[float]] = arg(
         None,
         "scores of a wrong and of a right response (default: 0 1), for --dynamic_filtering_range, --curriculum and pass@1",
@@ -356,7 +361,7 @@ EngineFlags = some_flags(
 RewardFlags = some_flags(
     ScoreArguments,
     "reward_func reward_timeout reward_pretrain reward_weights remote_rm_url remote_rm_api_key remote_rm_timeout "
-    "remote_rm_retries reward_range",
+    "remote_rm_retries max_failed_share reward_range",
 )
 PlaceFlags = some_flags(LayoutArguments, "device cpu_matmul")
 OutputFlags = some_flags(OutputArguments, "output_dir overwrite")

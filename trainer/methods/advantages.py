@@ -6,6 +6,7 @@ groups of n_samples_per_prompt. Everything is computed in fp64. Every rank compa
 tokens, it has the rows that it trains. A sum over all rows adds the sums per row, so no layout can change an advantage.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -97,7 +98,7 @@ class RunningMoments:
     sum_square: float = 0.0  # sum of the squared deviations from the mean
 
     def update(self, values: torch.Tensor) -> None:
-        values = values.double()
+        values = values[~values.isnan()].double()
         count, mean = values.numel(), values.mean().item()
         delta, total = mean - self.mean, self.count + count
         self.sum_square += ((values - mean) ** 2).sum().item() + delta**2 * self.count * count / total
@@ -119,23 +120,26 @@ def compare_in_groups(
     et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). With `batch_std`,
     it divides by the standard deviation of all scores (Liu et al. 2025, Tricks or traps). maxrl (Tajwar et al. 2026,
     Maximum likelihood reinforcement learning, arXiv 2602.02710) divides by the mean; a group of zeros has the advantage 0.
-    Other estimators leave the scores unchanged.
+    Other estimators leave the scores unchanged. A score of NaN is that of a failed sample: its group is as if it had
+    fewer samples, and a sample that is left alone has the advantage 0.
 
     Raises:
         UserError: maxrl has a score below 0.
     """
     if estimator not in GROUP_ESTIMATORS:
         return scores
-    groups = scores.view(-1, group_size)
-    centered = groups - groups.mean(1, keepdim=True)
+    groups, counted = scores.view(-1, group_size), ~scores.isnan()
+    counts = counted.view(-1, group_size).sum(1, keepdim=True)
+    means = groups.nansum(1, keepdim=True) / counts.clamp(min=1)
+    centered = torch.where(groups.isnan(), 0.0, groups - means)
     if estimator == "rloo":
-        centered = centered * group_size / (group_size - 1)
+        centered = centered * counts / (counts - 1).clamp(min=1)
     elif estimator == "group_norm" and divide_by_std:
-        centered = centered / ((scores.std() if batch_std else groups.std(1, keepdim=True)) + GROUP_EPSILON)
+        variances = (centered**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
+        centered = centered / ((scores[counted].std() if batch_std else variances.sqrt()) + GROUP_EPSILON)
     elif estimator == "maxrl":
-        if scores.min() < 0:
-            raise UserError("--advantage_estimator maxrl", f"a score of {scores.min():g}", "scores of 0 or more")
-        means = groups.mean(1, keepdim=True)
+        if (lowest := scores[counted].min()) < 0:
+            raise UserError("--advantage_estimator maxrl", f"a score of {lowest:g}", "scores of 0 or more")
         centered = centered / torch.where(means > 0, means, 1.0)
     return centered.flatten()
 
@@ -143,11 +147,17 @@ def compare_in_groups(
 def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
     """(prompts,) True if the scores of a prompt's samples differ, and their mean is between the bounds, not on one.
 
-    DAPO, section 3.2: a group of equal scores has the advantage 0.
+    DAPO, section 3.2: a group of equal scores has the advantage 0. Scores of NaN do not count.
     """
     groups = scores.view(-1, group_size)
-    means = groups.mean(1)
-    return (means > low) & (means < high) & (groups.amax(1) > groups.amin(1))
+    means = groups.nanmean(1)
+    lowest, highest = range_of_groups(groups)
+    return (means > low) & (means < high) & (highest > lowest)
+
+
+def range_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest and the highest score of each group, (prompts,). Scores of NaN do not count; without others, inf and -inf."""
+    return groups.nan_to_num(math.inf).amin(1), groups.nan_to_num(-math.inf).amax(1)
 
 
 # --- rewards and advantages of tokens
@@ -233,12 +243,14 @@ def estimate_advantages(
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
     them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
-    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy.
+    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy. The tokens of a sample
+    with a score of NaN count nowhere, and have the advantage 0.
     """
+    mask = mask & ~scores.isnan()[places][:, None]
     if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
         return -penalty * mask, -penalty * mask
     kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
-    shaped = compare_in_groups(scores, *kind)[places]
+    shaped = compare_in_groups(scores, *kind)[places].nan_to_num()
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)

@@ -51,6 +51,7 @@ from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
 from trainer.rollout.samples import Sample
+from trainer.rollout.scoring import check_failed
 from trainer.rollout.timeline import FILE, span, timed
 from trainer.training.checkpointing import Progress, StopRequest
 from trainer.training.loop import (
@@ -102,7 +103,8 @@ def train_ppo(
             state.go_on(samples)
             if run.options.kl_target is not None and samples:
                 kl, horizon = facts["kl_per_response"], run.options.kl_horizon
-                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, len(samples), horizon)
+                count = sum(not sample.failed for sample in samples)
+                state.kl_coef = adv.adapt_kl_coef(state.kl_coef, kl, run.options.kl_target, count, horizon)
             num_steps, eval_metrics = progress.step - first_step, None
             if run.evaluation and (loop.eval_is_due(progress.step, num_steps) or state.is_used_up(passes)):
                 with _saved_if_a_reward_fails(run, progress):
@@ -157,9 +159,10 @@ def _rollout_ahead(run: PPORun, progress: Progress, facts: dict) -> list[Sample]
         samples = ahead.next(state, progress.step, facts)
         for sample in samples:
             sample.number += first
-        if any(math.isnan(sample.score) for sample in samples):
+        if any(math.isnan(sample.score) and not sample.failed for sample in samples):
             with timed(facts, "reward"):
                 run.roles.score(samples)
+        check_failed(samples, run.roles.max_failed_share)
         return samples
 
     return draw(0) if run.options.filtering_range is None else filtered_samples(draw, state, run.options, facts)

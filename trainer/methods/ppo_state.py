@@ -59,6 +59,7 @@ class Roles:
 
     actor: tuple  # (model, optimizer, scheduler), prepared
     score: Callable[[list[Sample]], None]
+    max_failed_share: float = 0.0  # of the samples of a rollout or an evaluation; more end the run
     engine: object = None  # None if rollouts come from a file and nothing is evaluated
     environment: object = None  # an `episodes.Environments`, which also gives the scores
     critic: Optional[tuple] = None

@@ -10,8 +10,12 @@ from trainer.training.loop import inspect_gradients, train_step
 
 
 def best_and_worst(samples: list[Sample], group_size: int) -> list[tuple[int, int]]:
-    """The positions (chosen, rejected) in each group of adjacent samples. With equal scores, the first sample counts."""
-    groups = [range(start, start + group_size) for start in range(0, len(samples), group_size)]
+    """The positions (chosen, rejected) in each group of adjacent samples. With equal scores, the first sample counts.
+
+    Samples that failed are no candidates. Without others, the pair is twice the first sample.
+    """
+    whole = [range(start, start + group_size) for start in range(0, len(samples), group_size)]
+    groups = [[place for place in group if not samples[place].failed] or group[:1] for group in whole]
 
     def score(place: int) -> float:
         return samples[place].score
@@ -38,7 +42,7 @@ class PairSet:
                 "num_loss_tokens": int(not is_tie(*both)),
                 "digest": "".join(size.digest for size in sizes),
                 "row": both[0].row,
-                "margin": both[0].score - both[1].score,
+                "margin": 0.0 if is_tie(*both) else both[0].score - both[1].score,
             }
             for side, sample in zip(("chosen", "rejected"), both):
                 if sample.held.here:

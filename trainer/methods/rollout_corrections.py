@@ -45,7 +45,7 @@ def entropy_bound(part: Part, entropies: torch.Tensor, share: float) -> float:
     `entropies` (n, T) are those of the rows of `part`. Wang et al. 2025, Beyond the 80/20 rule (arXiv 2506.01939),
     equation 5: a rollout is the batch here. TRL takes the bound of a micro-batch instead.
     """
-    of_all = part.share(entropies)[adv.rows_mask(part.all_lengths, part.width)]
+    of_all = part.share(entropies)[adv.rows_mask(part.all_lengths, part.width) & part.counted[:, None]]
     return float(np.quantile(of_all.numpy(), 1 - share))
 
 

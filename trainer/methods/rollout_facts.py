@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.errors import plain
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, RLState
 from trainer.models.losses.policy_loss import bounded
@@ -19,7 +20,8 @@ PERCENTS = (10, 50, 90)
 
 
 def scores_of(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([sample.score for sample in samples], dtype=torch.float64)
+    """(samples,) fp64. It is NaN for a sample that failed."""
+    return torch.tensor([math.nan if sample.failed else sample.score for sample in samples], dtype=torch.float64)
 
 
 def rollout_log_probs_of(part: Part) -> torch.Tensor:
@@ -27,19 +29,23 @@ def rollout_log_probs_of(part: Part) -> torch.Tensor:
 
 
 def sums_of_samples(part: Part, **flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The sum of each flat vector over the tokens of every sample of the rollout, (samples,) (all-reduce over dp x sp)."""
+    """The sum of each flat vector over the tokens of every sample of the rollout, (samples,) (all-reduce over dp x sp).
+
+    It is 0 for a sample that failed.
+    """
     mask = adv.rows_mask(part.lengths, part.width)
     shared = part.share(torch.stack([adv.to_rows(values, mask).sum(1) for values in flat.values()], 1))
-    return dict(zip(flat, shared.T.contiguous()))
+    return dict(zip(flat, shared.T.contiguous() * part.counted))
 
 
 def means_over_tokens(part: Part, **flat: torch.Tensor) -> dict[str, float]:
-    """The mean of each flat vector over all tokens of the rollout (all-reduce over dp x sp)."""
+    """The mean of each flat vector over all tokens that count in the rollout (all-reduce over dp x sp)."""
     return {name: (sums.sum() / part.num_tokens).item() for name, sums in sums_of_samples(part, **flat).items()}
 
 
 def sample_facts(samples: list[Sample]) -> dict[str, float]:
-    """Metrics that need only the samples."""
+    """Metrics that need only the samples. Those that failed count only in `failed_fraction`, which is there if any did."""
+    asked, samples = len(samples), [sample for sample in samples if not sample.failed]
     scores, sizes = scores_of(samples), [sample.size() for sample in samples]
     lengths = torch.tensor([size.generated for size in sizes], dtype=torch.float64)
     facts = {
@@ -50,6 +56,8 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
         **quantiles("response_length", lengths),
         "truncated_fraction": sum(not sample.finished for sample in samples) / len(samples),
     }
+    if asked > len(samples):
+        facts["failed_fraction"] = 1 - len(samples) / asked
     if any(size.turns for size in sizes):
         facts["turns"] = sum(size.turns for size in sizes) / len(samples)
         facts["env_tokens"] = sum(size.response for size in sizes) / len(samples) - facts["response_length"]
@@ -69,7 +77,7 @@ def rewards_by_group(samples: list[Sample], groups: dict[int, list[str]]) -> dic
     """The mean score of the samples of each group, as reward/GROUP. `groups` names those of a prompt's row."""
     found: dict[str, list[float]] = {}
     for sample in samples:
-        for name in groups.get(sample.row, ()):
+        for name in () if sample.failed else groups.get(sample.row, ()):
             found.setdefault(name, []).append(sample.score)
     return {f"reward/{name}": math.fsum(scores) / len(scores) for name, scores in sorted(found.items())}
 
@@ -77,7 +85,8 @@ def rewards_by_group(samples: list[Sample], groups: dict[int, list[str]]) -> dic
 def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:
     """Shares of the prompts whose responses are all right, all wrong, or have all the same score (if there are several)."""
     size, (wrong, right) = options.advantages.group_size, options.reward_range or WRONG_AND_RIGHT
-    low, high = scores_of(samples).view(-1, size).aminmax(dim=1)
+    groups = scores_of(samples).view(-1, size)
+    low, high = adv.range_of_groups(groups[~groups.isnan().all(1)])
     facts = {"groups_all_right": low >= right, "groups_all_wrong": high <= wrong}
     facts |= {"groups_equal": low == high} if size > 1 else {}
     return {name: found.double().mean().item() for name, found in facts.items()}
@@ -86,12 +95,14 @@ def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:
 def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, evaluates: bool) -> dict[str, str]:
     """Lines for the user about the scores of a rollout, by subject: scores that are not read as meant, or teach nothing."""
     scores, notes = scores_of(samples), {}
+    if lost := [sample.failed for sample in samples if sample.failed]:
+        notes["failed"] = f"warning: {len(lost)} of {len(scores)} samples failed and are left out: {plain(lost[0])}"
     outside = ((scores < 0) | (scores > 1)).sum().item()
     is_bounded = options.filtering_range is not None and math.isfinite(options.filtering_range[0])
     users = {
         "--dynamic_filtering_range": is_bounded,
         f"--curriculum {curriculum}": curriculum != "none",
-        "eval_pass_at_1": evaluates and scores.max() > 1,
+        "eval_pass_at_1": evaluates and bool((scores > 1).any()),
     }
     names = ", ".join(name for name, used in users.items() if used)
     if options.reward_range is None and outside and names:
@@ -100,8 +111,8 @@ def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, eva
             "give --reward_range WRONG RIGHT"
         )
     size = options.advantages.group_size
-    groups = scores.view(-1, size) if size > 1 else scores.view(1, -1)
-    if options.advantages.estimator != "distill" and len(scores) > 1 and (groups == groups[:, :1]).all():
+    low, high = adv.range_of_groups(scores.view(-1, size) if size > 1 else scores.view(1, -1))
+    if options.advantages.estimator != "distill" and len(scores) > 1 and (low >= high).all():
         kind = "all responses to each prompt have" if size > 1 else "all responses have"
         notes["equal"] = f"warning: in a rollout, {kind} the same score, so scores teach nothing: check the reward"
     return notes
@@ -122,12 +133,12 @@ def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) 
         values["kl"] = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
     facts = means_over_tokens(part, **values)
     if "kl" in facts:
-        per_response = facts["kl"] * part.num_tokens / part.num_samples
+        per_response = facts["kl"] * part.num_tokens / int(part.counted.sum())
         facts |= {"kl_coef": state.kl_coef, "kl_per_response": per_response}
     log_weights = old_log_probs - rollout_log_probs
     facts["rollout_ess"] = effective_share(log_weights, lambda values: means_over_tokens(part, mean=values)["mean"])
     largest = adv.to_rows(difference, adv.rows_mask(part.lengths, part.width)).amax(1)
-    return facts | {"rollout_logprob_diff_max": part.share(largest).max().item()}
+    return facts | {"rollout_logprob_diff_max": (part.share(largest) * part.counted).max().item()}
 
 
 def effective_share(log_weights: torch.Tensor, mean: Callable = lambda values: values.mean().item()) -> float:

@@ -20,6 +20,7 @@ from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.evaluation import NUMBERS, Evaluation
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.samples import Sample
+from trainer.rollout.scoring import check_failed
 from trainer.rollout.timeline import span, timed
 
 MAX_FILTERING_ROUNDS = 20  # dynamic filtering gives up after 20 times the prompts of a rollout
@@ -108,6 +109,7 @@ def _next_samples(roles: Roles, state: RLState, options: PPOOptions, facts: dict
         samples = generate(roles, prompts, options.advantages.group_size, options.sampling, **numbers)
     with timed(facts, "reward"):
         roles.score(samples)
+    check_failed(samples, roles.max_failed_share)
     state.prompts.note(samples)
     return samples
 
@@ -125,6 +127,7 @@ def answers_to(strategy, roles: Roles, evaluation: Evaluation, step: int) -> tup
     with offloaded(strategy, roles):
         samples, facts = patiently(answer, strategy, roles)
         roles.score(samples)
+        check_failed(samples, roles.max_failed_share)
     return samples, facts
 
 

@@ -26,29 +26,37 @@ class Evaluation:
     right: float = 1.0
     groups: dict[str, list[int]] = field(default_factory=dict)  # the places in `prompts` of each group
 
-    def values(self, scores: list[float], num_right: list[int]) -> dict[str, list[float]]:
-        """The values of each prompt by name: their mean is the result. `scores` are those of all answers, in order."""
-        k = self.num_each
-        found = {"reward": [sum(scores[at : at + k]) / k for at in range(0, len(scores), k)]}
-        if k > 1:
-            found[f"avg_at_{k}"] = [count / k for count in num_right]
-        return found | {f"pass_at_{n}": [pass_at(n, k, count) for count in num_right] for n in sizes_of_pass(k)}
-
     def values_of(self, samples: list[Sample]) -> dict[str, list[float]]:
-        """`values` of all samples, which are in order of their numbers."""
-        scores, k = [sample.score for sample in samples], self.num_each
-        counts = [sum(score >= self.right for score in scores[at : at + k]) for at in range(0, len(scores), k)]
-        return self.values(scores, counts)
+        """The values of each prompt by name: their mean is the result. The samples are in order of their numbers.
+
+        An answer that failed has no score. A value is NaN if too few of the prompt's answers have one.
+        """
+        k, groups = self.num_each, [samples[at : at + self.num_each] for at in range(0, len(samples), self.num_each)]
+        scores = [[sample.score for sample in group if not sample.failed] for group in groups]
+        pairs = [(len(own), sum(score >= self.right for score in own)) for own in scores]
+        found = {"reward": [sum(own) / len(own) if own else math.nan for own in scores]}
+        if k > 1:
+            found[f"avg_at_{k}"] = [right / num if num else math.nan for num, right in pairs]
+        for n in sizes_of_pass(k):
+            found[f"pass_at_{n}"] = [pass_at(n, num, right) if num >= n else math.nan for num, right in pairs]
+        return found
 
     def facts(self, samples: list[Sample]) -> dict[str, float]:
         """The mean of each value: over all prompts, and as name/group over those of a group."""
-        values = self.values_of(samples)
-        found = {name: math.fsum(own) / len(own) for name, own in values.items()}
-        for group, places in self.groups.items():
-            found |= {
-                f"{name}/{group}": math.fsum(own[p] for p in places) / len(places) for name, own in values.items()
-            }
+        values, found = self.values_of(samples), {}
+        for group, places in {
+            "": range(len(self.prompts)),
+            **{f"/{name}": own for name, own in self.groups.items()},
+        }.items():
+            for name, own in values.items():
+                numbers = known(own, places)
+                found[f"{name}{group}"] = math.fsum(numbers) / len(numbers)
         return found
+
+
+def known(values: list[float], places: Iterable[int]) -> list[float]:
+    """The values at these places that are numbers. If none is, one NaN."""
+    return [values[place] for place in places if not math.isnan(values[place])] or [math.nan]
 
 
 def groups_of(prompts: Iterable[dict]) -> dict[str, list[int]]:
@@ -90,7 +98,8 @@ def _lines(evaluation: Evaluation, samples: list[Sample], tokenizer) -> Iterator
             "prompt": tokenizer.decode(sample.prompt_ids),
             "response": tokenizer.decode(sample.response_ids),
             "label": sample.label,
-            "score": sample.score,
+            "score": None if sample.failed else sample.score,
+            **({"failed": sample.failed} if sample.failed else {}),
             "right": sample.score >= evaluation.right,
             "finished": sample.finished,
             "response_ids": sample.response_ids,

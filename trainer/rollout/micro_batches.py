@@ -81,7 +81,7 @@ class SampleSet:
     all values of a row. Their offsets are in the flat vector.
 
     With `mask_truncated`, samples that are not finished have no loss and do not count in its mean (DAPO, Yu et al. 2025,
-    section 3.4: overlong filtering).
+    section 3.4: overlong filtering). So have samples that failed.
     """
 
     def __init__(self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False):
@@ -89,7 +89,7 @@ class SampleSet:
         self.lengths = [size.generated for size in self.sizes]
         self._rows: list[dict[str, Any]] = []
         for number, (sample, weight) in enumerate(zip(samples, token_weights(self.lengths, loss_agg, max_len))):
-            size, has_loss = self.sizes[number], sample.finished or not mask_truncated
+            size, has_loss = self.sizes[number], (sample.finished or not mask_truncated) and not sample.failed
             row = {
                 "num_tokens": size.tokens,
                 "num_loss_tokens": num_targets(size.generated, loss_agg) * has_loss,

@@ -143,7 +143,8 @@ class Part:
         self.samples = [samples[place] for place in self.places]
         self.lengths = [sample.size().generated for sample in self.samples]
         self.all_lengths = [sample.size().generated for sample in samples]
-        self.width, self.num_tokens = max(self.all_lengths), sum(self.all_lengths)
+        self.counted = torch.tensor([not sample.failed for sample in samples])  # (samples,)
+        self.width, self.num_tokens = max(self.all_lengths), int(torch.tensor(self.all_lengths)[self.counted].sum())
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """(own samples, ...) fp64 to (all samples, ...), on every rank (all-reduce over dp x sp). It is exact, because

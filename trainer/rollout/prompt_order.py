@@ -64,7 +64,7 @@ class PromptOrder:
             return
         scores: dict[int, list[float]] = {}
         wrong, right = self.reward_range
-        for sample in samples:
+        for sample in (sample for sample in samples if not sample.failed):
             scores.setdefault(sample.row, []).append(min(max((sample.score - wrong) / (right - wrong), 0.0), 1.0))
         self.rates |= {row: sum(found) / len(found) for row, found in scores.items()}
 

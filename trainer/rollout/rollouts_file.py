@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 from collections.abc import Callable
 from itertools import chain
@@ -29,6 +30,9 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
     if tokenizer:
         row |= {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response_ids)}
     row |= {key: getattr(sample, key) for key in KEYS}
+    row["score"] = None if sample.failed or math.isnan(sample.score) else sample.score
+    if sample.failed:
+        row["failed"] = sample.failed
     if sample.kept_ids:
         row["kept_ids"] = sample.kept_ids
     if sample.turns:
@@ -47,7 +51,9 @@ def sample_of(row: dict) -> Sample:
     versions = row.get("versions") or ([] if row.get("version") is None else [[0, row["version"]]])
     experts = decoded(*row["experts"]) if row.get("experts") else None
     sets, turns = row.get("kept_ids", []), row.get("turns", [])
-    sample = Sample(**{key: row[key] for key in KEYS}, kept_ids=sets, turns=turns, versions=versions, experts=experts)
+    of_all = {key: row[key] for key in KEYS} | {"score": math.nan if row["score"] is None else row["score"]}
+    own = {"failed": row.get("failed", ""), "kept_ids": sets, "turns": turns, "versions": versions, "experts": experts}
+    sample = Sample(**of_all, **own)
     if not all(type(token) is int for token in chain(sample.prompt_ids, sample.response_ids, *sets)):
         raise ValueError("a token that is no whole number")
     tokens = [sample.response_ids[place] for place in sample.generated()]
@@ -136,7 +142,7 @@ def read_rollouts(path: str, bounds: Optional[Bounds] = None) -> list[list[Sampl
                 try:
                     row = json.loads(line)
                     sample = sample_of(row)
-                    if not abs(sample.score) <= LARGEST_SCORE:
+                    if not (sample.failed or abs(sample.score) <= LARGEST_SCORE):
                         raise ValueError(f"a score of {sample.score}")
                     if bounds:
                         ids = [*sample.prompt_ids, *sample.response_ids]

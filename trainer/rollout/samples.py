@@ -41,6 +41,8 @@ class Sample:
     label: Optional[str]
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
+    # why an environment or a server gave no score. Such a sample is as if it had not been sampled; its score is NaN
+    failed: str = ""
     # truncated sampling (--top_p, --top_k, --min_p): for each generated token, the ids that it was sampled from
     kept_ids: list[list[int]] = field(default_factory=list)
     # reward functions with more parameters: the columns of the prompt's row

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.distributed.collectives import gather_objects
+from trainer.errors import Failed, UserError
 from trainer.rollout.generation import with_errors_of_all_ranks
 from trainer.rollout.rewards.reward_functions import Scorer
 from trainer.rollout.samples import Sample
@@ -28,6 +29,7 @@ class TextScores:
 
     def score_mine(self, mine: list[Sample]) -> None:
         """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
+        mine = [sample for sample in mine if not sample.failed]
         prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
         responses = [response_text(self.tokenizer, sample.prompt_ids, sample.response_ids) for sample in mine]
         finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
@@ -35,6 +37,9 @@ class TextScores:
         columns |= {name: [self._fact(name, sample) for sample in mine] for name in self.facts}
         scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         for i, (sample, score) in enumerate(zip(mine, scores)):
+            if isinstance(score, Failed):
+                sample.failed = str(score)
+                continue
             own = {name: values[i] for name, values in metrics.items()}
             sample.score, sample.metrics = score, {name: v for name, v in own.items() if not math.isnan(v)}
 
@@ -66,6 +71,17 @@ def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
     """
     mine = [(place, sample) for place, sample in enumerate(samples) if sample.held.here]
     with_errors_of_all_ranks(lambda: scores.score_mine([sample for _, sample in mine]))
-    for of_rank in gather_objects([(place, sample.score, sample.metrics) for place, sample in mine]):
-        for place, score, metrics in of_rank:
-            samples[place].score, samples[place].metrics = score, metrics
+    for of_rank in gather_objects([(place, s.score, s.metrics, s.failed) for place, s in mine]):
+        for place, *found in of_rank:
+            samples[place].score, samples[place].metrics, samples[place].failed = found
+
+
+def check_failed(samples: list[Sample], most: float) -> None:
+    """Raise UserError, the same on every rank, if more than the share `most` of the samples failed, or all of them.
+
+    One sample may always fail, unless `most` is 0: a small rollout has no smaller share.
+    """
+    failed = [sample.failed for sample in samples if sample.failed]
+    if len(failed) > max(most * len(samples), most > 0) or len(failed) == len(samples) > 0:
+        found = f"so {len(failed)} of {len(samples)} samples failed; --max_failed_share is {most:g}"
+        raise UserError(failed[0], found)

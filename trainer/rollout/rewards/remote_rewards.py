@@ -1,4 +1,4 @@
-"""Scores from reward servers over HTTP: several addresses, a key, retries. Every failure becomes one UserError."""
+"""Scores from reward servers over HTTP: several addresses, a key, retries. A response without a score gets a `Failed`."""
 
 import http.client
 import itertools
@@ -9,13 +9,15 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.reward_functions import Scorer, check_scores
 
 FLAG = "--remote_rm_url"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
+OF_TEXTS = (400, 413, 422)  # 4xx statuses that one text of a request may cause
+THREADS = 16  # that ask about single responses
 
 
 def read_key(flag: str, path: str) -> str:
@@ -46,12 +48,14 @@ def remote_scorer(
 
     The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call. If
     one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
-    pauses that double each time. Then the scorer raises UserError. A failure is a refused or lost connection, a time-out,
-    a status other than 200, a redirect, or an answer of a wrong form. `timeout` is for a whole answer. A request that a server calls wrong (4xx) is not sent again.
+    pauses that double each time. Then each response is asked about alone, once. Those without an answer get a `Failed`.
+    A failure is a refused or lost connection, a time-out, a status other than 200, a redirect, or an answer of a wrong
+    form. `timeout` is for a whole answer. A request that a server calls wrong (4xx) is not sent again. It raises UserError,
+    unless texts may be the cause.
     """
     addresses = split_urls(urls)
 
-    def ask(first: int, columns: tuple[list, ...]) -> tuple[list, dict]:
+    def ask(first: int, columns: tuple[list, ...], retries: int = retries) -> list:
         """The scores of one part, from the address of number `first` or those after it."""
         request = dict(zip(("prompts", "responses", "labels", "finished"), columns))
         body, problem, wait = json.dumps(request).encode(), "", pause
@@ -62,9 +66,11 @@ def remote_scorer(
                 wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
             for url in order:
                 try:
-                    return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))
+                    return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))[0]
                 except urllib.error.HTTPError as error:
                     problem = f"HTTPError: {error.code} {error.reason}"
+                    if error.code in OF_TEXTS:
+                        raise Failed(f"{FLAG} {url}", f"refuses the request: {problem}") from None
                     if 400 <= error.code < 500 and error.code not in RETRIED:
                         raise UserError(f"{FLAG} {url}", f"refuses the request: {problem}") from None
                 except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
@@ -72,15 +78,31 @@ def remote_scorer(
                 except UserError as error:
                     problem = error.found
         tries = "1 try" if retries == 0 else f"{retries + 1} tries"
-        raise UserError(f"{FLAG} {','.join(addresses)}", f"no usable answer after {tries}: {problem}")
+        raise Failed(f"{FLAG} {','.join(addresses)}", f"no usable answer after {tries}: {problem}")
+
+    def ask_patiently(first: int, columns: tuple[list, ...]) -> list:
+        """The same, with a `Failed` for each response without a score. One bad text costs itself only."""
+        try:
+            return ask(first, columns)
+        except Failed as failed:
+            if len(columns[1]) == 1:
+                return [failed]
+
+        def alone(row: tuple) -> float | Failed:
+            try:
+                return ask(first, tuple([value] for value in row), retries=0)[0]
+            except Failed as failed:
+                return failed
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            return list(threads.map(alone, zip(*columns)))
 
     def score(prompts, responses, labels, finished, columns=None):
         asked, count = (prompts, responses, labels, finished), min(len(addresses), len(responses))
         bounds = [len(responses) * part // count for part in range(count + 1)] if count else []
         parts = [tuple(column[start:end] for column in asked) for start, end in itertools.pairwise(bounds)]
         with ThreadPoolExecutor(max(count, 1)) as threads:
-            found = list(threads.map(ask, range(count), parts))
-        return [score for scores, _ in found for score in scores], {}
+            return list(itertools.chain.from_iterable(threads.map(ask_patiently, range(count), parts))), {}
 
     return score
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
 from trainer.rollout.rewards.other_signatures import adapted
@@ -33,7 +33,10 @@ ARGUMENTS = ("prompts", "responses", "labels", "finished", *TOKEN_FACTS)
 RESERVED_METRICS = frozenset({"std"})  # the log calls the deviation of scores reward_std
 # score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
 # `finished` says whether the response ended with a stop token, which the text does not show. `columns`: of the dataset.
-Scorer = Callable[[list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float], dict[str, list[float]]]]
+# In place of a score, a `Failed` says that this response could not be scored, and may be another time.
+Scorer = Callable[
+    [list[str], list[str], list, list[bool], dict[str, list]], tuple[list[float | Failed], dict[str, list[float]]]
+]
 
 
 def function_names(reward_func: str | None) -> list[str]:

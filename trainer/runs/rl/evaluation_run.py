@@ -17,7 +17,7 @@ from trainer.flags.rules import refuse
 from trainer.methods.ppo_state import Roles
 from trainer.methods.rollout_facts import sample_facts
 from trainer.methods.rollout_phase import answers_to, sync
-from trainer.rollout.evaluation import Evaluation, write_answers
+from trainer.rollout.evaluation import Evaluation, known, write_answers
 from trainer.rollout.rewards.reward_functions import load_reward_functions
 from trainer.rollout.samples import Sample
 from trainer.rollout.shares import CONFIDENCE, mean_and_interval
@@ -81,7 +81,8 @@ def roles_of(run: RLRun) -> Roles:
     apply(RL_FEATURES, run, "with_model")
     check_length(run.args, run.model.config)
     engine = build_engine(run)
-    roles = Roles((frozen_model(run.setup, run.model), None, None), build_reward(run, make_batches_of(run)), engine)
+    score, share = build_reward(run, make_batches_of(run)), run.args.scores.max_failed_share
+    roles = Roles((frozen_model(run.setup, run.model), None, None), score, share, engine)
     sync(run.setup.strategy, roles, 0)
     run.model, roles.actor = None, (None, None, None)
     return roles
@@ -92,10 +93,7 @@ def results(evaluation: Evaluation, samples: list[Sample]) -> dict[str, dict]:
     values, groups = evaluation.values_of(samples), {ALL: range(len(evaluation.prompts)), **evaluation.groups}
     return {
         group: {"prompts": len(places)}
-        | {
-            name: dataclasses.asdict(mean_and_interval([own[place] for place in places]))
-            for name, own in values.items()
-        }
+        | {name: dataclasses.asdict(mean_and_interval(known(own, places))) for name, own in values.items()}
         for group, places in groups.items()
     }
 

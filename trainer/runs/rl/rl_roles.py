@@ -89,6 +89,7 @@ def build_roles(run: RLRun) -> Roles:
     return Roles(
         actor=actor,
         score=build_reward(run, make_batches_of(run)),
+        max_failed_share=args.scores.max_failed_share,
         engine=build_engine(run) if generates else None,
         critic=build_critic(run) if args.advantage.advantage_estimator == "gae" else None,
         has_reference=bool(args.kl.init_kl_coef),
