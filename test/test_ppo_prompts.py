@@ -103,9 +103,9 @@ def test_learnable_draws_prompts_by_their_weights():
     order = PromptOrder(prompts, batch_size=100, seed=3, shuffle=True, curriculum="learnable")
     scores = [-1.0, 0.25, 0.5, 0.75, 7.0]  # clipped to 0 and 1
     assert {prompt["row"] for prompt in order.take(2000)} == set(range(2000))
-    order.note([SimpleNamespace(row=row, score=scores[row % 5]) for row in range(2000)])
+    order.note([SimpleNamespace(row=row, failed="", score=scores[row % 5]) for row in range(2000)])
     first = order.take(700)
-    order.note([SimpleNamespace(row=row, score=0.0) for row in range(2000)])  # counts from the next pass on
+    order.note([SimpleNamespace(row=row, failed="", score=0.0) for row in range(2000)])  # counts from the next pass on
     copy = PromptOrder(prompts, batch_size=100, seed=3, shuffle=True, curriculum="learnable")
     copy.go_to(json.loads(json.dumps(order.position())))
     rest = order.take(1300)
@@ -120,7 +120,9 @@ def test_learnable_draws_prompts_by_their_weights():
 def test_a_pass_rate_is_a_share_of_the_reward_range():
     prompts = Dataset.from_dict({"row": [0, 1], "digest": ["x"] * 2})
     order = PromptOrder(prompts, batch_size=2, seed=0, shuffle=True, curriculum="learnable", reward_range=(-1, 3))
-    order.note([SimpleNamespace(row=row, score=score) for row, score in ((0, -1.0), (0, 1.0), (1, 3.0), (1, 5.0))])
+    order.note(
+        [SimpleNamespace(row=row, failed="", score=score) for row, score in ((0, -1.0), (0, 1.0), (1, 3.0), (1, 5.0))]
+    )
     assert order.rates == {0: 0.25, 1: 1.0}
 
 

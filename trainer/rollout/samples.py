@@ -41,8 +41,6 @@ class Sample:
     label: Optional[str]
     score: float = float("nan")
     metrics: dict[str, float] = field(default_factory=dict)
-    # why an environment or a server gave no score. Such a sample is as if it had not been sampled; its score is NaN
-    failed: str = ""
     # truncated sampling (--top_p, --top_k, --min_p): for each generated token, the ids that it was sampled from
     kept_ids: list[list[int]] = field(default_factory=list)
     # reward functions with more parameters: the columns of the prompt's row
@@ -53,6 +51,8 @@ class Sample:
     versions: list[list[int]] = field(default_factory=list)
     # --routing_replay: the experts of each token of prompt and response except the last, (tokens, layers, k), int16
     experts: Optional[torch.Tensor] = field(default=None, compare=False)
+    # why an environment or a server gave no score. Such a sample is as if it had not been sampled; its score is NaN
+    failed: str = ""
     held: Held = field(default_factory=Held, compare=False)
 
     @property
