@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
 from trainer.errors import UserError
-from trainer.limits import is_inside
+from trainer.limits import is_inside, opened, read_text
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # what --load_checkpoint means without a value
@@ -28,9 +28,9 @@ CHUNK_BYTES = 1 << 22
 
 
 def hash_file(path: str) -> dict:
-    """{"size", "blake2b"} of a file."""
+    """{"size", "blake2b"} of a regular file."""
     digest, size = hashlib.blake2b(digest_size=32), 0
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
@@ -132,15 +132,14 @@ def read_manifest(folder: str) -> dict[str, dict]:
 
 def _read_manifest(folder: str) -> dict:
     try:
-        with open(os.path.join(folder, MANIFEST), "rb") as file:
-            written = file.read()
+        written = read_text(os.path.join(folder, MANIFEST)).encode()
         content = json.loads(written)
         del content["blake2b"]
         if _manifest_bytes(content) == written and _is_manifest(content):
             return content
     except FileNotFoundError:
         raise DamagedFile(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError):
         pass
     raise DamagedFile(f"{MANIFEST} is damaged")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from trainer.errors import UserError, one_line
-from trainer.limits import MB, limit, opened
+from trainer.limits import read_text
 from trainer.model_folders.folder_names import INDEX, SINGLE
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -54,10 +54,9 @@ def read_adapter(folder: str, flag: str) -> AdapterFacts:
     if not os.path.isfile(os.path.join(folder, ADAPTER_WEIGHTS)):
         raise UserError(flag, f"{folder} holds no {ADAPTER_WEIGHTS}", "a complete adapter")
     try:
-        with opened(path, flag, limit("json_mb") * MB) as file:
-            config = json.load(file)
+        config = json.loads(read_text(path, flag))
         facts = _facts(config)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
         raise UserError(flag, f"{path} cannot be read: {one_line(error)}", "the file as peft wrote it") from None
     instead = f"Merge it: python -m trainer.cli.export {folder} MODEL"
     if config.get("peft_type") != "LORA":

@@ -15,6 +15,7 @@ import torch
 from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
+from trainer.limits import lines_of, read_text
 from trainer.metrics import METRICS_FILE
 from trainer.reports import signature
 from trainer.reports.run_rows import up_to
@@ -43,11 +44,9 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
     """
     path, starts, rows = os.path.join(folder, METRICS_FILE), [], {}
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) else "is not text"
-        raise UserError(path, found, "the file as it was written") from None
+        lines = list(lines_of(path))
+    except OSError as error:
+        raise UserError(path, str(error.strerror), "the file as it was written") from None
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -171,8 +170,7 @@ def read(folder: str) -> dict:
     """The content of the certificate, not checked. Raises UserError if there is none that this version can read."""
     path = os.path.join(folder, FILE)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = json.loads(read_text(path))
     except OSError as error:
         found = f"{folder} has no {FILE} ({error.strerror})"
         raise UserError("RUN", found, "a finished run with --certificate") from None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.limits import is_regular, lines_of
 from trainer.metrics import METRICS_FILE
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -49,8 +50,7 @@ def read_rows(folder: str) -> RunRows:
         raise UserError("RUN", f"{folder} holds no {METRICS_FILE}", "the --output_dir of a run")
     run = RunRows(os.path.basename(os.path.abspath(folder)), folder)
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines(keepends=True)
+        lines = [line.decode("utf-8", errors="replace") for line in lines_of(path, "RUN")]
     except OSError as error:
         raise UserError("RUN", f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
@@ -66,7 +66,7 @@ def read_rows(folder: str) -> RunRows:
 
 
 def _step(row: dict) -> int:
-    if type(row["step"]) is not int:
+    if type(row["step"]) is not int or abs(row["step"]) >= 1 << 53:
         raise TypeError
     return row["step"]
 
@@ -91,7 +91,7 @@ def up_to(last: int, steps: dict[int, dict]) -> dict[int, dict]:
 def last_samples(folder: str, count: int) -> list[dict]:
     """The last samples of train_ppo: rows of rollouts.jsonl. Empty for other commands."""
     path = os.path.join(folder, ROLLOUTS_FILE)
-    if not os.path.exists(path):
+    if not is_regular(path):
         return []
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))

@@ -12,6 +12,7 @@ import torch
 
 from trainer.datasets.samples.bounds import Bounds, check_ids_of_row, check_sample
 from trainer.errors import UserError
+from trainer.limits import lines_of
 from trainer.metrics import MetricsLog
 from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards.reward_functions import LARGEST_SCORE
@@ -137,22 +138,21 @@ def read_rollouts(path: str, bounds: Optional[Bounds] = None) -> list[list[Sampl
     where = f"{FLAG} {path}"
     rollouts: dict[int, dict[int, Sample]] = {}
     try:
-        with open(path) as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    row = json.loads(line)
-                    sample = sample_of(row)
-                    if not (sample.failed or abs(sample.score) <= LARGEST_SCORE):
-                        raise ValueError(f"a score of {sample.score}")
-                    if bounds:
-                        ids = [*sample.prompt_ids, *sample.response_ids]
-                        check_sample({"input_ids": ids, "row": number - 1}, where, bounds)
-                        check_ids_of_row(chain(*sample.kept_ids), number - 1, where, bounds.vocab_size)
-                    rollouts.setdefault(row["rollout"], {})[sample.number] = sample
-                except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-                    if line.strip() and line.endswith("\n"):
-                        found = f"line {number}: {type(error).__name__} {error}"
-                        raise UserError(where, found, "a rollouts.jsonl of train_ppo") from None
+        for number, line in enumerate(lines_of(path, FLAG), start=1):
+            try:
+                row = json.loads(line)
+                sample = sample_of(row)
+                if not (sample.failed or abs(sample.score) <= LARGEST_SCORE):
+                    raise ValueError(f"a score of {sample.score}")
+                if bounds:
+                    ids = [*sample.prompt_ids, *sample.response_ids]
+                    check_sample({"input_ids": ids, "row": number - 1}, where, bounds)
+                    check_ids_of_row(chain(*sample.kept_ids), number - 1, where, bounds.vocab_size)
+                rollouts.setdefault(row["rollout"], {})[sample.number] = sample
+            except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+                if line.strip() and line.endswith(b"\n"):
+                    found = f"line {number}: {type(error).__name__} {error}"
+                    raise UserError(where, found, "a rollouts.jsonl of train_ppo") from None
     except OSError as error:
         raise UserError(FLAG, f"{path}: {error.strerror}", "a rollouts.jsonl of train_ppo") from None
     return [[of[number] for number in sorted(of)] for _, of in sorted(rollouts.items())]

@@ -9,6 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from trainer.entry import quiet_libraries
+from trainer.errors import UserError
+from trainer.limits import is_regular, read_text
 from trainer.metrics import shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
@@ -75,12 +77,14 @@ def start_line(command: str, args) -> str:
 def count_parameters(folder: Path) -> int | None:
     """The parameters in the safetensors files of a model folder, from their headers. None if this is not known."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(read_text(str(folder / "config.json")))
         files = {SINGLE}
         if (folder / INDEX).exists():
-            files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            files = set(json.loads(read_text(str(folder / INDEX)))["weight_map"].values())
+        if not all(is_regular(str(folder / file)) for file in files):
+            return None
         opened = [safe_open(folder / file, framework="np") for file in files]
         sizes = [math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys()]  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError, UserError):
         return None  # not here, or broken: the run will say so
     return None if "quantization_config" in config else sum(sizes)

@@ -6,6 +6,7 @@ not look, for example because the data is not on this machine.
 
 import json
 import os
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,11 +15,21 @@ import yaml
 from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.errors import UserError
+from trainer.limits import read_text
 from trainer.optimizers.build import build_scheduler
 from trainer.reports import certificate, signature
 
 SHOWN = 5  # differences of one kind that are listed
 SCHEDULE_FLAGS = ("learning_rate", "lr_scheduler", "lr_warmup_ratio", "warmup_steps", "min_lr_ratio")
+
+
+class _Plain(yaml.SafeLoader):
+    """Without aliases, of which a few lines can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 def check_seal(content: dict) -> list[str]:
@@ -36,7 +47,8 @@ def check_signature(content: dict, key_file: str | None) -> list[str] | None:
 
 def check_files(folder: str, content: dict) -> list[str]:
     """Size and hash of metrics.jsonl, config.yaml and rollouts.jsonl."""
-    extra = [name for name in certificate.hash_run_files(folder) if name not in content["files"]]
+    there = [name for name in certificate.RUN_FILES if os.path.exists(os.path.join(folder, name))]
+    extra = [name for name in there if name not in content["files"]]
     return _different_files(folder, content["files"]) + [f"{name} is not in the certificate" for name in extra]
 
 
@@ -48,7 +60,9 @@ def check_rows(folder: str, content: dict) -> list[str]:
         return [str(error)]
     steps, found = content["steps"], certificate.describe_steps(rows)
     numbers = [row["step"] for row in rows]
-    if missing := sorted(set(range(steps["first"], steps["last"] + 1)) - set(numbers)):
+    there = set(numbers)
+    absent = (step for step in range(steps["first"], steps["last"] + 1) if step not in there)
+    if missing := list(islice(absent, SHOWN + 1)):
         return [f"metrics.jsonl has no step {_listed(missing)}"]
     if numbers != list(range(steps["first"], steps["last"] + 1)):
         return [f"metrics.jsonl has steps up to {numbers[-1]}, the certificate up to {steps['last']}"]
@@ -78,9 +92,8 @@ def check_facts(folder: str, content: dict) -> list[str]:
     path = os.path.join(folder, "config.yaml")
     if os.path.exists(path) and not content["resumed_after_steps"]:  # a resume may have other flags
         try:
-            with open(path, encoding="utf-8") as file:
-                flags = yaml.safe_load(file)
-        except (yaml.YAMLError, UnicodeDecodeError):
+            flags = yaml.load(read_text(path), _Plain)
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
             flags = None
         if not isinstance(flags, dict):
             return [*differences, "config.yaml holds no flags and values"]

@@ -11,7 +11,7 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import encode, inside
 from trainer.errors import UserError
-from trainer.limits import time_limit
+from trainer.limits import memory_limit, time_limit
 
 FLAG = "--tokenizer_chat_template"
 UNDEFINED = re.compile(r"'(\w+)' is undefined")
@@ -34,7 +34,7 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}
     try:
-        with time_limit("template_s", "the chat template"):
+        with time_limit("template_s", "the chat template"), memory_limit("template_mb", "the chat template"):
             if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
                 out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
                 return out if marks or not tokenize else out[0]
@@ -46,7 +46,7 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
                 text = texts[0]
             else:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise _refused(error) from None
     if not tokenize:
         return text
