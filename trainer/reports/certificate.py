@@ -44,9 +44,10 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
     """
     path, starts, rows = os.path.join(folder, METRICS_FILE), [], {}
     try:
-        lines = list(lines_of(path))
-    except OSError as error:
-        raise UserError(path, str(error.strerror), "the file as it was written") from None
+        lines = [line.decode("utf-8") for line in lines_of(path)]
+    except (OSError, UnicodeDecodeError) as error:
+        found = str(error.strerror) if isinstance(error, OSError) else "is not text"
+        raise UserError(path, found, "the file as it was written") from None
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
