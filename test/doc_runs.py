@@ -3,7 +3,6 @@ keeps what one command needs of another."""
 
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from doc_blocks import Command
-from launch import ROOT, forked, run_process
+from launch import ROOT, _environment, forked, run_process
 
 DRIVER = str(ROOT / "test" / "docs" / "run_lines.py")
 NUM_ROWS = 64
@@ -296,9 +295,8 @@ class Runner:
         log = self.folder(command) / f"server_{command.line}.txt"
         with log.open("w") as out:
             line = [sys.executable, "-m", f"trainer.cli.{name}", *flags]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             options = {"stdout": out, "stderr": out, "cwd": self.folder(command), "start_new_session": True}
-            self.servers.append(subprocess.Popen(line, env=environment, **options))
+            self.servers.append(subprocess.Popen(line, env=_environment(), **options))
         deadline = time.monotonic() + LAUNCH_SECONDS
         while "scoring at" not in log.read_text():
             if self.servers[-1].poll() is not None or time.monotonic() > deadline:

@@ -14,12 +14,11 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from launch import ROOT, read_rows, read_steps, torchrun
+from launch import LAUNCHER, ROOT, _environment, read_rows, read_steps, torchrun
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.demos.demo import make_demo
@@ -52,18 +51,9 @@ def children(pid: int) -> list[int]:
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(RANKS),
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [*LAUNCHER, str(RANKS), *arguments]
     with log.open("a") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=_environment(), start_new_session=True)
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kill_test import children, start, wait_for
-from launch import ROOT, run_process
+from launch import ROOT, _environment, run_process
 
 from trainer.compare.runs.launch import free_port
 from trainer.datasets.demos.demo import make_demo
@@ -94,10 +94,9 @@ def test_a_folder_that_nodes_do_not_share_is_one_line(demo, tmp_path):
         (tmp_path / f"node{node}").mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
         command += ["--node-rank", str(node), "--master-addr", "localhost", "--master-port", str(port)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": _environment()}
         line = command_line(demo, "run", "--backend", "fsdp2")
-        outputs.append(subprocess.Popen([*command, *line], cwd=tmp_path / f"node{node}", env=environment, **streams))
+        outputs.append(subprocess.Popen([*command, *line], cwd=tmp_path / f"node{node}", **streams))
     try:
         texts = [process.communicate(timeout=240)[0] for process in outputs]
     finally:

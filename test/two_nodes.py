@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from kill_test import STEPS, children, command_line, wait_for
-from launch import ROOT, read_rows, read_steps
+from launch import _environment, read_rows, read_steps
 
 from trainer.compare.runs.launch import free_port
 from trainer.datasets.demos.demo import make_demo
@@ -27,9 +27,8 @@ def start_node(number: int, port: int, line: list[str], folder: Path) -> subproc
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     command += ["--rdzv-id", "two-nodes", "--rdzv-conf", "join_timeout=120", "--local-addr", "localhost", *line]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     # with a shared store, torch's surviving agent keeps the address of the first round and never tells the new one
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    environment = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with (folder / f"node-{number}.txt").open("a") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
