@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kill_test import GONE_WITHIN_SECONDS, RANKS, start
 from killing_reward import AHEAD, LOCK_STEP, PHASES
-from launch import ROOT, read_rows, read_steps, torchrun
+from launch import ROOT, SHORT_ROLLOUTS, read_rows, read_steps, torchrun
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.rollout.rollouts_file import read_rollouts
@@ -44,7 +44,7 @@ def command_line(folder: Path, name: str, flags: list[str]) -> list[str]:
         "24",
         "--no_save",
     ]
-    line += ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollout_batch_size", "4", "--num_episodes", "2"]
+    line += [*SHORT_ROLLOUTS, "--num_episodes", "2"]
     line += ["--n_samples_per_prompt", "2", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
     line += ["--advantage_estimator", "gae", "--normalize_reward", "--init_kl_coef", "0.05", "--kl_target", "1"]
     line += ["--learning_rate", "1e-3", "--max_steps", str(STEPS), "--max_ckpt_num", "2"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+SHORT_ROLLOUTS = ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollout_batch_size", "4"]
 
 
 def _environment(**env: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from launch import read_rows, read_steps, run_process, torchrun, train_many
+from launch import SHORT_ROLLOUTS, read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file, save_file
 from serve_load import serving
 
@@ -37,16 +37,7 @@ def folder(tmp_path_factory):
 def flags(folder, name: str, *more: str) -> list[str]:
     line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl", "--label_key", "label"]
     line += ["--reward_func", f"{folder}/dense.py", "--param_dtype", "fp32", "--max_samples", "24", "--no_save"]
-    line += [
-        "--prompt_max_len",
-        "64",
-        "--generate_max_len",
-        "8",
-        "--rollout_batch_size",
-        "4",
-        "--learning_rate",
-        "1e-3",
-    ]
+    line += [*SHORT_ROLLOUTS, "--learning_rate", "1e-3"]
     line += ["--n_samples_per_prompt", "2", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
     return [*line, "--output_dir", str(folder / name), *more]
 

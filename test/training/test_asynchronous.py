@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, read_rows, read_steps, torchrun
+from launch import ROOT, SHORT_ROLLOUTS, read_rows, read_steps, torchrun
 
 from trainer.cli import train_ppo
 from trainer.datasets.demos.demo import make_demo
@@ -49,7 +49,7 @@ def reward_func(prompts, responses, labels):
 def flags(folder, name: str, *more: str) -> list[str]:
     line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl", "--label_key", "label"]
     line += ["--param_dtype", "fp32", "--max_samples", "24", "--no_save", "--advantage_estimator", "group_norm"]
-    line += ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollout_batch_size", "4", "--tis_cap", "2"]
+    line += [*SHORT_ROLLOUTS, "--tis_cap", "2"]
     line += ["--n_samples_per_prompt", "2", "--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "4"]
     line += ["--learning_rate", "1e-2", "--lr_scheduler", "constant", "--max_steps", str(STEPS)]
     line += ["--eval_dataset", f"{folder}/few.jsonl", "--eval_steps", "4"]

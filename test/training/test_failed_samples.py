@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import read_rows, read_steps, torchrun, train_many
+from launch import SHORT_ROLLOUTS, read_rows, read_steps, torchrun, train_many
 from plain_policy import GROUP, LENGTHS, SCORES, Table, arguments, clipped, found_loss, log_probs, make_samples
 
 from trainer.datasets.demos.demo import make_demo
@@ -170,40 +170,14 @@ def test_a_run_goes_on_when_a_server_answers_503_for_some_texts(tmp_path):
     """On two ranks. The rollouts say which samples failed, and training on that file again has the same losses."""
     make_demo(str(tmp_path / "demo"))
     line = ["train_ppo", "--pretrain", f"{tmp_path}/demo/model", "--dataset", f"{tmp_path}/demo/prompts.jsonl"]
-    line += [
-        "--max_samples",
-        "8",
-        "--prompt_max_len",
-        "64",
-        "--generate_max_len",
-        "8",
-        "--rollout_batch_size",
-        "4",
-        "--no_save",
-    ]
-    line += [
-        "--n_samples_per_prompt",
-        "4",
-        "--train_batch_size",
-        "8",
-        "--micro_train_batch_size",
-        "2",
-        "--max_steps",
-        "4",
-    ]
+    line += [*SHORT_ROLLOUTS, "--max_samples", "8", "--no_save", "--n_samples_per_prompt", "4", "--max_steps", "4"]
+    line += ["--train_batch_size", "8", "--micro_train_batch_size", "2"]
     line += ["--advantage_estimator", "group_norm", "--param_dtype", "fp32", "--learning_rate", "1e-3"]
     with picky_server() as url:
         asked = ["--remote_rm_url", url, "--remote_rm_retries", "0"]
-        own = [*line, *asked, "--max_failed_share", "0.6", "--output_dir", f"{tmp_path}/own"]
-        ahead = [
-            *line,
-            *asked,
-            "--max_failed_share",
-            "0.6",
-            *("--max_staleness", "1", "--tis_cap", "2"),
-            "--output_dir",
-            f"{tmp_path}/ahead",
-        ]
+        most = [*line, *asked, "--max_failed_share", "0.6"]
+        own = [*most, "--output_dir", f"{tmp_path}/own"]
+        ahead = [*most, "--max_staleness", "1", "--tis_cap", "2", "--output_dir", f"{tmp_path}/ahead"]
         again = [*line, "--rollouts_from", f"{tmp_path}/own/rollouts.jsonl", "--output_dir", f"{tmp_path}/again"]
         train_many(2, [own, ahead, again], tmp_path, timeout=280)
         code, output = torchrun(
