@@ -294,7 +294,8 @@ def _facts_of_first_update(run: PPORun, batches: list, samples: list[Sample], pa
     facts = log_prob_facts(part, flat, run.state, run.options)
     if run.pages:
         size = run.options.advantages.group_size
-        groups = [scores_of(samples)[at - at % size :][:size].tolist() for at in part.places]
+        of_prompts = scores_of(samples).view(-1, size).tolist()
+        groups = [of_prompts[place // size] for place in part.places]
         values = flat["old_log_probs"], flat["advantages"]
         facts |= run.pages.write(run.state.rollout, part.samples, *values, groups)
     return facts

@@ -38,7 +38,7 @@ def load_rows(
 
     Raises: UserError for anything that cannot be read. It names the flag and the file.
     """
-    paths = _paths_of(names, flag)
+    paths = names_of_sets(names, flag)
     odds = None if probs is None else parse_probs(probs, len(paths))
     with quiet():
         sets = _load_sets(paths, flag, split, max_samples, ignored)
@@ -73,7 +73,7 @@ def places_of_rows(
     names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
 ) -> tuple[list[str], datasets.Dataset]:
     """The names of the sets, and for each row of `load_rows` the columns `set` and `row`: its set, its index there."""
-    paths = _paths_of(names, flag)
+    paths = names_of_sets(names, flag)
     odds = None if probs is None else parse_probs(probs, len(paths))
     with quiet():
         sizes = map(len, _load_sets(paths, flag, split, max_samples))
@@ -81,7 +81,8 @@ def places_of_rows(
         return paths, joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)
 
 
-def _paths_of(names: str, flag: str) -> list[str]:
+def names_of_sets(names: str, flag: str) -> list[str]:
+    """The names between the commas of a flag. Raises UserError if there is none."""
     paths = [name.strip() for name in names.split(",") if name.strip()]
     if not paths:
         raise UserError(flag, "names no dataset", "files, folders or hub names with commas between them")

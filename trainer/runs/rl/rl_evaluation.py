@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from datasets import Dataset
 
-from trainer.datasets.files.loading import places_of_rows
+from trainer.datasets.files.loading import names_of_sets, places_of_rows
 from trainer.datasets.rows import check_keys, column_of_key, lookup
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
@@ -55,9 +55,9 @@ def with_groups(
 
 def _sets(args: PPOArguments, names: str, split: str, flag: str) -> list[str]:
     """The set of each row, as set/NAME. Empty if there is one set."""
-    paths, places = places_of_rows(names, **reading(args.data, args.batch.seed, split, flag))
-    if len(paths) == 1:
+    if len(names_of_sets(names, flag)) == 1:
         return []
+    paths, places = places_of_rows(names, **reading(args.data, args.batch.seed, split, flag))
     short = [os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths]
     shown = short if len(set(short)) == len(short) else paths
     return [f"set/{shown[number]}" for number in places["set"]]
