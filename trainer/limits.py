@@ -130,14 +130,6 @@ def memory_limit(name: str, where: str) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def is_regular(path: str) -> bool:
-    """Whether a path is a regular file, or a link to one."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return False
-
-
 def is_inside(name: str) -> bool:
     """Whether a path is a plain one below its folder: relative, and without `..`."""
     return name == os.path.normpath(name) and not os.path.isabs(name) and name.split(os.sep)[0] not in ("..", ".")

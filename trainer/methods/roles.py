@@ -66,10 +66,10 @@ def make_policy_loss(
     """The loss function of the policy, for `loop.forward_backward`.
 
     Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs, rollout_log_probs and tis_weights, each
-    (rows, tokens).
-    Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old ones, and the
-    loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current coefficient. Metrics
-    are means over response tokens, but policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
+    (rows, tokens). Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old
+    ones, and the loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current
+    coefficient. Metrics are means over response tokens, but policy_loss is a mean like the loss. `routers`: see
+    `policy_log_probs`.
     """
 
     def policy_loss(model, micro_batch: dict):
@@ -101,11 +101,12 @@ def make_policy_loss(
         policy_sum = total = (values * weights).sum()
         if options.entropy_coef:
             total = total - options.entropy_coef * (entropies * weights).sum()
+        clipped = clipped & keep
         of_tokens |= {
             "entropy": entropies,
-            "clip_fraction": clipped & keep,
-            "clip_fraction_low": clipped & keep & (used_ratio < 0),
-            "clip_fraction_high": clipped & keep & (used_ratio > 0),
+            "clip_fraction": clipped,
+            "clip_fraction_low": clipped & (used_ratio < 0),
+            "clip_fraction_high": clipped & (used_ratio > 0),
             "ratio_deviation": (losses.bounded(used_ratio).exp() - 1).abs() * keep,
             "approx_kl": -tokens.log_ratio * keep,
         }

@@ -16,7 +16,8 @@ def importance_corrections(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(Weights, rejections): factors of the loss of each token, because the engine sampled with other log-probs.
 
-    Tokens of small entropy are also rejected, if options say so. Both are flat vectors by their metric. A rejection is 0 for a rejected token, else 1.
+    Both are flat vectors by their metric. A rejection is 0 for a rejected token, else 1. Tokens of small entropy are
+    rejected too, if options say so.
     """
     weights, kept = {}, {}
     if options.top_entropy_quantile is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.limits import is_regular, lines_of
+from trainer.limits import lines_of
 from trainer.metrics import METRICS_FILE
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -91,7 +91,7 @@ def up_to(last: int, steps: dict[int, dict]) -> dict[int, dict]:
 def last_samples(folder: str, count: int) -> list[dict]:
     """The last samples of train_ppo: rows of rollouts.jsonl. Empty for other commands."""
     path = os.path.join(folder, ROLLOUTS_FILE)
-    if not is_regular(path):
+    if not os.path.isfile(path):
         return []
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))

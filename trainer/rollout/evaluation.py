@@ -44,13 +44,11 @@ class Evaluation:
     def facts(self, samples: list[Sample]) -> dict[str, float]:
         """The mean of each value: over all prompts, and as name/group over those of a group."""
         values, found = self.values_of(samples), {}
-        for group, places in {
-            "": range(len(self.prompts)),
-            **{f"/{name}": own for name, own in self.groups.items()},
-        }.items():
+        parts = {"": range(len(self.prompts))} | {f"/{name}": places for name, places in self.groups.items()}
+        for part, places in parts.items():
             for name, own in values.items():
                 numbers = known(own, places)
-                found[f"{name}{group}"] = math.fsum(numbers) / len(numbers)
+                found[f"{name}{part}"] = math.fsum(numbers) / len(numbers)
         return found
 
 

@@ -133,8 +133,8 @@ class Part:
     """The samples of a rollout that this rank trains. Flat vectors have their generated tokens, sample after sample.
 
     `places` are the positions of the samples in the rollout, and `lengths` their numbers of generated tokens. `all_lengths`
-    are those of the whole rollout, and `width` is the longest. Rows of tokens have this width on every rank, so sums over a row are the
-    same on every layout.
+    are those of the whole rollout, and `width` is the longest. Rows of tokens have this width on every rank, so sums
+    over a row are the same on every layout.
     """
 
     def __init__(self, strategy, samples: list[Sample], sp_group):

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
-from trainer.limits import is_regular, read_text
+from trainer.limits import read_text
 from trainer.metrics import shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
@@ -81,7 +81,7 @@ def count_parameters(folder: Path) -> int | None:
         files = {SINGLE}
         if (folder / INDEX).exists():
             files = set(json.loads(read_text(str(folder / INDEX)))["weight_map"].values())
-        if not all(is_regular(str(folder / file)) for file in files):
+        if not all((folder / file).is_file() for file in files):
             return None
         opened = [safe_open(folder / file, framework="np") for file in files]
         sizes = [math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys()]  # noqa: SIM118
