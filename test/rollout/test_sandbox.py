@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.rollout.envs import nursery
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import Failure, Response, Step
-from trainer.rollout.envs.sandbox import Box
+from trainer.rollout.envs.sandbox import Box, _calls
 
 PLAIN_USER = 65534
 ATTACKS = """
@@ -121,6 +121,26 @@ class Attacks:
         except OSError:
             return []
         return ["64 MB"]
+    def shared_memory(self):
+        try:
+            for number in range(64):
+                with open(f"/dev/shm/{number}", "wb") as file:
+                    file.write(bytes(1 << 20))
+        except OSError:
+            return []
+        return ["64 MB"]
+    def file_size(self):
+        with open("/tmp/sparse", "wb") as file:
+            return tried(lambda: file.truncate(1 << 30))
+    def address_space(self):
+        return tried(lambda: bytearray(3 << 30))
+    def open_files(self):
+        return tried(lambda: [os.open("/dev/null", os.O_RDONLY) for _ in range(2000)])
+    def hidden_memory(self):
+        "Memory that is in no address space and in no file of the sandbox."
+        def held(number):
+            return libc.syscall(number, *((b"x", 0) if number == facts["memfd"] else (0, 4096, 0o1600))) >= 0 or None
+        return tried(lambda: held(facts["memfd"]), *(lambda n=n: held(n) for n in facts["queues"]))
     def cpu(self):
         end = time.monotonic() + 20
         while time.monotonic() < end:
@@ -187,7 +207,7 @@ RAW = {
     "metrics without end": json.dumps({**GOOD, "metrics": {str(n): 1 for n in range(10_000)}}),
 }
 REACH = ("network", "path_socket", "join_namespace", "memory", "signals", "keys", "files", "rights")
-LIMITS = ("processes", "threads", "disk")
+LIMITS = ("processes", "threads", "disk", "shared_memory", "file_size", "address_space", "open_files", "hidden_memory")
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +237,7 @@ def _attacked(folder: Path):
     facts = {
         "pid": os.getpid(), "port": listening.getsockname()[1], "path": str(folder / "env/socket"), "raw": RAW,
         "abstract": str(folder), "folder": str(folder / "env"), "private": str(folder / "private"),
-        "address": id(buffer),
+        "address": id(buffer), "memfd": _calls()["memfd_create"], "queues": [_calls()["shmget"], _calls()["msgget"]],
     }  # fmt: skip
     (folder / "env/facts.json").write_text(json.dumps(facts))
     yield folder
@@ -375,9 +395,11 @@ def test_the_same_as_another_user(folder):
 def test_the_attacks_work_without_a_sandbox(folder):
     """Else the tests above could not fail. Only what does no harm."""
     code = f"""
-import json, runpy, socket
+import json, os, runpy, socket
 attacks = runpy.run_path({str(folder / "env/env.py")!r})["Attacks"]()
-print(json.dumps([attacks.network(), attacks.path_socket(), attacks.keys()[:1], attacks.rights() != []]))
+print(json.dumps([attacks.network(), attacks.path_socket(), attacks.keys()[:1], attacks.rights() != [],
+                  attacks.file_size(), attacks.hidden_memory()]))
+os.remove("/tmp/sparse")
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"HF_TOKEN": "secret-key"})
-    assert json.loads(ended.stdout) == [[0], [0, 1], ["HF_TOKEN"], True], ended.stderr
+    assert json.loads(ended.stdout) == [[0], [0, 1], ["HF_TOKEN"], True, [0], [0, 1, 2]], ended.stderr

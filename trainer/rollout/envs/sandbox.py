@@ -205,6 +205,8 @@ DENIED = {
     "setregid": (114, 143), "setresgid": (119, 149), "setgroups": (116, 159), "open_tree": (428, 428),
     "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432), "mount_setattr": (442, 442),
     "pidfd_getfd": (438, 438), "kexec_load": (246, 104), "finit_module": (313, 273), "init_module": (175, 105),
+    # memory in no address space and in no file: no limit would count it
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
 }  # fmt: skip
 OTHERS = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "capset": (126, 91), "seccomp": (317, 277)}
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # linux/audit.h
@@ -223,7 +225,10 @@ def _calls() -> dict[str, int]:
 
 
 def call_filter() -> bytes:
-    """The program of BPF for seccomp(2). It denies what could reach another process, and sockets that are paths."""
+    """The program of BPF for seccomp(2).
+
+    It denies what could reach another process, sockets that are paths, and memory that no limit counts.
+    """
     calls, program = _calls(), []
 
     def add(code: int, value: int, yes: int = 0, no: int = 0) -> None:
