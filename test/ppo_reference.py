@@ -146,7 +146,7 @@ class Trained:
         self.model, self.max_norm = model, args.max_norm or math.inf
         groups = [[p for _, p in trained(model) if (p.ndim >= 2) == matrix] for matrix in (True, False)]
         decays = [{"params": p, "weight_decay": d} for p, d in zip(groups, (args.weight_decay, 0.0)) if p]
-        self.optimizer = torch.optim.AdamW(decays, lr=lr, betas=tuple(args.adam_betas))
+        self.optimizer = torch.optim.AdamW(decays, lr=lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
         self.scheduler = schedule(args, self.optimizer, args.max_steps)
 
     def backward(self, args, batch: list[dict], loss_fn) -> float:

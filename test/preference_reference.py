@@ -139,6 +139,7 @@ def main(argv: list[str]) -> None:
         ],
         lr=args.learning_rate,
         betas=tuple(args.adam_betas),
+        eps=args.adam_eps,
     )
     steps, size = args.max_steps, args.train_batch_size
     scheduler = schedule(args, optimizer, steps)

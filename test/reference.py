@@ -210,7 +210,7 @@ def main(argv: list[str]) -> None:
     if args.optim == "adafactor":
         optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas), eps=args.adam_eps)
     in_8_bits = []
     if args.optim == "adamw_8bit":
         large = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and tensor.numel() >= 4096]

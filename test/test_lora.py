@@ -72,7 +72,8 @@ def pair_line(command: str, name: str, folder, data, *more: str, run: str = "") 
     run = run or f"{command}-{name}"
     where = ["--output_dir", f"{folder}/{run}", "--parity_dump", f"{folder}/{run}/parity"]
     pairs = ["--dataset", f"{data}/gsm8k/pairs.jsonl", "--max_samples", "60", "--max_steps", "4", "--max_len", "192"]
-    pairs += ["--learning_rate", "1e-4"]  # Adam's first update is the sign of each gradient, also of rounding noise
+    # with its usual epsilon, Adam's first update is the sign of each gradient, also of one that is only rounding
+    pairs += ["--learning_rate", "1e-4", "--adam_eps", "1e-5"]
     return [command, *flags_of(name, data), *pairs, *where, *more]
 
 

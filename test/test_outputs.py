@@ -1,5 +1,6 @@
 """Where runs write: nothing but a model is replaced, what cannot be written is told at once, a model keeps what it came with."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -187,8 +188,8 @@ def test_what_cannot_be_written_is_told_before_the_first_step(folder):
 
 def test_versions_name_the_kernels_that_a_machine_has(monkeypatch):
     """transformers takes fla, causal-conv1d and mamba-ssm wherever it can import them. The certificate has these versions."""
-    own, real = {"flash-linear-attention": "0.6.0", "causal-conv1d": "1.6.0"}, outputs.importlib.metadata.version
-    monkeypatch.setattr(outputs.importlib.metadata, "version", lambda name: own.get(name) or real(name))
+    own, real = {"flash-linear-attention": "0.6.0", "causal-conv1d": "1.6.0"}, importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: own.get(name) or real(name))
     found = outputs.versions()
     assert found.items() >= own.items() and {"python", "torch", "deepspeed"} <= found.keys()
     assert "mamba-ssm" not in found

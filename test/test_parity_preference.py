@@ -89,6 +89,7 @@ def command_line(name: str, folder, data, variant: str | None = None) -> list[st
     flags = [flag.format(data=data) if "{data}" in flag else flag for flag in DATA[KINDS[command, form]]]
     flags += ["--pretrain", f"{data}/models/stories260K-hf", "--max_len", "192", "--max_samples", "60"]
     flags += ["--train_batch_size", "8", "--micro_train_batch_size", "2", "--param_dtype", "fp32", "--no_save"]
+    flags += ["--adam_eps", "1e-5"]  # with 1e-8, Adam's first update is the sign of each gradient, also of rounding
     flags += ["--learning_rate", "3e-4", "--weight_decay", "0.1", "--lr_scheduler", "constant_with_warmup"]
     flags += ["--packing_samples"] if form == "packed" else []
     if parts[0].startswith("reference"):

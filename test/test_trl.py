@@ -13,6 +13,7 @@ from launch import read_steps, train_many, train_many_with_trl
 from safetensors.torch import load_file
 
 STEPS, LENGTH = 5, 20
+EPS = 1e-5  # of Adam. With 1e-8 its first update is the sign of each gradient, also of one that is only rounding
 # name: (the trainer's flags, TRL's trainer, its options, the trainer's loss over TRL's, data)
 ONE_BY_ONE = {
     "per_device_train_batch_size": 1
@@ -23,7 +24,7 @@ CASES = {
     # TRL divides log-ratios by the number of answer tokens, here always n: its loss with beta, and so what Adam compares with its
     # eps, is 1 / n^2 of ours with beta / n
     "ipo": (
-        ["--loss", "ipo", "--beta", str(0.1 / LENGTH)], "DPO", {"loss_type": "ipo", "beta": 0.1, "adam_epsilon": 1e-8 / LENGTH**2}, LENGTH**2, "even"
+        ["--loss", "ipo", "--beta", str(0.1 / LENGTH)], "DPO", {"loss_type": "ipo", "beta": 0.1, "adam_epsilon": EPS / LENGTH**2}, LENGTH**2, "even"
     ),
     # TRL's `sigmoid` has no label smoothing and its `robust` is another loss; `aot`, which sorts a batch, is cdpo on one pair
     "cdpo": (
@@ -125,6 +126,7 @@ def runs(tmp_path_factory, shared_data):
         argv += ["--dataset", str(folder / f"{data}.jsonl"), "--max_len", "128", "--no_shuffle", "--no_save"]
         argv += ["--train_batch_size", "4", "--max_steps", str(STEPS), "--param_dtype", "fp32", "--max_norm", "0"]
         argv += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_ratio", "0"]
+        argv += ["--adam_eps", str(EPS)]
         ours.append([*argv, "--micro_train_batch_size", "4", "--output_dir", f"{folder}/{name}/ours"])
         ours[-1] += ["--parity_dump", f"{folder}/{name}/ours"]
         theirs.append({"argv": [*argv, "--output_dir", f"{folder}/{name}/trl"], "trl": trainer, "options": options})

@@ -126,7 +126,7 @@ def make_config(config_class, args, batch_size: int, options: dict):
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        **options,
+        **{"adam_epsilon": args.adam_eps, **options},
     )
 
 

@@ -212,6 +212,7 @@ class OptimizerArguments:
     )
     optim: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = arg("adamw", "others need fsdp2, or ZeRO 0 without tp")
     adam_betas: list[float] = arg([0.9, 0.95], "AdamW betas", type=float, nargs=2)
+    adam_eps: float = arg(1e-8, "AdamW epsilon: added to the root of the second moment", type="PositiveFloat")
     weight_decay: float = arg(0.0, "decoupled weight decay (not on norms and biases)", type="NonNegativeFloat")
     max_norm: float = arg(1.0, "clip gradients to this global norm; 0 turns it off", type="NonNegativeFloat")
     max_skipped_steps: int = arg(10, "end the run after this many non-finite steps in a row", type="PositiveInt")

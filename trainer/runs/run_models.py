@@ -113,8 +113,13 @@ def shard_model(
         print(model_page(model, strategy.param_dtype, **shown), flush=True)
     if flags.compile:
         compile_layers(model)
-    rates = {"lr": optimizer.learning_rate, "betas": optimizer.adam_betas, "weight_decay": optimizer.weight_decay}
-    adam = strategy.create_optimizer(model, **rates)
+    adam = strategy.create_optimizer(
+        model,
+        lr=optimizer.learning_rate,
+        betas=optimizer.adam_betas,
+        eps=optimizer.adam_eps,
+        weight_decay=optimizer.weight_decay,
+    )
     if tower_lr:
         set_learning_rate(adam, model, tower_lr)
     ends = {"warmup_ratio": optimizer.lr_warmup_ratio, "min_lr_ratio": optimizer.min_lr_ratio}
