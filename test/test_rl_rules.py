@@ -41,6 +41,14 @@ PPO_CASES = [
         "--normalize_reward with --advantage_estimator maxrl",
         {**GROUP, "advantage_estimator": "maxrl", "normalize_reward": True},
     ),
+    (
+        "--advantage_estimator gdpo without several functions of --reward_func",
+        {**GROUP, "advantage_estimator": "gdpo", "reward_func": "math", "label_key": "l"},
+    ),
+    (
+        "--normalize_reward with --advantage_estimator gdpo",
+        {**GROUP, "advantage_estimator": "gdpo", "reward_func": "a.py,b.py", "normalize_reward": True},
+    ),
     ("--gamma 0.5 with --advantage_estimator distill", {**DISTILL, "gamma": 0.5}),
     ("--eps_clip 0.3 with --policy_loss reinforce", {"policy_loss": "reinforce", "eps_clip": 0.3}),
     ("--dual_clip 2.0 with --policy_loss cispo", {"policy_loss": "cispo", "dual_clip": 2.0}),

@@ -15,6 +15,7 @@ from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, Poli
 from trainer.models.losses.preference_loss import PAIR_LOSSES, AnswerLogProbs, LogRatios, PreferenceOptions, pair_losses
 
 trl = pytest.importorskip("trl")
+nanstd = pytest.importorskip("trl.trainer.utils").nanstd
 
 NAMES = {  # ours: TRL's
     "dpo": "sigmoid", "cdpo": None, "robust": "robust", "hinge": "hinge", "apo_zero": "apo_zero", "apo_down": "apo_down",
@@ -119,6 +120,29 @@ def test_the_deviation_of_the_whole_batch():
     groups = scores.view(-1, 4)
     expected = (groups - groups.mean(1, keepdim=True)).flatten() / (scores.std() + 1e-6)
     torch.testing.assert_close(adv.compare_in_groups(scores, "group_norm", 4, batch_std=True), expected)
+
+
+def test_rewards_that_are_normalised_apart():
+    """multi_objective_aggregation="normalize_then_sum" of TRL, with our epsilon: its own is 1e-4."""
+    source = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions).replace("1e-4", "1e-6")
+    lines = source.splitlines()
+    start = next(n for n, line in enumerate(lines) if '== "normalize_then_sum"' in line) + 1
+    end = next(n for n, line in enumerate(lines) if n > start and line.strip() == "else:")
+    body = compile(textwrap.dedent("\n".join(lines[start:end])), "trl", "exec")
+    generator = torch.Generator().manual_seed(5)
+    for number in range(200):
+        rewards = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+        if number % 2:
+            rewards = (rewards > 0).double()  # groups of equal scores, too
+        rewards[:, 1] *= (1.0, 1e-3, 1e6)[number % 3]
+        rewards[torch.rand(12, 3, generator=generator) < 0.1 * (number % 4 == 3)] = math.nan  # None of a function
+        weights = torch.tensor([1.0, 0.25, -2.0], dtype=torch.float64)
+        trainer = SimpleNamespace(reward_funcs=range(3), reward_weights=weights)
+        known = {"self": trainer, "torch": torch, "device": "cpu", "num_generations": 4, "rewards_per_func": rewards}
+        known |= {"nanstd": nanstd, "unscorable_mask": rewards.isnan().all(1)}
+        exec(body, known)
+        found = adv.normalized_apart(rewards, weights, 4)
+        torch.testing.assert_close(found.nan_to_num(), known["advantages"].nan_to_num(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -576,7 +577,11 @@ def test_none_is_a_sample_of_another_function():
         "one": function_scorer("one", of(1.0, None), 5, alone=False),
         "two": function_scorer("two", of(None, 3), 5, alone=False),
     }
-    assert weighted_scorer(scorers, [2.0, 0.5])(*texts) == ([2.0, 1.5], {"one": [1.0, 0.0], "two": [0.0, 3.0]})
+    totals, parts = weighted_scorer(scorers, [2.0, 0.5])(*texts)
+    assert totals == [2.0, 1.5] and parts == {
+        "one": pytest.approx([1.0, math.nan], nan_ok=True),
+        "two": pytest.approx([math.nan, 3.0], nan_ok=True),
+    }
     with pytest.raises(UserError, match="gave None for response 2 of 2"):
         function_scorer("one", of(1.0, None), 5)(*texts)
     scorers["two"] = function_scorer("two", of(1.0, None), 5, alone=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_policy import GROUP, LENGTHS, SCORES, Table, arguments, clipped, found_loss, log_probs, make_samples
 
 from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
@@ -90,6 +91,29 @@ def test_maxrl_is_the_mean_gradient_of_right_responses():
             assert row == pytest.approx([5 * (score / right - 1 / 5) if right else 0.0 for score in scores], abs=1e-6)
     with pytest.raises(UserError, match=r"maxrl: a score of -1 .allowed: scores of 0 or more"):
         adv.compare_in_groups(torch.tensor([1.0, -1.0]), "maxrl", 2)
+
+
+def test_rewards_apart_reach_the_loss_with_their_weights_and_without_lost_samples():
+    """Liu et al. 2026 (arXiv 2601.05242), sample by sample: two functions, one sample that failed."""
+    samples, second = make_samples(), [3.0, -1.0, 7.0, 0.0, 2.0, 2.0, 5.0, 1.0]
+    for sample, score in zip(samples, second):
+        sample.metrics = {"math": sample.score, "style": score}
+    samples[2].failed, samples[2].score = "no answer", math.nan
+    kept = [n for n in range(8) if n != 2]
+
+    def apart(n: int, scores: list[float]) -> float:
+        group = [scores[m] for m in kept if m // GROUP == n // GROUP]
+        return (scores[n] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+
+    sums = {n: 2 * apart(n, SCORES) + 0.5 * apart(n, second) for n in kept}
+    mean, deviation = statistics.fmean(sums.values()), statistics.stdev(sums.values()) + 1e-6
+    old, policy, total = Table(2, 0.0), Table(5, 0.3), 0.0
+    for n in kept:
+        ratio = (log_probs(policy, samples[n]) - log_probs(old, samples[n])).exp()
+        total += clipped(ratio, (sums[n] - mean) / deviation, 0.2, 0.2).sum()
+    line = ["--advantage_estimator", "gdpo", "--reward_func", "math,rewards/style.py", "--reward_weights", "2", "0.5"]
+    found = found_loss(arguments(*line, "--label_key", "answer"), old, policy, samples=samples)
+    assert found.item() == pytest.approx(-total.item() / sum(LENGTHS[n] for n in kept), abs=1e-9)
 
 
 def test_equal_scores_of_a_group_teach_nothing():

@@ -191,8 +191,12 @@ class AdvantageArguments:
         "other flags, see docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
-        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "distill"
-    ] = arg("gae", "gae trains a critic; group_norm is the estimator of GRPO; distill is that of --teacher")
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "gdpo", "distill"
+    ] = arg(
+        "gae",
+        "gae trains a critic; group_norm is the estimator of GRPO; gdpo normalises each function of --reward_func by itself; "
+        "distill is that of --teacher",
+    )
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")

@@ -7,7 +7,14 @@ NO_IMAGES = "Remove the flag, or take rows without images."
 CLIPPING = ("ppo", "gspo", "gspo_token")  # policy losses that --dual_clip fits
 
 
-OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl")  # they compare the responses to a prompt
+OF_GROUPS = (
+    "reinforce_baseline",
+    "rloo",
+    "group_norm",
+    "dr_grpo",
+    "maxrl",
+    "gdpo",
+)  # they compare the responses to a prompt
 
 
 def _has_critic(f) -> bool:
@@ -59,6 +66,12 @@ ADVANTAGE_RULES = (
          "nothing is divided by a deviation", ONE),
     Rule("normalize_reward kl_in_score overlong_buffer_len", lambda f: f.advantage_estimator == "maxrl",
          "with --advantage_estimator maxrl", "it divides by the mean score, and this makes scores below 0", ONE),
+    Rule("advantage_estimator", lambda f: "," not in (f.reward_func or ""), "without several functions of --reward_func",
+         "it normalises the scores of each function by itself", "Give several, comma-separated, or take group_norm.",
+         values=("gdpo",)),
+    Rule("normalize_reward reward_clip_range kl_in_score overlong_buffer_len no_advantage_std_norm dynamic_filtering",
+         lambda f: f.advantage_estimator == "gdpo", "with --advantage_estimator gdpo",
+         "it normalises the scores of each function, and does not use their sum", ONE),
     Rule("gamma", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
          "later tokens do not count", REMOVE),
 )

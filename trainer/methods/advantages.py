@@ -144,6 +144,20 @@ def compare_in_groups(
     return centered.flatten()
 
 
+def normalized_apart(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The advantage of each response, (n,), from the scores of several rewards (n, K), each normalised by itself.
+
+    Each reward is compared in its groups as in group_norm. The sum with `weights` (K,) is then normalised over the rollout
+    (GDPO: Liu et al. 2026, arXiv 2601.05242; TRL's normalize_then_sum). A reward of NaN adds 0. A response with no other
+    stays NaN.
+    """
+    parts = torch.stack([compare_in_groups(own, "group_norm", group_size) for own in rewards.T], 1)
+    lost = rewards.isnan().all(1)
+    sums = torch.where(lost, math.nan, (parts * weights).sum(1))
+    counted = sums[~lost]
+    return (sums - counted.mean()) / (counted.std() + GROUP_EPSILON)
+
+
 def groups_in_range(scores: torch.Tensor, group_size: int, low: float, high: float) -> torch.Tensor:
     """(prompts,) True if the scores of a prompt's samples differ, and their mean is between the bounds, not on one.
 
@@ -242,7 +256,8 @@ def estimate_advantages(
     """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
-    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For distill,
+    them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For gdpo,
+    `scores` are those of `normalized_apart`. For distill,
     scores do not count: the advantage of a token is minus its penalty, log teacher - log policy. The tokens of a sample
     with a score of NaN count nowhere, and have the advantage 0.
     """

@@ -34,6 +34,7 @@ from trainer.methods.rollout_facts import (
     rollout_log_probs_of,
     sample_facts,
     score_notes,
+    scores_by_reward,
     scores_of,
 )
 from trainer.methods.rollout_phase import (
@@ -275,8 +276,12 @@ def add_advantages(
 
 
 def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) -> torch.Tensor:
-    """Scores as the advantages use them: with the overlong penalty, normalised and clipped."""
+    """Scores as the advantages use them: with the overlong penalty, normalised and clipped. For gdpo, see `normalized_apart`."""
     scores = scores_of(samples)
+    if options.rewards_apart:
+        names, weights = zip(*options.rewards_apart)
+        size = options.advantages.group_size
+        return adv.normalized_apart(scores_by_reward(samples, names), torch.tensor(weights, dtype=torch.float64), size)
     if options.overlong_buffer_len:
         lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
         limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor

@@ -49,6 +49,7 @@ class PPOOptions:
     overlong_penalty_factor: float = 1.0
     filtering_range: Optional[tuple[float, float]] = None  # of mean scores, for dynamic filtering
     reward_range: Optional[tuple[float, float]] = None  # scores of a wrong and of a right response; None: not told
+    rewards_apart: tuple[tuple[str, float], ...] = ()  # gdpo: the name and weight of each reward
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
 

@@ -4,7 +4,7 @@ Every rank knows the scores and sizes of all samples. Flat vectors have the toke
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,12 @@ PERCENTS = (10, 50, 90)
 def scores_of(samples: list[Sample]) -> torch.Tensor:
     """(samples,) fp64. It is NaN for a sample that failed."""
     return torch.tensor([math.nan if sample.failed else sample.score for sample in samples], dtype=torch.float64)
+
+
+def scores_by_reward(samples: list[Sample], names: Sequence[str]) -> torch.Tensor:
+    """(samples, rewards) fp64, of the functions of --reward_func. It is NaN where a function gave none, or a sample failed."""
+    rows = [[math.nan if s.failed else s.metrics.get(name, math.nan) for name in names] for s in samples]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def rollout_log_probs_of(part: Part) -> torch.Tensor:
@@ -112,7 +118,7 @@ def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, eva
         )
     size = options.advantages.group_size
     low, high = adv.range_of_groups(scores.view(-1, size) if size > 1 else scores.view(1, -1))
-    if options.advantages.estimator != "distill" and len(scores) > 1 and (low >= high).all():
+    if options.advantages.estimator not in ("distill", "gdpo") and len(scores) > 1 and (low >= high).all():
         kind = "all responses to each prompt have" if size > 1 else "all responses have"
         notes["equal"] = f"warning: in a rollout, {kind} the same score, so scores teach nothing: check the reward"
     return notes

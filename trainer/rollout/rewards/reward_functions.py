@@ -183,7 +183,8 @@ def _without_none(result: Any) -> tuple[Any, set[int]]:
 def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
     """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name.
 
-    A function that gave None for a response adds 0 to its sum, as in TRL. Raises UserError if all of them gave None.
+    A function that gave None for a response adds 0 to its sum, as in TRL, and its metric is NaN there. Raises UserError if all
+    of them gave None.
     """
 
     def score(*arguments):
@@ -194,8 +195,8 @@ def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
         for place, values in enumerate(zip(*scores.values())):
             if all(map(math.isnan, values)):
                 raise UserError(FLAG, f"every function gave None for response {place + 1}", "one that scores it")
-        scores = {name: [0.0 if math.isnan(value) else value for value in values] for name, values in scores.items()}
-        totals = [sum(w * value for w, value in zip(weights, values)) for values in zip(*scores.values())]
+        rows = zip(*scores.values())
+        totals = [sum(w * value for w, value in zip(weights, row) if not math.isnan(value)) for row in rows]
         return check_scores("--reward_weights", totals, len(totals))[0], scores | metrics
 
     return score

@@ -11,6 +11,7 @@ from trainer.methods.ppo_state import PPOOptions
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
+from trainer.rollout.rewards.reward_functions import function_names, short_name
 
 # flags that are options of the algorithm as they are
 SAME_NAMES = """seed kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
@@ -59,6 +60,14 @@ def mask_range(args: PPOArguments) -> Optional[tuple[float, float]]:
     return low, high
 
 
+def rewards_apart(args: PPOArguments) -> tuple[tuple[str, float], ...]:
+    """The name in the log and the weight of each function of --reward_func, for gdpo."""
+    if args.advantage.advantage_estimator != "gdpo":
+        return ()
+    names = [short_name(name) for name in function_names(args.scores.reward_func)]
+    return tuple(zip(names, args.scores.reward_weights or [1.0] * len(names)))
+
+
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
     """The options of `trainer.methods.ppo`, from the flags."""
     flags = flat(args)
@@ -96,6 +105,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         reward_clip_range=tuple(args.scores.reward_clip_range) if args.scores.reward_clip_range else None,
         filtering_range=filtering_range(args),
         reward_range=tuple(args.scores.reward_range) if args.scores.reward_range else None,
+        rewards_apart=rewards_apart(args),
         num_episodes=args.rollout.num_episodes if args.rollout.dynamic_filtering and not args.batch.max_steps else None,
         **{name: flags[name] for name in SAME_NAMES.split()},
     )
