@@ -62,7 +62,7 @@ def synthetic(first: int, count: int) -> Dataset:
 
 def prepare(folder: Path, num_rows: int, demo: Path) -> None:
     parts = [synthetic(first, min(CHUNK, num_rows - first)) for first in range(0, num_rows, CHUNK)]
-    options = dict.fromkeys(OPTIONS) | {"max_len": 128, "multiturn": False, "pretrain_mode": False}
+    options = dict.fromkeys(OPTIONS) | {"max_len": 128, "train_on": "last", "pretrain_mode": False}
     options |= {"apply_chat_template": False}
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
     write_prepared(concatenate_datasets(parts), tokenizer, options, {}, str(folder), num_proc=2)

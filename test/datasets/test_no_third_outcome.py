@@ -158,7 +158,7 @@ COMMON = {
     "map_rows": mapped,
 }
 TASKS = {
-    "sft": (tokenize_sft, {"input_key": None, "output_key": None, "multiturn": False, "pretrain_mode": False}),
+    "sft": (tokenize_sft, {"input_key": None, "output_key": None, "train_on": None, "pretrain_mode": False}),
     "pairs": (
         tokenize_preference,
         {"prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None},
@@ -246,7 +246,7 @@ def count(number: int) -> int:
 @settings(max_examples=count(400), **SOME)
 @given(conversation(), st.sampled_from(WAYS), st.booleans())
 def test_a_conversation_for_sft(messages, way, multiturn):
-    found = outcome("sft", {"messages": messages}, way, multiturn=multiturn)
+    found = outcome("sft", {"messages": messages}, way, train_on="all" if multiturn else "last")
     if found is None:
         return
     turns = understood(messages, multiturn)

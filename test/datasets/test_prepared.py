@@ -88,8 +88,9 @@ def test_what_does_not_fit_is_one_line(demo, tmp_path):
     prepare(demo, tmp_path / "tokens", "--rows_per_part", "5000")
     with pytest.raises(UserError, match=r"--max_len: 50, but .* was prepared with 22"):
         load(demo, tmp_path / "tokens", flags=["--max_len", "50"])
-    with pytest.raises(UserError, match=r"--multiturn: True, but .* was prepared with False"):
+    with pytest.raises(UserError, match=r"--train_on: all, but .* was prepared with last"):
         load(demo, tmp_path / "tokens", flags=["--multiturn"])
+    load(demo, tmp_path / "tokens", flags=["--train_on", "last"])
     with pytest.raises(UserError, match="tokenized, and others"):
         load(demo, tmp_path / "tokens", demo / "sft.jsonl")
     with pytest.raises(UserError, match="tokenized already"):

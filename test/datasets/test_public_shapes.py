@@ -19,6 +19,11 @@ from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.datasets.shapes.columns import TOOLS, Columns
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments, SFTDataArguments
+from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.flags.rules import refuse
+from trainer.runs.run_data import sft_options
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
@@ -26,7 +31,7 @@ FOLDER = Path(__file__).parent / "public_shapes"
 SHAPES = sorted(path.stem for path in FOLDER.glob("*.json"))
 COMMON = {"flag": "--dataset", "input_template": None, "apply_chat_template": False, "max_len": 512}
 FLAGS = {
-    "sft": {"input_key": None, "output_key": None, "multiturn": False, "pretrain_mode": False},
+    "sft": {"input_key": None, "output_key": None, "train_on": None, "pretrain_mode": False},
     "pairs": {"prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None},
     "answer": {"prompt_key": None, "completion_key": "completion", "label_key": "label"},
     "prompt": {"input_key": None, "label_key": None},
@@ -116,6 +121,42 @@ def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
             assert sample["label"] == (labels[0] if labels else None)
         else:
             assert (sample["input_ids"], sample["loss_mask"]) == expected(kind, want)
+
+
+@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("train_on", [None, "last", "all"])
+def test_train_on_says_which_turns_have_a_loss_and_keys_of_messages_go_over_it(kind, train_on, tmp_path):
+    texts = ["Fog?", "Maybe", "Sure?", "Yes", "And rain?", "No"]
+    for keys in (
+        {},
+        {1: {"train": False}},
+        {5: {"weight": 0}, 3: {"weight": 1}},
+        {5: {"loss": False}, 1: {"loss": True}},
+    ):
+        turns = []
+        for number, text in enumerate(texts):
+            has_loss = number % 2 == 1 and (train_on == "all" or number == 5)
+            for value in keys.get(number, {}).values():
+                has_loss = bool(value)
+            turns.append([["user", "assistant"][number % 2], text, int(has_loss)])
+        last = max(number for number, turn in enumerate(turns) if turn[2])
+        row = {"messages": [{"role": r, "content": t, **keys.get(n, {})} for n, (r, t, _) in enumerate(turns)]}
+        [sample], ledger = tokenize("sft", [row], tmp_path, kind, train_on=train_on)
+        assert (sample["input_ids"], sample["loss_mask"]) == expected(kind, turns[: last + 1])
+        said = "every turn of the assistant" if train_on == "all" else "the last turn of the assistant (--train_on all:"
+        assert f"loss on {said}" in "\n".join(ledger.lines)
+
+
+def test_train_on_where_it_would_do_nothing_is_refused(tmp_path):
+    for flags in ({"pretrain_mode": True, "input_key": "q"}, {"input_key": "q", "output_key": "a"}):
+        with pytest.raises(UserError, match=r"^--train_on last with"):
+            tokenize("sft", [{"q": "a", "a": "b"}], tmp_path, "BPE", train_on="last", **flags)
+    with pytest.raises(UserError, match="--train_on last with --multiturn: it means --train_on all"):
+        refuse("train_sft", SFTArguments(sft=SFTDataArguments(train_on="last", multiturn=True)))
+    assert sft_options(SFTDataArguments(multiturn=True)) == sft_options(SFTDataArguments(train_on="all"))
+    for command in (DPOArguments, RMArguments):
+        with pytest.raises(UserError, match="--train_on: no such flag; --train_on is a flag of train_sft"):
+            parse_arguments(command, "train_dpo", ["--train_on", "all"])
 
 
 def lines(rows, folder, **flags):
@@ -229,4 +270,4 @@ def test_a_template_without_tools_is_named_as_the_cause(tmp_path):
     call = {"role": "function_call", "content": '{"name": "tide", "arguments": {}}'}
     row = talk(call, {"role": "observation", "content": "2"}, ANSWER, tools=[{"name": "tide"}])
     with pytest.raises(UserError, match="row 1: the chat template: does not show the tool 'tide'"):
-        tokenize("sft", [row], tmp_path, "BPE", multiturn=True)
+        tokenize("sft", [row], tmp_path, "BPE", train_on="all")

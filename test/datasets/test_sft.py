@@ -52,7 +52,7 @@ def stories():
 def tokenize(rows, tokenizer, **options):
     rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
     defaults = {"input_key": None, "output_key": None, "input_template": None, "apply_chat_template": False}
-    defaults |= {"multiturn": False, "pretrain_mode": False, "max_len": 4096, "flag": "--dataset"}
+    defaults |= {"train_on": None, "pretrain_mode": False, "max_len": 4096, "flag": "--dataset"}
     return tokenize_sft(rows, tokenizer, **defaults | options)
 
 
@@ -233,7 +233,7 @@ def test_flags_that_the_mode_would_ignore_are_refused():
     keys = {"input_key": "q", "output_key": "a"}
     plain, talk = tiny(), tiny(CHATML)
     for found, wanted in (
-        (error_of(rows, plain, **keys, multiturn=True), "--multiturn without conversations"),
+        (error_of(rows, plain, **keys, train_on="all"), "--train_on all without conversations"),
         (
             error_of(rows, talk, **keys, apply_chat_template=True, input_template="{}"),
             "--input_template {} with --apply_chat_template",
@@ -244,7 +244,7 @@ def test_flags_that_the_mode_would_ignore_are_refused():
             error_of(chat, talk, pretrain_mode=True, apply_chat_template=True),
             "--apply_chat_template with --pretrain_mode",
         ),
-        (error_of([{"text": "x"}], plain, pretrain_mode=True, multiturn=True), "--multiturn with --pretrain_mode"),
+        (error_of([{"text": "x"}], plain, pretrain_mode=True, train_on="all"), "--train_on all with --pretrain_mode"),
         (
             error_of([{"text": "x"}], plain, pretrain_mode=True, input_template="{}"),
             "--input_template {} with --pretrain_mode",
@@ -259,7 +259,7 @@ def test_messages_are_a_conversation_without_being_asked():
     tokenizer = tiny(CHATML)
     last, _ = tokenize([{"messages": TALK}], tokenizer)
     assert answer_of(last[0], tokenizer) == "It is 2.<|im_end|>"
-    every, ledger = tokenize([{"messages": TALK}], tokenizer, multiturn=True)
+    every, ledger = tokenize([{"messages": TALK}], tokenizer, train_on="all")
     assert answer_of(every[0], tokenizer) == "Hello.<|im_end|>It is 2.<|im_end|>"
     assert every[0]["input_ids"] == last[0]["input_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
     assert ledger["num_stop_trained"] == 1
@@ -330,8 +330,8 @@ def test_tools_of_a_row_are_shown_by_the_template(form, marked, tmp_path):
         answer = f"{{% if m.role == 'assistant' %}}{{{{ '<|im_start|>assistant\n' }}}}{body}{{{{ '\n' }}}}{{% else %}}"
         template = template.replace("{% for m in messages %}", "{% for m in messages %}" + answer, 1)
         template = template.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
-    samples, _ = tokenize(load_rows(str(path), flag="--dataset", split="train"), tiny(template), multiturn=True)
-    plain = tokenize([{"messages": TALK}], tiny(CHATML), multiturn=True)[0][0]
+    samples, _ = tokenize(load_rows(str(path), flag="--dataset", split="train"), tiny(template), train_on="all")
+    plain = tokenize([{"messages": TALK}], tiny(CHATML), train_on="all")[0][0]
     shown = tiny()(f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n", add_special_tokens=False)["input_ids"]
     assert samples[0]["input_ids"] == shown + plain["input_ids"][: len(samples[0]["input_ids"]) - len(shown)]
     assert answer_of(samples[0], tiny()) == answer_of(plain, tiny()) == "Hello.<|im_end|>It is 2.<|im_end|>"
@@ -357,7 +357,7 @@ def test_real_conversations_have_loss_on_the_answers_alone():
     answers = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
     sizes = [[len(tokenizer(text)["input_ids"]) + 1 for text in texts] for texts in answers]  # + 1: the stop token
     _, last = tokenize(rows, tokenizer, max_len=100_000)
-    _, every = tokenize(rows, tokenizer, max_len=100_000, multiturn=True)
+    _, every = tokenize(rows, tokenizer, max_len=100_000, train_on="all")
     assert last["num_loss_tokens"] == sum(turns[-1] for turns in sizes)
     assert every["num_loss_tokens"] == sum(map(sum, sizes)) > last["num_loss_tokens"]
     assert every["num_tokens"] == last["num_tokens"] and every["num_stop_trained"] == last["num_stop_trained"] == 60
@@ -398,7 +398,7 @@ if padded == "yes":
     tokenizer(["a", "bb bb bb"], padding="longest", truncation=True, max_length=2)  # leaves its mark on the backend
 rows = load_rows(path + "," + path, flag="--dataset", split="train", max_samples=20, probs="1,2", seed=3)
 samples, ledger = tokenize_sft(rows, tokenizer, flag="--dataset", input_key="question", output_key="answer",
-    input_template=None, apply_chat_template=False, multiturn=False, pretrain_mode=False, max_len=200)
+    input_template=None, apply_chat_template=False, train_on=None, pretrain_mode=False, max_len=200)
 print(ledger["num_tokens"], samples[0]["digest"])
 """
 
@@ -437,7 +437,7 @@ def test_what_changes_the_samples_changes_the_cache_file(tmp_path, monkeypatch):
 
 
 def test_render_sample_marks_the_targets():
-    samples, _ = tokenize([{"messages": TALK}], tiny(CHATML), multiturn=True)
+    samples, _ = tokenize([{"messages": TALK}], tiny(CHATML), train_on="all")
     assert render_sample(samples[0], tiny()) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[Hello.<|im_end|>]]\n"
         "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[It is 2.<|im_end|>]]\n"
@@ -475,12 +475,12 @@ def test_samples_without_a_stop_token_are_told():
     """GLM's template ends a turn with the mark of the next role, so single turns have no end."""
     glm = CHATML.replace("<|im_end|>\n'", "'")
     (rows, one), warning = ([{"messages": TALK}] * 2, [{"messages": TALK[:2]}] * 2), "no sample trains a stop token"
-    for template, data, multiturn, told in (
-        (glm, one, False, True),
-        (CHATML, one, False, False),
-        (glm, rows, True, True),
+    for template, data, train_on, told in (
+        (glm, one, "last", True),
+        (CHATML, one, "last", False),
+        (glm, rows, "all", True),
     ):
-        ledger = tokenize(data, tiny(template), multiturn=multiturn)[1]
+        ledger = tokenize(data, tiny(template), train_on=train_on)[1]
         assert (warning in ledger.report("data")) == told == (ledger["num_stop_trained"] == 0)
         assert not told or "--tokenizer_chat_template" in ledger.report("data")
     cut = tokenize(one, tiny(CHATML), max_len=len(tokenize(one, tiny(CHATML))[0][0]["input_ids"]) - 3)[1]

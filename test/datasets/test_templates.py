@@ -135,7 +135,7 @@ def test_a_template_that_rewrites_history_trains_the_last_turn_or_is_refused():
     masked = spans(tokenizer, *render_chat(tokenizer, talk, multiturn=False))
     assert masked == ["<think>b</think>It is 2.<|im_end|>"]
     text = refusal(tokenizer, talk, multiturn=True)
-    assert "differently" in text and "{% generation %}" in text and "--multiturn" in text
+    assert "differently" in text and "{% generation %}" in text and "--train_on last" in text
 
 
 def test_markers_on_a_template_that_drops_thoughts_are_refused():
@@ -260,7 +260,7 @@ def test_arguments_of_a_row_are_those_of_the_template_for_this_row():
         row = {"messages": talk, "chat_template_kwargs": value}
         rows = datasets.Dataset.from_list([row])
         flags = {"input_key": None, "output_key": None, "input_template": None, "apply_chat_template": False}
-        flags |= {"multiturn": False, "pretrain_mode": False, "max_len": 90, "flag": "--dataset"}
+        flags |= {"train_on": None, "pretrain_mode": False, "max_len": 90, "flag": "--dataset"}
         [sample], _ = tokenize_sft(rows, tokenizer, **flags)
         plain = tiny(template).apply_chat_template(talk, deep=is_deep, return_dict=True)["input_ids"]
         assert sample["input_ids"] == plain[: len(sample["input_ids"])] and not hasattr(tokenizer, "template_args")

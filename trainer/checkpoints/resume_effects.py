@@ -32,7 +32,7 @@ EFFECTS: dict[str, str] = {
         streaming streaming_buffer curriculum optim add_tokens lora_rank target_modules lora_experts use_dora online""",
     OBJECTIVE: """
         train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
-        lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
+        lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn train_on pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
         teacher_answers generate_max_len temperature kd_coef kd_temperature
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key

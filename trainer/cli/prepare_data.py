@@ -43,10 +43,10 @@ def run(argv: list[str]) -> None:
     from trainer.models.model_bounds import bounds_of
     from trainer.models.model_loading import resolve_model_folder
     from trainer.runs.output_folders import make_writable
-    from trainer.runs.run_data import files_in_errors, load_flag_rows
+    from trainer.runs.run_data import files_in_errors, load_flag_rows, sft_options
     from trainer.runs.run_setup import prepared_tokenizer
 
-    flags, data = flat(args), args.data
+    flags, data = flat(args) | sft_options(args.sft), args.data
     for name in ("pretrain", "dataset", "output_dir"):
         if not flags[name]:
             raise UserError(f"--{name}", "needed")
@@ -63,8 +63,9 @@ def run(argv: list[str]) -> None:
     rows = load_flag_rows(*named)
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
     sizes["bounds"] = bounds_of(folder, remote_code)
+    options = {name: flags[name] for name in OPTIONS} | {"train_on": flags["train_on"] or "last"}
     with files_in_errors(*named):
-        ledger = prepare_rows(rows, tokenizer, target, {name: flags[name] for name in OPTIONS}, **sizes)
+        ledger = prepare_rows(rows, tokenizer, target, options, **sizes)
     print(f"{ledger.report('data')}\nwritten to {target}")
 
 

@@ -132,7 +132,10 @@ class SFTDataArguments:
 
     input_key: Optional[str] = arg(None, "column of the prompt, the messages or (--pretrain_mode) the text")
     output_key: Optional[str] = arg(None, "column of the answer")
-    multiturn: bool = arg(False, "loss on every assistant turn, not only on the last one")
+    train_on: Optional[Literal["last", "all"]] = arg(
+        None, "assistant turns of a conversation that have a loss: the last one (the default), or all"
+    )
+    multiturn: bool = arg(False, "the same as --train_on all")
     pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
 
 

@@ -18,7 +18,7 @@ def has_evaluation(f) -> bool:
 
 # fmt: off
 DATA_RULES = (
-    Rule("apply_chat_template output_key multiturn input_template system", lambda f: f.pretrain_mode, "with --pretrain_mode",
+    Rule("apply_chat_template output_key multiturn train_on input_template system", lambda f: f.pretrain_mode, "with --pretrain_mode",
          "plain text has no prompt, no answer and no turns", ONE),
     Rule("input_template", lambda f: f.apply_chat_template, "with --apply_chat_template",
          "the chat template is the text around a prompt", ONE),
@@ -26,8 +26,9 @@ DATA_RULES = (
          "the chat template is the text around a prompt", REMOVE),
     Rule("input_template", lambda f: f.has_prompts is False, "without a column of prompts",
          "the answers are whole texts", "Add --prompt_key, or remove the flag."),
-    Rule("multiturn", lambda f: f.has_conversations is False, "without conversations",
+    Rule("multiturn train_on", lambda f: f.has_conversations is False, "without conversations",
          "a row with one answer has no other turn", "Add --apply_chat_template, or remove the flag."),
+    Rule("train_on", lambda f: f.multiturn, "with --multiturn", "it means --train_on all", ONE, values=("last",)),
 )
 # fmt: on
 

@@ -104,7 +104,7 @@ KD_RULES = (
          "Take a number above 0, or train_sft.", values=(0,)),
     Rule("generate_max_len temperature micro_rollout_batch_size", lambda f: not f.teacher_answers,
          "without --teacher_answers", "the teacher answers nothing", "Add --teacher_answers, or remove the flag."),
-    Rule("output_key multiturn pretrain_mode", lambda f: f.teacher_answers, "with --teacher_answers",
+    Rule("output_key multiturn train_on pretrain_mode", lambda f: f.teacher_answers, "with --teacher_answers",
          "the answers in --dataset are not read", REMOVE),
     Rule("eval_dataset", lambda f: f.teacher_answers, "with --teacher_answers", "the teacher answers only --dataset",
          REMOVE),

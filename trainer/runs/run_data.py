@@ -15,7 +15,7 @@ from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
-from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments
+from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments, SFTDataArguments
 from trainer.flags.data_rules import has_evaluation
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
@@ -55,7 +55,7 @@ def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag
 def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized samples, ledger) of a part of --dataset or --eval_dataset for SFT and distillation."""
     rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
-    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **vars(args.sft)}
+    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **sft_options(args.sft)}
     return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(rows, tokenizer, **options)
 
 
@@ -63,6 +63,12 @@ def text_options(data: DataArguments) -> dict[str, Any]:
     """What every function that tokenizes rows takes from the flags under "Data"."""
     names = ("input_template", "ignore_columns", "system", "apply_chat_template")
     return {name: vars(data)[name] for name in names} | {"num_proc": data.dataset_num_proc}
+
+
+def sft_options(sft: SFTDataArguments) -> dict[str, Any]:
+    """What `tokenize_sft` takes from the flags under "What to learn". --multiturn is a name of --train_on all."""
+    options = {name: value for name, value in vars(sft).items() if name != "multiturn"}
+    return options | {"train_on": "all" if sft.multiturn else sft.train_on}
 
 
 def part_of(data: DataArguments, seed: int, is_evaluation: bool = False) -> Part:

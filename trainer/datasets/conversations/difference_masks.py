@@ -66,7 +66,7 @@ def _only_closes(tokenizer: Any, ids: list[int], shared: int) -> bool:
 def _rewrites(messages: list[dict], num: int) -> UserError:
     if num < len(messages) - 1 or messages[num]["role"] != "assistant":
         found = f"renders the first {num} messages differently if others follow, so earlier turns cannot be masked"
-        return UserError("the chat template", found, f"{REMEDY}, or the last turn only (no --multiturn)")
+        return UserError("the chat template", found, f"{REMEDY}, or --train_on last")
     found = "renders its generation prompt differently from the start of the answer, so the answer cannot be masked"
     return UserError("the chat template", found, REMEDY)
 

@@ -234,7 +234,9 @@ def trained_turns(messages: list[dict], multiturn: bool) -> tuple[list[int], lis
 
 def loss_of(messages: list[dict], multiturn: bool) -> str:
     """The line that says which turns of such a conversation have a loss."""
-    default = "every turn of the assistant" if multiturn else "the last turn of the assistant (--multiturn: every turn)"
+    default = (
+        "every turn of the assistant" if multiturn else "the last turn of the assistant (--train_on all: every turn)"
+    )
     has_flags = any(TRAIN in message for message in messages)
     return f"loss on {default}" + (", unless its key weight, loss or train says otherwise" if has_flags else "")
 

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 FACTS = "prepared.json"
 PREPARED = "stop_trained"  # a column that only tokenized rows have
 # the flags that decide the tokens
-OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "multiturn", "pretrain_mode")
+OPTIONS = ("max_len", "input_key", "output_key", "input_template", "apply_chat_template", "train_on", "pretrain_mode")
 OPTIONS += ("ignore_columns", "system")
 
 

@@ -52,7 +52,7 @@ class _Options:
 
     reader: RowReader
     input_template: str | None
-    multiturn: bool
+    train_on: str  # last or all
     max_len: int
     answers = ("answer",)  # the parts of a row that are an answer, for images
 
@@ -118,7 +118,7 @@ def options_of(
     output_key: str | None,
     input_template: str | None,
     apply_chat_template: bool,
-    multiturn: bool,
+    train_on: str | None,
     pretrain_mode: bool,
     max_len: int,
     ignore_columns: str | None = None,
@@ -141,12 +141,12 @@ def options_of(
         has_template=bool(tokenizer.chat_template),
         input_template=input_template is not None,
     )
-    flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "multiturn": multiturn}
+    flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "train_on": train_on}
     flags |= {"output_key": output_key, "input_template": input_template, "system": system}
     refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
     check_input_template(input_template)
     _check_columns(reader, columns, tokenizer, flag)
-    return _Options(reader, input_template, multiturn, max_len)
+    return _Options(reader, input_template, train_on or "last", max_len)
 
 
 def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledger]:
@@ -259,9 +259,10 @@ def _from_chat(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[in
     template = chat_template(tokenizer, tools)
     refuse_for_rows(input_template=options.input_template, has_conversations=True)
     messages = row.messages("prompt", "user", template) + row.messages("answer", "assistant", template)
-    row.notes.facts.add(loss_of(messages, options.multiturn))
+    multiturn = options.train_on == "all"
+    row.notes.facts.add(loss_of(messages, multiturn))
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
-        return render_chat(tokenizer, messages, multiturn=options.multiturn, tools=tools)
+        return render_chat(tokenizer, messages, multiturn=multiturn, tools=tools)
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:

@@ -169,7 +169,7 @@ def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:
 
 def _write(max_len: int, tokenizer, samples: list[dict[str, Any]], target: str) -> None:
     unset = dict.fromkeys(OPTIONS) | {
-        "multiturn": False,
+        "train_on": "last",
         "apply_chat_template": False,
         "pretrain_mode": False,
     }

@@ -4,7 +4,7 @@ from trainer.datasets.files.stream_rows import open_rows
 from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
 from trainer.runs.feature import Feature
-from trainer.runs.run_data import text_options
+from trainer.runs.run_data import sft_options, text_options
 
 
 def read_stream(run) -> None:
@@ -29,7 +29,7 @@ def open_stream(args, tokenizer) -> SampleStream:
     data, flag = args.data, "--dataset"
     kind = {"split": data.dataset_split, "probs": data.dataset_probs, "max_samples": data.max_samples}
     rows, digest = open_rows(data.dataset, flag=flag, seed=args.batch.seed, **kind)
-    options = text_options(data) | {"max_len": args.length.max_len, **vars(args.sft)}
+    options = text_options(data) | {"max_len": args.length.max_len, **sft_options(args.sft)}
     del options["num_proc"]  # the ranks tokenize a stream themselves
     options |= {"buffer": args.streaming.streaming_buffer, "seed": args.batch.seed}
     return SampleStream(rows, tokenizer, flag=flag, digest=digest, shuffle=not args.batch.no_shuffle, **options)
