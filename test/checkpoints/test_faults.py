@@ -12,9 +12,11 @@ from trainer import entry
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
-def test_a_checkpoint_is_there_after_a_fault_and_the_run_goes_on(backend):
-    code, output = forked(1, str(ROOT / "test/fault_runs.py"), backend, "--sample", "4", "--seed", "3", timeout=200)
-    assert code == 0 and "4 faults" in output, output[-6000:]
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2", "--rank", "1")])
+def test_a_checkpoint_is_there_after_a_fault_and_the_run_goes_on(backend, ranks):
+    own = [backend, "--sample", "3", "--seed", "3", *ranks]
+    code, output = forked(1, str(ROOT / "test/fault_runs.py"), *own, timeout=200)
+    assert code == 0 and "3 faults" in output and "0 failures" in output, output[-6000:]
 
 
 def test_random_damage_is_noticed_or_harmless():
