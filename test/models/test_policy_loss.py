@@ -1,13 +1,16 @@
 """Policy and value losses, compared with the formulas of the papers, one token at a time in plain Python."""
 
 import math
+import statistics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.methods.advantages import kl_estimate
+from trainer.methods.advantages import AdvantageOptions, kl_estimate
+from trainer.methods.ppo_state import PPOOptions
+from trainer.methods.rollout_corrections import chosen_tokens
 from trainer.models.losses import policy_loss as losses
 
 numbers = st.floats(-2, 2, allow_nan=False)
@@ -152,3 +155,58 @@ def test_dppo_on_200_random_and_extreme_tokens():
         assert masked.tolist() == flags and 10 < sum(flags) < 150
         assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
         assert gradient.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-6)
+
+
+def covariance_options(loss: str, **more) -> PPOOptions:
+    options = AdvantageOptions("group_norm"), losses.PolicyOptions(loss, kl_cov_coef=0.7)
+    return PPOOptions(*options, None, seed=3, **more)
+
+
+def test_clip_cov_and_kl_cov_on_200_random_and_extreme_rollouts():
+    """Cui et al. 2025 (arXiv 2505.22617), one token at a time, with the choice of verl's core_algos: a share, at least 1."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        count, size = (1, 7, 50, 400)[number % 4], (0.1, 1.0, 30.0)[number % 3]
+        new, old, advantages = size * torch.randn(3, count, generator=generator, dtype=torch.float64)
+        new, share = new.requires_grad_(), (0.002, 0.3)[number % 2]
+        middle = statistics.fmean(old.tolist()), statistics.fmean(advantages.tolist())
+        found = [(p - middle[0]) * (a - middle[1]) for p, a in zip(old.tolist(), advantages.tolist())]
+        most = max(1, int(share * count))
+        for name in ("clip_cov", "kl_cov"):
+            options = covariance_options(name, cov_share=share, cov_range=(0.5, 5.0))
+            chosen = chosen_tokens(old, advantages, options, number)
+            if name == "kl_cov":
+                largest = sorted(range(count), key=lambda n: -found[n])[:most]
+                assert chosen.nonzero().flatten().tolist() == sorted(largest)
+            else:
+                inside = [n for n in range(count) if 0.5 < found[n] < 5.0]
+                assert {*chosen.nonzero().flatten().tolist()} <= {*inside} and chosen.sum() == min(most, len(inside))
+            tokens = losses.PolicyTokens(new, new - old, advantages, lambda values: values, chosen)
+            values, clipped, _ = losses.POLICY_LOSSES[name](tokens, options.policy)
+            [gradient] = torch.autograd.grad(values.sum(), new)
+            for n, (r, a) in enumerate(zip((new - old).tolist(), advantages.tolist())):
+                ratio, inner = math.exp(min(max(r, -20), 20)), abs(r) < 20
+                free, is_clipped = -ratio * a, ratio > 1.2 if a > 0 else ratio < 0.8
+                held = ppo_by_cases(ratio, a, 0.2, 0.2)
+                if name == "clip_cov":
+                    value, slope = (0.0, 0.0) if chosen[n] else (held, 0.0 if is_clipped else free * inner)
+                    assert clipped[n] == (is_clipped or bool(chosen[n]))
+                else:
+                    sign = (r > 0) - (r < 0)
+                    value = free + 0.7 * min(abs(r), 20) * bool(chosen[n])
+                    slope = (free + 0.7 * sign * bool(chosen[n])) * inner
+                assert values[n].item() == pytest.approx(value, rel=1e-6, abs=1e-6)
+                assert gradient[n].item() == pytest.approx(slope, rel=1e-6, abs=1e-6)
+
+
+def test_tokens_of_equal_covariance_are_chosen_in_order_and_a_seed_decides_for_clip_cov():
+    same = torch.zeros(10, dtype=torch.float64)
+    assert chosen_tokens(same, same, covariance_options("kl_cov", cov_share=0.3), 0).nonzero().flatten().tolist() == [
+        0,
+        1,
+        2,
+    ]
+    values = torch.arange(-50.0, 50.0, dtype=torch.float64)
+    options = covariance_options("clip_cov", cov_share=0.1, cov_range=(1.0, 900.0))
+    first, again, later = (chosen_tokens(values, values, options, rollout) for rollout in (4, 4, 5))
+    assert torch.equal(first, again) and not torch.equal(first, later) and first.sum() == 10

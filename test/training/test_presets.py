@@ -237,6 +237,32 @@ def test_gspo_token_has_the_ratio_of_the_sequence_and_the_gradient_of_the_token(
     torch.testing.assert_close(*(torch.autograd.grad(loss, new)[0] for loss in losses))
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_are_chosen_over_both_micro_batches(name):
+    """Cui et al. 2025 (arXiv 2505.22617): a third of the tokens of both micro-batches, by covariance."""
+    old, policy, samples = Table(2, 0.0), Table(5, 0.3), make_samples()
+    of_tokens = [(p, normed(n)) for n, sample in enumerate(samples) for p in log_probs(old, sample).tolist()]
+    middle = [statistics.fmean(values) for values in zip(*of_tokens)]
+    found = [(p - middle[0]) * (a - middle[1]) for p, a in of_tokens]
+    most = len(found) // 3
+    if name == "kl_cov":
+        chosen = sorted(range(len(found)), key=lambda place: -found[place])[:most]
+    else:  # as many as there are, so that chance does not decide
+        chosen = [place for place, value in enumerate(found) if 0.9 < value < 5]
+        assert 0 < len(chosen) < most
+    total, place = 0.0, 0
+    for n, sample in enumerate(samples):
+        for log_ratio in log_probs(policy, sample) - log_probs(old, sample):
+            gain = clipped(log_ratio.exp(), normed(n), 0.2, 0.2) if name == "clip_cov" else log_ratio.exp() * normed(n)
+            if place in chosen:
+                gain = gain - 0.5 * log_ratio.abs() if name == "kl_cov" else 0 * gain
+            total, place = total + gain, place + 1
+    line = ["--advantage_estimator", "group_norm", "--policy_loss", name, "--cov_share", "0.34"]
+    line += ["--cov_range", "0.9", "5"] if name == "clip_cov" else ["--kl_cov_coef", "0.5"]
+    loss = found_loss(arguments(*line), old, policy)
+    assert loss.item() == pytest.approx(-total.item() / sum(LENGTHS), abs=1e-6)
+
+
 @pytest.mark.parametrize("loss_agg", ["token", "sequence", "fixed_length", "sum"])
 def test_truncated_samples_have_no_loss_and_do_not_count_in_its_mean(loss_agg):
     flags = ["--preset", "dr_grpo", "--loss_agg", loss_agg, "--mask_truncated"]

@@ -205,12 +205,21 @@ class AdvantageArguments:
     )
     policy_loss: str = arg(
         "ppo",
-        "ppo, reinforce, gspo, gspo_token, cispo, sapo, dppo_tv, dppo_kl, or your own: "
+        "ppo, reinforce, gspo, gspo_token, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, or your own: "
         "trainer/models/losses/policy_loss.py",
     )
     sapo_temperatures: list[float] = arg(
         [1.0, 1.05], "sapo: temperatures of its gate for positive and other advantages", type=float, nargs=2
     )
+    cov_share: float = arg(
+        2e-4,
+        "clip_cov, kl_cov: share of a rollout's tokens that they choose by the covariance of log-prob and advantage",
+        type="OpenUnitInterval",
+    )
+    cov_range: list[float] = arg(
+        [1.0, 5.0], "clip_cov: it chooses among covariances in this range", type=float, nargs=2
+    )
+    kl_cov_coef: float = arg(1.0, "kl_cov: weight of the KL of the chosen tokens", type="NonNegativeFloat")
     loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
         "token",
         "token: mean over tokens; sequence: mean over responses of token means; "

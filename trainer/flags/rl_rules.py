@@ -4,7 +4,7 @@ from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
 NO_IMAGES = "Remove the flag, or take rows without images."
-CLIPPING = ("ppo", "gspo", "gspo_token")  # policy losses that --dual_clip fits
+CLIPPING = ("ppo", "gspo", "gspo_token", "clip_cov")  # policy losses that --dual_clip fits
 
 
 OF_GROUPS = (
@@ -79,7 +79,7 @@ ADVANTAGE_RULES = (
 
 # fmt: off
 POLICY_RULES = (
-    Rule("eps_clip eps_clip_high", lambda f: f.policy_loss in ("reinforce", "sapo"),
+    Rule("eps_clip eps_clip_high", lambda f: f.policy_loss in ("reinforce", "sapo", "kl_cov"),
          "with --policy_loss {policy_loss}", "this loss does not clip the policy ratio",
          "Take another --policy_loss, such as ppo, or remove the flag."),
     Rule("dual_clip", lambda f: f.policy_loss not in CLIPPING, "with --policy_loss {policy_loss}",
@@ -87,6 +87,13 @@ POLICY_RULES = (
          f"Take --policy_loss {', '.join(CLIPPING[:-1])} or {CLIPPING[-1]}, or remove the flag."),
     Rule("sapo_temperatures", lambda f: f.policy_loss != "sapo", "with --policy_loss {policy_loss}",
          "only sapo has a gate", "Take --policy_loss sapo, or remove the flag."),
+    *(
+        Rule(flag, lambda f, losses=losses: f.policy_loss not in losses, "with --policy_loss {policy_loss}",
+             f"only {' and '.join(losses)} {verb} tokens by their covariance",
+             f"Take --policy_loss {' or '.join(losses)}, or remove the flag.")
+        for flag, losses, verb in (("cov_share", ("clip_cov", "kl_cov"), "choose"), ("cov_range", ("clip_cov",), "clips"),
+                             ("kl_cov_coef", ("kl_cov",), "weights"))
+    ),
     Rule("tis_level tis_mask tis_floor", lambda f: f.tis_cap is None, "without --tis_cap",
          "tokens have no importance weights", "Add --tis_cap, or remove the flag."),
     Rule("tis_cap", lambda f: f.tis_mask and not f.tis_mask_range and f.tis_cap <= 1, "with --tis_mask",

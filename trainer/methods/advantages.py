@@ -31,8 +31,8 @@ GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost eq
 
 
 def to_rows(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Zero-padded rows (n, T) of a vector of response tokens. [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
-    rows = flat.new_zeros(mask.shape)
+    """Zero-padded rows (n, T, ...) of a vector (tokens, ...). [1, 2, 3] with lengths [1, 2] is [[1, 0], [2, 3]]."""
+    rows = flat.new_zeros(*mask.shape, *flat.shape[1:])
     rows[mask] = flat
     return rows
 

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
 from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
-from trainer.methods.rollout_corrections import importance_corrections, leave_out
+from trainer.methods.rollout_corrections import COVARIANCE_LOSSES, chosen_here, importance_corrections, leave_out
 from trainer.methods.rollout_facts import (
     group_facts,
     log_prob_facts,
@@ -221,6 +221,7 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     actor, by_entropy = roles.actor[0], options.top_entropy_quantile is not None
     models: dict[str, tuple] = {}
     corrects = options.tis_cap is not None or options.rollout_kl_max is not None
+    corrects = corrects or options.policy.loss in COVARIANCE_LOSSES
     if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects or by_entropy:
         models["old_log_probs"] = (
             contextlib.nullcontext(actor),
@@ -263,6 +264,8 @@ def add_advantages(
     flat["advantages"] = advantages[mask]
     spread(batches, "advantages", flat["advantages"])
     spread(batches, "returns", returns[mask])
+    if options.policy.loss in COVARIANCE_LOSSES:
+        spread(batches, "chosen", chosen_here(part, mask, flat, options, state.rollout))
     if options.policy.off_policy_mask_threshold is not None:
         spread(batches, "rollout_log_probs", rollout_log_probs_of(part))
     corrections, rejections = importance_corrections(part, mask, flat, options)

@@ -41,6 +41,8 @@ class PPOOptions:
     mask_level: str = "token"
     rollout_kl_max: Optional[float] = None  # responses above it have no loss
     rollout_kl_estimator: str = "k3"
+    cov_share: float = 2e-4  # clip_cov and kl_cov: the share of tokens that they choose
+    cov_range: tuple[float, float] = (1.0, 5.0)  # clip_cov: of covariances
     top_entropy_quantile: Optional[float] = None  # the share of tokens with a loss
     rejected_leave: bool = False  # the mean of the loss, as in verl; else they count in it with loss 0
     normalize_reward: bool = False

@@ -89,6 +89,7 @@ def make_policy_loss(
             log_ratio=log_probs - old_log_probs,
             advantages=micro_batch["advantages"],
             mean_by_sequence=lambda values: _mean_by_sequence(values, micro_batch, sp_group),
+            chosen=micro_batch["chosen"] > 0 if "chosen" in micro_batch else None,
         )
         values, clipped, used_ratio = POLICY_LOSSES[options.loss](tokens, options)
         if "tis_weights" in micro_batch:

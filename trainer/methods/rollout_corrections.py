@@ -7,6 +7,7 @@ from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions
 from trainer.methods.roles import denominator
 from trainer.methods.rollout_facts import rollout_log_probs_of
+from trainer.rollout.engines.sampling import sample_seed
 from trainer.rollout.micro_batches import spread
 from trainer.rollout.placement import Part
 
@@ -65,3 +66,40 @@ def leave_out(part: Part, batches: list, kept: torch.Tensor, mask: torch.Tensor,
     ]
     for batch, count in zip(batches, part.total(torch.stack(counts)).tolist()):
         batch.num_targets = int(count)
+
+
+# --- tokens whose log-prob and advantage vary together
+#
+# Cui et al. 2025, The entropy mechanism of RL (arXiv 2505.22617), section 4. The covariance of a token is
+# (log p - mean log p) (A - mean A). verl takes the means of a micro-batch, and the log-probs of the update. Here both are
+# those of the whole rollout under the old policy, so that the choice does not depend on the layout.
+
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")  # of --policy_loss
+
+
+def chosen_here(part: Part, mask: torch.Tensor, flat: dict, options: PPOOptions, rollout: int) -> torch.Tensor:
+    """1 for chosen tokens, else 0: a flat vector, fp64 (all-reduce over dp x sp of two numbers per token)."""
+    values = part.share(adv.to_rows(torch.stack([flat["old_log_probs"], flat["advantages"]], 1), mask))
+    is_token = adv.rows_mask(part.all_lengths, part.width) & part.counted[:, None]
+    chosen = torch.zeros(is_token.shape, dtype=torch.float64)
+    chosen[is_token] = chosen_tokens(*values[is_token].T, options, rollout).double()
+    return chosen[part.places][mask]
+
+
+def chosen_tokens(log_probs: torch.Tensor, advantages: torch.Tensor, options: PPOOptions, rollout: int) -> torch.Tensor:
+    """(tokens,) True for a share of a rollout's tokens, at least one token.
+
+    kl_cov takes the largest covariances, and of equal ones the first. clip_cov takes some with a covariance inside
+    `cov_range`, at random by the seed.
+    """
+    covariances = (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+    if options.policy.loss == "kl_cov":
+        order = covariances.argsort(descending=True, stable=True)
+    else:
+        low, high = options.cov_range
+        inside = ((covariances > low) & (covariances < high)).nonzero().flatten()
+        generator = torch.Generator().manual_seed(sample_seed(options.seed, rollout, -1))
+        order = inside[torch.randperm(len(inside), generator=generator)]
+    chosen = torch.zeros(covariances.shape, dtype=torch.bool)
+    chosen[order[: max(1, int(options.cov_share * len(covariances)))]] = True
+    return chosen

@@ -119,6 +119,7 @@ class PolicyOptions:
     value_clip: Optional[float] = None
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     off_policy_mask_threshold: Optional[float] = None
+    kl_cov_coef: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ class PolicyTokens:
     log_ratio: torch.Tensor  # log_probs minus the log-probs of the old policy
     advantages: torch.Tensor
     mean_by_sequence: Callable[[torch.Tensor], torch.Tensor]
+    chosen: Optional[torch.Tensor] = (
+        None  # clip_cov and kl_cov: True for the tokens of `rollout_corrections.chosen_tokens`
+    )
 
 
 def near_enough(tokens: PolicyTokens, rollout_log_probs: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -185,6 +189,19 @@ def _dppo(divergence: Callable) -> Callable:
     return loss
 
 
+def _clip_cov(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    """Cui et al. 2025, The entropy mechanism of RL (arXiv 2505.22617), section 4.2: as ppo, and chosen tokens have no gradient."""
+    losses, clipped, log_ratio = _ppo(tokens, options)
+    return torch.where(tokens.chosen, 0.0, losses), clipped | tokens.chosen, log_ratio
+
+
+def _kl_cov(tokens: PolicyTokens, options: PolicyOptions) -> tuple:
+    """The same paper: -ratio A without a clip, and for chosen tokens also kl_cov_coef |log ratio|, as in its code."""
+    log_ratio = bounded(tokens.log_ratio)
+    away = torch.where(tokens.chosen, options.kl_cov_coef * log_ratio.abs(), 0.0)
+    return away - log_ratio.exp() * tokens.advantages, torch.zeros_like(tokens.chosen), tokens.log_ratio
+
+
 # function(tokens, options) returns for each token (loss, whether it is clipped, log-ratio of the loss)
 POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "ppo": _ppo,
@@ -195,6 +212,8 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTokens, PolicyOptions], tuple]] = {
     "sapo": _sapo,
     "dppo_tv": _dppo(binary_tv),
     "dppo_kl": _dppo(binary_kl),
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
 }
 
 

@@ -28,6 +28,7 @@ def validate(args: PPOArguments, is_demo: bool = False) -> None:
     if min(args.advantage.sapo_temperatures) <= 0:
         raise UserError("--sapo_temperatures", str(args.advantage.sapo_temperatures), "numbers above 0")
     check_bounds("--tis_mask_range", args.advantage.tis_mask_range)
+    check_bounds("--cov_range", args.advantage.cov_range)
     check_rollouts(args.rollout)
     has_other_scores = args.kl.teacher or (args.rollout.rollouts_from and not has_evaluation(args.data))
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)

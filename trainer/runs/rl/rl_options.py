@@ -14,7 +14,7 @@ from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.rewards.reward_functions import function_names, short_name
 
 # flags that are options of the algorithm as they are
-SAME_NAMES = """seed kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
+SAME_NAMES = """seed cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
     rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps"""
 
 
@@ -91,6 +91,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         kl_unbiased=args.kl.kl_unbiased,
         value_clip=args.critic.value_clip,
         sapo_temperatures=tuple(args.advantage.sapo_temperatures),
+        kl_cov_coef=args.advantage.kl_cov_coef,
         off_policy_mask_threshold=args.advantage.off_policy_mask_threshold,
     )
     return PPOOptions(
@@ -100,6 +101,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         num_epochs=args.batch.max_epochs,
         kl_in_rewards=bool(args.kl.init_kl_coef) and not args.kl.use_kl_loss,
         mask_range=mask_range(args),
+        cov_range=tuple(args.advantage.cov_range),
         mask_level=args.advantage.tis_mask_level or args.advantage.tis_level,
         rejected_leave=args.advantage.rejected_tokens == "leave",
         reward_clip_range=tuple(args.scores.reward_clip_range) if args.scores.reward_clip_range else None,
