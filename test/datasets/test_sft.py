@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from trainer.compare.zoo.check_model import template_rows
 from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.sft_samples import render_sample, tokenize_sft
 from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments, SFTDataArguments
+from trainer.flags.rules import refuse
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -389,7 +393,9 @@ def test_worker_processes_change_nothing_and_their_errors_arrive(monkeypatch, tm
 
 FRESH_PROCESS = """
 import sys
+from trainer.compare.zoo.check_model import template_rows
 from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from transformers import PreTrainedTokenizerFast
 path, file, padded = sys.argv[1:]
@@ -471,17 +477,35 @@ def test_counts_add_up_for_any_rows_and_length(rows, max_len):
         assert sample["loss_mask"] == [int(i >= max(start, 1)) for i in range(len(sample["input_ids"]))]
 
 
-def test_samples_without_a_stop_token_are_told():
-    """GLM's template ends a turn with the mark of the next role, so single turns have no end."""
-    glm = CHATML.replace("<|im_end|>\n'", "'")
-    (rows, one), warning = ([{"messages": TALK}] * 2, [{"messages": TALK[:2]}] * 2), "no sample trains a stop token"
-    for template, data, train_on, told in (
-        (glm, one, "last", True),
-        (CHATML, one, "last", False),
-        (glm, rows, "all", True),
-    ):
-        ledger = tokenize(data, tiny(template), train_on=train_on)[1]
-        assert (warning in ledger.report("data")) == told == (ledger["num_stop_trained"] == 0)
-        assert not told or "--tokenizer_chat_template" in ledger.report("data")
+GLM = CHATML.replace("<|im_end|>\n'", "'")  # the mark of the next role ends a turn
+ENDED = (
+    GLM + "{% if messages[-1].role == 'assistant' %}{{ '<|im_start|>' }}{% endif %}"
+)  # as docs/chat_templates.md says
+
+
+def test_samples_without_a_stop_token_are_refused(tmp_path):
+    rows, one = [{"messages": TALK}] * 2, [{"messages": TALK[:2]}] * 2
+    for data, train_on in ((one, "last"), (rows, "all"), (rows, None)):
+        error = error_of(data, tiny(GLM), train_on=train_on)
+        assert (
+            error.where == "--dataset"
+            and "trains a stop token" in error.found
+            and "--allow_no_stop" in str(error)
+            and "\n" not in str(error)
+        )
+        for way in ({"allow_no_stop": True}, {"part": Part(is_evaluation=True)}):
+            ledger = tokenize(data, tiny(GLM), train_on=train_on, **way)[1]
+            assert ledger["num_stop_trained"] == 0 and "WARNING: no sample trains a stop" in ledger.report("data")
+        tokenizer = tiny(ENDED)
+        samples, ledger = tokenize(data, tokenizer, train_on=train_on)
+        assert ledger["num_stop_trained"] == 2 and answer_of(samples[0], tokenizer).endswith("<|im_start|>")
+    both = tokenize([{"messages": TALK}], tiny(ENDED), train_on="all")[0][0]
+    assert answer_of(both, tiny(ENDED)) == "Hello.<|im_start|>It is 2.<|im_start|>"
+    assert "WARNING" not in tokenize(one, tiny(CHATML))[1].report("data")
     cut = tokenize(one, tiny(CHATML), max_len=len(tokenize(one, tiny(CHATML))[0][0]["input_ids"]) - 3)[1]
-    assert warning in cut.report("data") and "--max_len cuts all samples" in cut.report("data")
+    assert "WARNING: no sample trains a stop" in cut.report("data") and "--max_len cuts all" in cut.report("data")
+    tiny(GLM).save_pretrained(tmp_path)
+    [chat, *_] = template_rows(str(tmp_path), None)
+    assert chat[:2] == ("chat", "refused") and chat[2] == str(error_of(one, tiny(GLM)))
+    with pytest.raises(UserError, match="--allow_no_stop with --pretrain_mode"):
+        refuse("train_sft", SFTArguments(sft=SFTDataArguments(allow_no_stop=True, pretrain_mode=True)))

@@ -62,7 +62,7 @@ EFFECTS: dict[str, str] = {
         offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
         remote_rm_api_key engine_api_key""",
     OUTPUT: """
-        print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
+        allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate sign_key eval_steps evals_per_epoch saves_per_epoch logging_steps report_to use_wandb wandb_project run_name use_tensorboard parity_dump save_steps
         save_interval_minutes max_ckpt_num max_ckpt_mem load_checkpoint allow_change ckpt_format async_save save_hf_ckpt
         push_to_hub hub_model_id hub_private_repo hub_dry_run load_best_model_at_end save_only_model verify_resume parity_trace certify sample_pages timeline""",

@@ -62,6 +62,7 @@ def run(argv: list[str]) -> None:
     named = data, args.target.seed, data.dataset, data.dataset_split, "--dataset"
     rows = load_flag_rows(*named)
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
+    sizes["allow_no_stop"] = args.sft.allow_no_stop
     sizes["bounds"] = bounds_of(folder, remote_code)
     options = {name: flags[name] for name in OPTIONS} | {"train_on": flags["train_on"] or "last"}
     with files_in_errors(*named):

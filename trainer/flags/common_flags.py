@@ -137,6 +137,7 @@ class SFTDataArguments:
     )
     multiturn: bool = arg(False, "the same as --train_on all")
     pretrain_mode: bool = arg(False, "train on plain text, with loss on every token")
+    allow_no_stop: bool = arg(False, "train though the chat template ends no answer with a stop token")
 
 
 @dataclass

@@ -18,7 +18,7 @@ def has_evaluation(f) -> bool:
 
 # fmt: off
 DATA_RULES = (
-    Rule("apply_chat_template output_key multiturn train_on input_template system", lambda f: f.pretrain_mode, "with --pretrain_mode",
+    Rule("apply_chat_template output_key multiturn train_on allow_no_stop input_template system", lambda f: f.pretrain_mode, "with --pretrain_mode",
          "plain text has no prompt, no answer and no turns", ONE),
     Rule("input_template", lambda f: f.apply_chat_template, "with --apply_chat_template",
          "the chat template is the text around a prompt", ONE),

@@ -246,6 +246,8 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     from trainer.datasets.conversations import training_templates
     from trainer.datasets.conversations.rendering import chat_template
     from trainer.datasets.conversations.templates import GENERATION_TAG, render_chat
+    from trainer.datasets.conversations.tokens import trains_stop
+    from trainer.datasets.samples.sft_samples import NO_END, NO_STOP, NO_STOP_CURE
     from trainer.models.folder_faults import check_tokens
     from trainer.models.model_loading import load_tokenizer
 
@@ -260,6 +262,8 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     for name, flags, multiturn, messages, tools in CONVERSATIONS:
         try:
             ids, mask = render_chat(tokenizer, messages, multiturn=multiturn, tools=tools)
+            if not trains_stop(tokenizer, ids, mask):
+                raise UserError("--dataset", f"{NO_STOP}: {NO_END}", NO_STOP_CURE)
             marked = known or GENERATION_TAG.search(template)
             note = f"{flags} (masked by {source if marked else 'comparing texts'}: {sum(mask)} of {len(ids)} tokens)"
             if name == "thoughts":

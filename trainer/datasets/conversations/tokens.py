@@ -80,6 +80,12 @@ def prompt_and_answer(
     return input_ids, [0] * start + [trained] * (len(input_ids) - start)
 
 
+def trains_stop(tokenizer: Any, input_ids: list[int], loss_mask: list[int]) -> bool:
+    """Whether a run of tokens with a loss ends with a stop token. [0, 1, 1, 0, 1] has two runs."""
+    ends = zip(input_ids, loss_mask, [*loss_mask[1:], 0], strict=True)
+    return any(here and not after and is_stop_token(tokenizer, token) for token, here, after in ends)
+
+
 def whole_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """(input_ids, loss_mask) of a text and eos, with loss on all tokens. An empty text has no loss."""
     input_ids = _with_eos(tokenizer, encode(tokenizer, broken_document(tokenizer, text), opens=True)[0])

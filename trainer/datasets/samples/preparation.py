@@ -23,12 +23,13 @@ def prepare_rows(
     bounds: Bounds,
     rows_per_part: int,
     num_proc: int,
+    allow_no_stop: bool = False,
 ) -> Ledger:
     """Tokenize `rows` for `tokenize_sft`, write them to the new folder `target`, and return the ledger.
 
     `options` are the values of `prepared.OPTIONS`. Each part stays in the cache until the folder is complete. So a new
-    start goes on after the last finished part. Raises UserError for bad rows, for rows beyond the `bounds` of the model, and
-    for a folder that cannot be written.
+    start goes on after the last finished part. Raises UserError for bad rows, for rows beyond the `bounds` of the model, for
+    a template that ends no answer, unless `allow_no_stop`, and for a folder that cannot be written.
     """
     if is_prepared(rows):
         raise UserError(FLAG, "rows that are tokenized already", "texts")
@@ -39,7 +40,7 @@ def prepare_rows(
         parts.append(tokenize_rows(part, tokenizer, flag=FLAG, first_row=first, num_proc=num_proc, **options))
         print(f"{end} of {len(rows)} rows", flush=True)
     samples = concatenate_datasets(parts)
-    kept, ledger = with_loss(samples, FLAG, options["max_len"])
+    kept, ledger = with_loss(samples, FLAG, options["max_len"], allow_no_stop)
     ledger.lines += check_bounds(kept, tokenizer, FLAG, bounds)
     write_prepared(samples, tokenizer, options, ledger.counts, target, num_proc)
     for part in parts:

@@ -19,9 +19,9 @@ from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
     digest_of,
-    is_stop_token,
     prompt_and_answer,
     tokenizer_state,
+    trains_stop,
     whole_text,
 )
 from trainer.datasets.files.image_files import COLUMN
@@ -38,8 +38,9 @@ from trainer.flags.data_rules import refuse_for_rows
 
 FLAGS = ("truncated", "empty", "stop_trained", "control_tokens")
 LEDGER_COLUMNS = (*FLAGS, NOTE)  # the others belong to a sample
-
-
+NO_STOP = "no sample trains a stop token, so the model may never end an answer"
+NO_END = "the chat template ends the last answer of a row with none"
+NO_STOP_CURE = "--tokenizer_chat_template with one that does, or --allow_no_stop to train as it is"
 SENTENCE = (
     "{num_rows} rows: {num_samples} samples, {num_excluded} excluded (no loss token), {num_truncated} truncated; "
     "{num_tokens} tokens, {num_loss_tokens} with loss; stop token trained in {num_stop_trained} of {num_samples}"
@@ -65,6 +66,7 @@ def tokenize_sft(
     max_len: int,
     num_proc: int | None = None,
     part: Part = WHOLE,
+    allow_no_stop: bool = False,
     map_rows: Callable = map_cached,
     **flags: Any,
 ) -> tuple[Dataset, Ledger]:
@@ -75,14 +77,16 @@ def tokenize_sft(
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
     num_loss_tokens, digest (of input_ids only), row (index into `rows`). `flag` names the dataset in errors.
-    Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1).
+    Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1). Also if the
+    template ends no answer with a stop token, unless `allow_no_stop` or `part` is for evaluation.
     """
     if is_prepared(rows):
         samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(sft_features()))
     else:
         options = {"flag": flag, "max_len": max_len, "num_proc": num_proc, "map_rows": map_rows}
         samples = tokenize_rows(rows, tokenizer, **options, **flags)
-    return with_loss(part.of(samples), flag, max_len)
+    only_warns = allow_no_stop or part.is_evaluation
+    return with_loss(part.of(samples), flag, max_len, only_warns)
 
 
 def tokenize_rows(
@@ -149,8 +153,8 @@ def options_of(
     return _Options(reader, input_template, train_on or "last", max_len)
 
 
-def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledger]:
-    """The samples with a loss token, and the ledger. Raises UserError if none is left."""
+def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) -> tuple[Dataset, Ledger]:
+    """The samples with a loss token, and the ledger. Raises UserError if none is left, and like `check_stops`."""
     kept = column_of(samples, "num_loss_tokens") > 0
 
     def total(name: str, where: np.ndarray | bool = True) -> int:  # one column at a time: there may be a billion rows
@@ -163,29 +167,31 @@ def with_loss(samples: Dataset, flag: str, max_len: int) -> tuple[Dataset, Ledge
         "num_samples": int(kept.sum()),
         "num_tokens": total("num_tokens", kept),
         "num_loss_tokens": total("num_loss_tokens"),
-        "num_stop_trained": total("stop_trained", kept),  # samples whose last loss token is a stop token
+        "num_stop_trained": total("stop_trained", kept),  # samples with a loss on a token that ends an answer
     }
-    ledger = Ledger(counts, SENTENCE + control_note(samples), [*lines_of(samples), *no_stop(counts)])
+    ledger = Ledger(counts, SENTENCE + control_note(samples), lines_of(samples))
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
         found = f"no sample is left: {empty} answers are empty, {cut} are cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)
+    ledger.lines += check_stops(counts, total("truncated", kept) == counts["num_samples"], flag, allow_no_stop)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
     return keep(samples, kept), ledger
 
 
-def no_stop(counts: dict[str, int]) -> list[str]:
-    """The warning for samples of which none trains a stop token: the model would learn answers without an end."""
+def check_stops(counts: dict[str, int], all_cut: bool, flag: str, allowed: bool) -> list[str]:
+    """The warning for samples of which none trains a stop token: the model would learn answers without an end.
+
+    Raises: UserError if the template is the cause, unless `allowed`. `all_cut`: --max_len is, as in long texts of --pretrain_mode.
+    """
     if counts["num_stop_trained"] or not counts["num_samples"]:
         return []
-    if counts["num_truncated"] >= counts["num_samples"]:
-        cure = "--max_len cuts all samples: raise it"
-    else:  # GLM: the mark of the next role ends a turn
-        cure = (
-            "the chat template ends the last answer of a row with none: give one that does (--tokenizer_chat_template)"
-        )
-    return [f"WARNING: no sample trains a stop token, so the model may never end an answer; {cure}"]
+    if all_cut:
+        return [f"WARNING: {NO_STOP}; --max_len cuts all samples: raise it"]
+    if not allowed:  # GLM: the mark of the next role ends a turn
+        raise UserError(flag, f"{NO_STOP}: {NO_END}", NO_STOP_CURE)
+    return [f"WARNING: {NO_STOP}: {NO_END}"]
 
 
 def _has_conversations(reader: RowReader, columns: list[str]) -> bool | None:
@@ -230,17 +236,16 @@ def tokenize_row(
     truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token
-    targets = [token for token, is_target in zip(input_ids, loss_mask, strict=True) if is_target]
     return {
         "input_ids": input_ids,
         "loss_mask": loss_mask,
         "num_tokens": len(input_ids),
-        "num_loss_tokens": len(targets),
+        "num_loss_tokens": sum(loss_mask),
         "digest": digest_of(input_ids),
         "row": index,
         "truncated": truncated,
         "empty": empty,
-        "stop_trained": bool(targets) and is_stop_token(tokenizer, targets[-1]),
+        "stop_trained": trains_stop(tokenizer, input_ids, loss_mask),
         "control_tokens": holds_controls(tokenizer, *row.texts()),
         NOTE: row.notes.as_text(),
     }

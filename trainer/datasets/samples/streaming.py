@@ -19,7 +19,7 @@ from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import PREPARED
-from trainer.datasets.samples.sft_samples import SENTENCE, no_stop, options_of, tokenize_row
+from trainer.datasets.samples.sft_samples import SENTENCE, check_stops, options_of, tokenize_row
 from trainer.datasets.shapes.notes import NOTE, lines_of_notes
 from trainer.errors import UserError
 
@@ -57,7 +57,19 @@ class _KnownColumns(dict):
 class SampleStream:
     """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` go to `options_of`."""
 
-    def __init__(self, rows, tokenizer, *, flag: str, digest: str, buffer: int, seed: int, shuffle: bool, **options):
+    def __init__(
+        self,
+        rows,
+        tokenizer,
+        *,
+        flag: str,
+        digest: str,
+        buffer: int,
+        seed: int,
+        shuffle: bool,
+        allow_no_stop: bool = False,
+        **options,
+    ):
         self.rows, self.flag, self.digest = rows, flag, digest
         self.tokenizer = copy.deepcopy(tokenizer)  # a thread uses it while a checkpoint saves the other one
         self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
@@ -68,11 +80,14 @@ class SampleStream:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)
         self.ledger, self._first, notes = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None, []
+        all_cut = True
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
             count(self.ledger.counts, row)
             notes.append(row[NOTE])
+            all_cut = all_cut and bool(row["truncated"] or not row["num_loss_tokens"])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
-        self.ledger.lines = [f"first rows: {line}" for line in [*lines_of_notes(notes), *no_stop(self.ledger.counts)]]
+        lines = lines_of_notes(notes) + check_stops(self.ledger.counts, all_cut, flag, allow_no_stop)
+        self.ledger.lines = [f"first rows: {line}" for line in lines]
         if not self._first:
             raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")
 
