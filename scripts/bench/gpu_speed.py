@@ -74,6 +74,7 @@ def contenders(folder: Path, args, length: int) -> dict[str, list[str]]:
     if find_spec("trl") is not None:
         found[TRL] = [sys.executable, str(HERE / "trl_loop.py"), steps, micro, *flags]
     found |= {f"{name}, compiled": [*command, "--compile"] for name, command in found.items()}
+    found["train_sft FSDP2, --deterministic false"] = [*ours, *BACKENDS["FSDP2"], "--deterministic", "false"]
     return {name: command for name, command in found.items() if re.search(args.only, name)}
 
 

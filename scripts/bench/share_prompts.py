@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.datasets.batches.packing import IGNORE, collate_padded, model_inputs
 from trainer.datasets.batches.shared_prompts import collate_shared
+from trainer.models.attention.prompt_tree import NAME, share_prompts
 
 LENGTHS = [(300, 20), (300, 100), (100, 100), (100, 300), (20, 10)]  # tokens of a prompt and of a response
 PROMPTS, EACH, VOCAB_SIZE = 2, 8, 2048
@@ -50,13 +51,17 @@ def main() -> None:
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))
+    share_prompts(model)
     print("| tokens of a prompt, of a response | own rows, s | shared rows, s | times as fast |\n|---|---:|---:|---:|")
     for lengths in LENGTHS:
         samples = make_samples(*lengths)
         batches = [collate(samples, pad_token_id=0) for collate in (collate_padded, collate_shared)]
         seconds: list[list[float]] = [[], []]
         for _ in range(1 + rounds):  # the first one does not count
-            found = [timed_step(model, batch) for batch in batches]
+            found = []
+            for batch, attention in zip(batches, ("sdpa", NAME)):
+                model.set_attn_implementation(attention)
+                found.append(timed_step(model, batch))
             assert abs(found[0][1] - found[1][1]) < 1e-6 * found[0][1], found
             for own, (passed, _) in zip(seconds, found):
                 own.append(passed)

@@ -108,4 +108,5 @@ def all_cells():
         Cell("train_ppo", backend, joined(stage, "--offload_ref"), "--use_kl_loss --init_kl_coef 0.1 --kl_estimator k3")
         for backend, stage in LARGE
     ]
+    cells += [Cell("train_ppo", backend, joined(stage, "--share_prompts"), dtype="bf16") for backend, stage in LARGE]
     return cells

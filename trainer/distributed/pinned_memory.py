@@ -1,4 +1,7 @@
-"""Pinned host memory of the size that is needed. torch rounds its own up to a power of two: 600 MiB would take 1024."""
+"""Pinned host memory of the size that is needed. torch rounds its own up to a power of two: 600 MiB would take 1024.
+
+torch's option `pinned_max_round_threshold_mb` is no way out in 2.13: a freed block of 4.5 MiB then serves a request of 7.
+"""
 
 import ctypes
 import mmap

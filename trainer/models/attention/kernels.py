@@ -99,8 +99,8 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fp32(*tensors: Optional[torch.Tensor]) -> list[Optional[torch.Tensor]]:
-    """Convert one block to fp32. Then partial results are not rounded, and the CPU kernel is faster than in bf16."""
-    return [None if tensor is None else tensor.float() for tensor in tensors]
+    """Convert one block to fp32, but not from fp64. Partial results are then not rounded, and the CPU is faster than in bf16."""
+    return [tensor if tensor is None or tensor.dtype == torch.float64 else tensor.float() for tensor in tensors]
 
 
 def _capped_by_flash_attn(query: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor]) -> bool:

@@ -12,6 +12,7 @@ A sink is one more score in the softmax of each query, without a key. A query's 
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional
@@ -44,11 +45,27 @@ def ring_attention(
     (heads,) are scores without a key (Xiao et al. 2023; gpt-oss). The gradient of the sinks is the share of this rank's
     queries. Without a group, inputs are whole rows.
     """
+    find = functools.partial(find_segments, bounds=bounds, window=window)
+    return segment_attention(query, key, value, find, window, scale, group, softcap, sinks)
+
+
+def segment_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    find: Callable[[int, int, int, int], list["Segment"]],
+    window: Optional[int],
+    scale: float,
+    group: Optional[dist.ProcessGroup] = None,
+    softcap: Optional[float] = None,
+    sinks: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Compute attention of the pairs that `find(rank, source, sp_size, num_local)` returns. Other values: `ring_attention`."""
     value_dim = value.shape[-1]
     if value_dim != key.shape[-1]:  # zeros change neither scores nor outputs, and kernels need one size
         size = max(value_dim, key.shape[-1])
         query, key, value = (F.pad(tensor, (0, size - tensor.shape[-1])) for tensor in (query, key, value))
-    out = _RingAttention.apply(query, key, value, sinks, bounds, window, scale, softcap, group)
+    out = _RingAttention.apply(query, key, value, sinks, find, window, scale, softcap, group)
     return out[..., :value_dim].transpose(1, 2)
 
 
@@ -65,14 +82,14 @@ class Segment(NamedTuple):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, bounds, window, scale, softcap, group):
+    def forward(ctx, query, key, value, sinks, find, window, scale, softcap, group):
         query, key, value = (unit_stride(tensor) for tensor in (query, key, value))
-        ctx.bounds, ctx.window, ctx.scale, ctx.softcap, ctx.group = bounds, window, scale, softcap, group
+        ctx.find, ctx.window, ctx.scale, ctx.softcap, ctx.group = find, window, scale, softcap, group
         rank, size = _place(group)
-        out = torch.zeros_like(query, dtype=torch.float32)
+        out = torch.zeros_like(query, dtype=_dtype_of_sums(query))
         lse = out.new_full(query.shape[:3], float("-inf"))
         for source, (block_key, block_value) in _circulate(torch.stack((key, value)), group):
-            for segment in find_segments(rank, source, size, query.shape[2], bounds, window):
+            for segment in find(rank, source, size, query.shape[2]):
                 q, k = segment.queries, segment.keys
                 part = block_forward(
                     query[:, :, q], block_key[:, :, k], block_value[:, :, k],
@@ -96,11 +113,11 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         group, window, dout = ctx.group, ctx.window, unit_stride(dout)
         rank, size = _place(group)
-        dquery = torch.zeros_like(query, dtype=torch.float32)
+        dquery = torch.zeros_like(query, dtype=_dtype_of_sums(query))
         finish_sums = None
         for source, block in _circulate(torch.stack((key, value)), group):
-            dblock = torch.zeros_like(block, dtype=torch.float32)
-            for segment in find_segments(rank, source, size, query.shape[2], ctx.bounds, window):
+            dblock = torch.zeros_like(block, dtype=_dtype_of_sums(block))
+            for segment in ctx.find(rank, source, size, query.shape[2]):
                 q, k = segment.queries, segment.keys
                 dq, dk, dv = block_backward(
                     dout[:, :, q], query[:, :, q], block[0, :, :, k], block[1, :, :, k], out[:, :, q], lse[:, :, q],
@@ -187,6 +204,10 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_
     merged = torch.logaddexp(lse, block_lse)
     out.mul_((lse - merged).exp()[..., None]).add_(block_out * (block_lse - merged).exp()[..., None])
     lse.copy_(merged)
+
+
+def _dtype_of_sums(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _place(group: Optional[dist.ProcessGroup]) -> tuple[int, int]:

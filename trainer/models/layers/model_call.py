@@ -12,7 +12,7 @@ from typing import Optional
 
 import torch
 
-NAMES = ("cu_seqlens", "cu_seqlens_host", "max_length_q", "position_ids")
+NAMES = ("cu_seqlens", "cu_seqlens_host", "max_length_q", "position_ids", "prompt_bounds")
 _call: ContextVar[Optional[dict]] = ContextVar("call", default=None)
 
 

@@ -7,6 +7,7 @@ from trainer.datasets.images.image_batches import WORKERS
 from trainer.flags.names.presets import describe_preset
 from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 from trainer.model_folders.model_folder import read_config
+from trainer.models.attention import prompt_tree
 from trainer.models.layers.routing_replay import Routers
 from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed
 from trainer.rollout.rollouts_file import frozen
@@ -40,9 +41,9 @@ def read_images(run) -> None:
 
 
 def share_prompts(run) -> None:
-    """Train the responses to one prompt in one row."""
+    """Train each prompt once, with all its responses."""
     run.collate_rollout, run.sizes_to_plan = shared_prompts.collate_shared, shared_prompts.sizes_to_plan
-    run.model_changes.append(shared_prompts.refuse_model)
+    run.model_changes.append(prompt_tree.share_prompts)
 
 
 def read_frozen(run) -> None:
