@@ -1,16 +1,20 @@
 """Load for a reward server: many clients at a time, some of them slow, broken, oversized or without the key.
 
-To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS SECONDS [KEY [BAD_EVERY]]. It prints requests per
-second, and how many of the good requests got right scores. A request is bad if its number is a multiple of BAD_EVERY.
+To measure a server: python test/serve_load.py PORT CLIENTS REQUESTS SECONDS [KEY [BAD_EVERY [PID]]]. It prints requests
+per second, and how many of the good requests got right scores. A request is bad if its number is a multiple of BAD_EVERY.
+With the PID of the server, it also prints its resident memory, every minute.
 """
 
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 TEXTS = [(f"Sort: {n} {n * 7 % 10} {n * 3 % 10}", f"{n % 10} {n * 7 % 10}" + " 5" * (n % 5)) for n in range(64)]
 BAD = ("half a body", "half a head", "broken", "oversized", "no key", "no lists", "surrogate", "long text", "deep")
@@ -84,6 +88,14 @@ async def load(
     return answers, time.perf_counter() - started
 
 
+async def watched(pid: str, work) -> tuple[list[float], tuple[list, float]]:
+    """(MB of a process every minute, from the third second on; the result of `work`)."""
+    found, task = [], asyncio.ensure_future(work)
+    while pid and not (await asyncio.wait([task], timeout=60 if found else 3))[0]:
+        found.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    return found, await task
+
+
 @contextlib.contextmanager
 def serving(score, **limits):
     """The service of serve_rm in a thread, with another `score`. Gives its port."""
@@ -103,11 +115,11 @@ def serving(score, **limits):
 
 if __name__ == "__main__":
     port, clients, count, limit = map(int, sys.argv[1:5])
-    key, bad_every = (sys.argv[5:] or [None])[0], int((sys.argv[6:] or [0])[0])
+    key, bad_every, pid = (sys.argv[5:] or [None])[0], int((sys.argv[6:] or [0])[0]), "".join(sys.argv[7:])
     right = {text: asyncio.run(ask(port, message(json.dumps({"prompts": [text[0]], "responses": [text[1]]}).encode(), key)))
              for text in TEXTS}  # fmt: skip
     right = {text: answer["rewards"][0] for text, (_, answer) in right.items()}
-    found, seconds = asyncio.run(load(port, clients, count, key, bad_every, limit=limit))
+    memory, (found, seconds) = asyncio.run(watched(pid, load(port, clients, count, key, bad_every, limit=limit)))
     good = [(number, status, answer) for kind, number, status, answer in found if kind == "good"]
     wrong = 0
     for number, status, answer in good:
@@ -116,3 +128,6 @@ if __name__ == "__main__":
         wrong += not near
     print(f"{len(good) - wrong} of {len(good)} good requests right, {len(found) - len(good)} bad ones")
     print(f"{len(good) / seconds:.0f} good requests a second")
+    print(f"endings of bad requests: {dict(Counter((kind, status) for kind, _, status, _ in found if kind != 'good'))}")
+    if memory:
+        print(f"resident memory in MB: {' '.join(f'{mb:.0f}' for mb in memory)}")
