@@ -82,8 +82,8 @@ def prompt_and_answer(
 
 def trains_stop(tokenizer: Any, input_ids: list[int], loss_mask: list[int]) -> bool:
     """Whether a run of tokens with a loss ends with a stop token. [0, 1, 1, 0, 1] has two runs."""
-    ends = zip(input_ids, loss_mask, [*loss_mask[1:], 0], strict=True)
-    return any(here and not after and is_stop_token(tokenizer, token) for token, here, after in ends)
+    after = [*loss_mask[1:], 0]
+    return any(has and not after[i] and is_stop_token(tokenizer, input_ids[i]) for i, has in enumerate(loss_mask))
 
 
 def whole_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
