@@ -3,7 +3,6 @@
 What users see has no secret of an address in it, and no control character: text of a file could drive the terminal.
 """
 
-import argparse
 import re
 from typing import Any
 
@@ -62,17 +61,3 @@ def one_line(error: BaseException) -> str:
 
 class Interrupted(Exception):
     """A signal asked the run to stop. The message says whether the run could save a checkpoint first."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Raises UserError for wrong arguments, without the usage. No abbreviation of a flag is taken.
-
-    --help shows the lines of the description as they are.
-    """
-
-    def __init__(self, *names: str, **options):
-        shown = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(*names, **{"allow_abbrev": False, **shown, **options})
-
-    def error(self, message: str) -> None:
-        raise UserError("arguments", message, "see --help")

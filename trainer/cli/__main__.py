@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from trainer.entry import EXIT_INTERRUPTED, leave, run_command
 from trainer.errors import UserError
+from trainer.help_texts import example_of
 
 TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
 RANKED = {**TRAINING, "eval": "evaluate"}  # commands that start ranks
@@ -22,7 +23,7 @@ OTHERS = (
 )  # fmt: skip
 # flags of torchrun, for runs on several nodes
 NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
-USAGE = f"""usage: trainer COMMAND [--nproc N] [--flag value ...]
+USAGE = f"""{example_of("trainer")}usage: trainer COMMAND [--nproc N] [--flag value ...]
 
 to train:   {", ".join(TRAINING)}
 to measure: eval
@@ -31,8 +32,7 @@ besides:    {", ".join(OTHERS)}
 --nproc N   ranks on this machine (default: 1), for commands that train, and for eval
 {", ".join(f"--{name}" for name in NODE_FLAGS)}: as torchrun has them, for several machines
 
-example:    trainer sft --nproc 2 --pretrain MODEL --dataset data.jsonl --apply_chat_template
-            trainer sft --help
+trainer COMMAND --help   an example, and all flags
 """
 
 
@@ -51,8 +51,7 @@ def run(argv: list[str]) -> None:
         start_ranks(f"trainer.cli.{name}", num_ranks, nodes, flags)
     else:
         sys.argv = [name, *flags]
-        if code := door.main():  # of a door that ends no process itself
-            leave(code)
+        door.main()
 
 
 def split(argv: list[str]) -> tuple[int, dict[str, str], list[str]]:

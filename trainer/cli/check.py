@@ -5,7 +5,20 @@ Exit code: 0 if all that it tried passes or is refused, 1 if something is wrong,
 
 import sys
 
-from trainer.compare.zoo.check_model import main
+from trainer.compare.zoo.check_flags import build_parser
+from trainer.entry import run_command
+
+
+def run(argv: list[str]) -> None:
+    build_parser().parse_args(argv)
+    from trainer.compare.zoo.check_model import main as check  # torch: --help and a wrong flag have answered
+
+    sys.exit(check(argv))
+
+
+def main() -> None:
+    run_command(run)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,11 +7,11 @@ Exit code: 0 if nothing would fail, else 2.
 """
 
 from trainer.entry import run_command
-from trainer.errors import OneLineParser
+from trainer.help_texts import OneLineParser
 
 
 def run(argv: list[str]) -> None:
-    parser = OneLineParser("python -m trainer.cli.doctor", description=__doc__)
+    parser = OneLineParser("doctor", description=__doc__)
     parser.add_argument("--path", help="a folder for runs; under torchrun each node must see it")
     path = parser.parse_args(argv).path
     from trainer.planning.doctor_findings import examine  # not at the top: torch is not needed for --help

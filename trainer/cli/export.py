@@ -8,11 +8,11 @@ a model folder                        the same model in another dtype, or in fil
 """
 
 from trainer.entry import quiet_libraries, run_command
-from trainer.errors import OneLineParser
+from trainer.help_texts import OneLineParser
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser("python -m trainer.cli.export", description=__doc__)
+    parser = OneLineParser("export", description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="RUN/checkpoints/step_N, a model folder or an adapter folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not exist yet")
     parser.add_argument("--portable", action="store_true", help="of a checkpoint: write a portable checkpoint")

@@ -5,16 +5,14 @@ python -m trainer.cli.plan MODEL --gpus 64 --gpu_memory 80 --nodes 8 --host_memo
 Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
 """
 
-import argparse
-
 from trainer.entry import run_command
-from trainer.errors import OneLineParser, UserError
+from trainer.errors import UserError
+from trainer.help_texts import OneLineParser
 from trainer.planning import plan_inputs as inputs
 
 
-def build_parser() -> argparse.ArgumentParser:
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = OneLineParser("python -m trainer.cli.plan", description=__doc__, formatter_class=formatter)
+def build_parser() -> OneLineParser:
+    parser = OneLineParser("plan", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder, config.json, or hub name in the cache")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of all nodes")
     for name, kind, default, text in (

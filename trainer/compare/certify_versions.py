@@ -22,7 +22,8 @@ from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 
-from trainer.errors import OneLineParser, UserError
+from trainer.errors import UserError
+from trainer.help_texts import OneLineParser
 from trainer.planning.versions import CARDS, LIBRARIES, certified_line, digest
 
 ROOT = Path(__file__).resolve().parents[2]

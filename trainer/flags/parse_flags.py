@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse import typing as restricted
 
 from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, with_flags
 from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
+from trainer.help_texts import example_of, with_default
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
@@ -34,6 +35,20 @@ ALLOWED = {
 }
 
 
+class _Help(DefaultHelpFormatter):
+    """Each flag with its text and its default, without the names of types."""
+
+    def _get_help_string(self, action) -> str:
+        return with_default(action.help or "", action.default)
+
+
+class _Parser(ArgumentParser):
+    """Its help begins with the example of the command."""
+
+    def format_help(self) -> str:
+        return example_of(self.prog) + super().format_help()
+
+
 def _add_field(shown, field: dataclasses.Field, hint) -> None:
     flags = [f"--{name}" for name in (field.name, *field.metadata["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
@@ -48,13 +63,27 @@ def _add_field(shown, field: dataclasses.Field, hint) -> None:
     if isinstance(kind, str):
         kind = getattr(restricted, kind)
         kind = Optional[kind] if default is None else kind
+    if typing.get_origin(inner := _without_none(kind)) is not typing.Literal:
+        common = {"metavar": _placeholder(field.name, inner), **common}
     shown.add_argument(*flags, type=kind, **common)
+
+
+def _without_none(kind: Any) -> Any:
+    """X of Optional[X]."""
+    inner = [one for one in typing.get_args(kind) if one is not type(None)]
+    return inner[0] if typing.get_origin(kind) is typing.Union and len(inner) == 1 else kind
+
+
+def _placeholder(name: str, kind: Any) -> str:
+    """What stands for the value of a flag in its help: N for a number, else the last word of its name."""
+    return "N" if isinstance(kind, type) and issubclass(kind, (int, float)) else name.split("_")[-1].upper()
 
 
 def build_parser(groups: Iterable[type], command: str, description: Optional[str]):
     """Build the parser of a command: one help group per group of flags, and flat flags."""
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=command,
+        formatter_class=_Help,
         usage="%(prog)s [--config FILE] [--flag value ...]",
         description=description,
         exit_on_error=False,
@@ -62,6 +91,8 @@ def build_parser(groups: Iterable[type], command: str, description: Optional[str
         default_env=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with flags; flags after it override the file")
+    printed = next(action for action in parser._actions if "--print_config" in action.option_strings)
+    printed.metavar, printed.help = "", "print all flags as a file for --config, and end"
     for kind in groups:
         shown, hints = parser.add_argument_group(kind.__doc__.splitlines()[0]), typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):

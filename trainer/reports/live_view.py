@@ -7,7 +7,8 @@ import itertools
 import os
 import time
 
-from trainer.errors import OneLineParser, UserError
+from trainer.errors import UserError
+from trainer.help_texts import OneLineParser
 from trainer.reports.run_rows import RunRows, describe, is_number, last_samples, read_rows
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -129,7 +130,7 @@ def checkpoints(folder: str) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    parser = OneLineParser("python -m trainer.cli.watch", description=__doc__)
+    parser = OneLineParser("watch", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the --output_dir of a run")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one view and end")

@@ -33,7 +33,8 @@ from trainer.compare.runs.launch import Job, free_port, run_jobs
 from trainer.compare.runs.matrix import Configuration, full_matrix, matrix_thresholds
 from trainer.compare.runs.run_matrix import run_matrix
 from trainer.datasets.demos.demo import make_demo
-from trainer.errors import OneLineParser, UserError
+from trainer.errors import UserError
+from trainer.help_texts import OneLineParser
 from trainer.planning.predicted_memory import predict
 
 ROOT = Path(__file__).resolve().parents[3]

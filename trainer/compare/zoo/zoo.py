@@ -33,7 +33,8 @@ from trainer.compare.zoo.tiny import randomize
 from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
 from trainer.datasets.demos.demo import make_demo
-from trainer.errors import OneLineParser, UserError
+from trainer.errors import UserError
+from trainer.help_texts import OneLineParser
 from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
