@@ -69,7 +69,8 @@ def found_metrics(args, old, policy) -> dict[str, float]:
 def found_results(args, old, policy, reference=None, values=None, samples=None) -> tuple[list, int]:
     validate(args)
     samples, options = samples or make_samples(), ppo_options(args, (0,))
-    rows = SampleSet(samples, args.advantage.loss_agg, args.rollout.generate_max_len, args.advantage.mask_truncated)
+    sizes = args.rollout.generate_max_len, args.advantage.mask_truncated, args.rollout.n_samples_per_prompt
+    rows = SampleSet(samples, args.advantage.loss_agg, *sizes)
     parts = [
         collate_samples([rows[n] for n in part], 0, packed) for part, packed in (([0, 1, 2], 0), ([3, 4, 5, 6, 7], 1))
     ]

@@ -8,8 +8,8 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.kd_flags import KDArguments
-from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import flags_of, flat, parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rl_flags import PPOArguments

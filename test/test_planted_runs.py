@@ -17,7 +17,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.mesh import start_process_group
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
-from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import flags_of, flat
 from trainer.flags.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
 from trainer.flags.rules import COMMANDS

@@ -17,6 +17,7 @@ GROUP = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 2}
 # The start of the message, and the flags and facts, in the order of the tables
 PPO_CASES = [
     ("--preset grpo with --teacher", {**DISTILL, "preset": "grpo"}),
+    ("--preset opd without --teacher", {"preset": "opd"}),
     ("--teacher t with --advantage_estimator rloo", {"teacher": "t", "advantage_estimator": "rloo"}),
     ("--teacher t with --init_kl_coef 0", {**DISTILL, "init_kl_coef": 0.0}),
     ("--advantage_estimator distill without --teacher", {"advantage_estimator": "distill"}),
@@ -27,6 +28,7 @@ PPO_CASES = [
     ("--advantage_estimator rloo with --n_samples_per_prompt 1", {"advantage_estimator": "rloo"}),
     ("--value_clip 0.2 with --advantage_estimator group_norm", {**GROUP, "value_clip": 0.2}),
     ("--critic_learning_rate 0.1 with --advantage_estimator group_norm", {**GROUP, "critic_learning_rate": 0.1}),
+    ("--policy_lambd_alpha 0.05 with --policy_lambd 0.9", {"policy_lambd_alpha": 0.05, "policy_lambd": 0.9}),
     ("--sequence_parallel with --advantage_estimator gae", {"sequence_parallel": True}),
     (
         "--no_advantage_std_norm with --advantage_estimator rloo",
@@ -61,6 +63,7 @@ PPO_CASES = [
     ("--tis_floor 3.0 with --tis_cap 2.0", {"tis_cap": 2.0, "tis_floor": 3.0}),
     ("--tis_mask_range 0.5 2.0 without --tis_mask", {"tis_cap": 2.0, "tis_mask_range": [0.5, 2.0]}),
     ("--rejected_tokens leave without --tis_mask, --rollout_kl_max", {"tis_cap": 2.0, "rejected_tokens": "leave"}),
+    ("--rejected_tokens leave with --loss_agg prompt", {"loss_agg": "prompt", "rejected_tokens": "leave"}),
     ("--rollout_kl_estimator k1 without --rollout_kl_max", {"rollout_kl_estimator": "k1"}),
     ("--kl_estimator k2 with --init_kl_coef 0", {"kl_estimator": "k2"}),
     ("--kl_in_score with --use_kl_loss", {"init_kl_coef": 0.1, "kl_in_score": True, "use_kl_loss": True}),

@@ -14,11 +14,11 @@ from launch import ROOT
 
 from trainer.compare.runs.launch import free_port
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.generating_flags import EvaluateArguments, OnlineDPOArguments
 from trainer.flags.kd_flags import KDArguments
-from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
-from trainer.flags.rl_flags import EvaluateArguments, PPOArguments
+from trainer.flags.rl_flags import PPOArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
 ARGUMENTS |= {"train_kd": KDArguments, "evaluate": EvaluateArguments}

@@ -49,6 +49,35 @@ def test_gae_is_the_discounted_sum_of_td_errors(lengths, gamma, lambd, seed):
     assert (advantages[~adv.rows_mask(lengths)] == 0).all() and (returns[~adv.rows_mask(lengths)] == 0).all()
 
 
+def test_the_policy_may_have_a_lambda_of_its_own_by_the_length_of_its_responses():
+    """VAPO (Yue et al. 2025, arXiv 2504.05118), equations 8 and 9, on 200 batches: returns keep the lambda of the critic."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(200):
+        lengths = torch.randint(1, (8, 60)[number % 2], (4,), generator=generator).tolist()
+        mask, alpha = adv.rows_mask(lengths), (0.05, 0.5, 1e-9)[number % 3]
+        values = random_rows(lengths, number) * (1.0, 1e3)[number % 2]
+        scores = torch.randn(4, generator=generator, dtype=torch.float64)
+        kind = "gae", 1, 0.97, 0.9, False
+        fixed = adv.AdvantageOptions(*kind, policy_lambd=0.3), [0.3] * 4
+        by_length = (
+            adv.AdvantageOptions(*kind, policy_lambd_alpha=alpha),
+            [max(1 - 1 / (alpha * n), 0) for n in lengths],
+        )
+        for options, lambdas in (fixed, by_length):
+            found, returns = adv.estimate_advantages(options, scores, mask, values=values)
+            plain = []
+            for row, (length, lambd) in enumerate(zip(lengths, lambdas)):
+                own = [*values[row, :length].tolist(), 0.0]
+                ends = [0.0] * (length - 1) + [scores[row].item()]
+                deltas = [ends[t] + 0.97 * own[t + 1] - own[t] for t in range(length)]
+                for t in range(length):
+                    of_critic = sum((0.97 * 0.9) ** (k - t) * deltas[k] for k in range(t, length))
+                    assert returns[row, t].item() == pytest.approx(of_critic + own[t], rel=1e-6, abs=1e-6)
+                    plain.append(sum((0.97 * lambd) ** (k - t) * deltas[k] for k in range(t, length)))
+            middle = statistics.fmean(plain)
+            assert found[mask].tolist() == pytest.approx([value - middle for value in plain], rel=1e-6, abs=1e-6)
+
+
 @settings(max_examples=40, deadline=None)
 @given(lengths_lists, st.floats(0, 1), st.integers(0, 99))
 def test_gae_with_lambda_1_and_no_critic_is_the_return(lengths, gamma, seed):

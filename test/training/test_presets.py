@@ -121,14 +121,14 @@ def rloo(samples, old, policy, reference, values):
     return -total / len(samples)
 
 
-def whitened_and_clipped(samples, old, policy, advantages):
+def whitened_and_clipped(samples, old, policy, advantages, high=0.2):
     """PPO's clipped loss, the mean over all tokens, of advantages that are whitened over all tokens."""
     everything = [value for row in advantages for value in row]
     mean, deviation = statistics.fmean(everything), math.sqrt(statistics.pvariance(everything) + 1e-8)
     total = 0.0
     for sample, row in zip(samples, advantages):
         for ratio, advantage in zip((log_probs(policy, sample) - log_probs(old, sample)).exp(), row):
-            total = total + clipped(ratio, (advantage - mean) / deviation, 0.2, 0.2)
+            total = total + clipped(ratio, (advantage - mean) / deviation, 0.2, high)
     return -total / len(everything)
 
 
@@ -153,7 +153,41 @@ def ppo(samples, old, policy, reference, values):
     return whitened_and_clipped(samples, old, policy, advantages)
 
 
-PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, ppo)}
+def vapo(samples, old, policy, reference, values):
+    """Yue et al. 2025 (arXiv 2504.05118), equations 8 to 10: lambda 1 - 1 / (0.05 length), and 0.1 NLL of right responses."""
+    advantages = []
+    for sample, own in zip(samples, values.split(LENGTHS)):
+        own, length = [*own.tolist(), 0.0], len(sample.response_ids)
+        deltas = [own[t + 1] - own[t] + (sample.score if t == length - 1 else 0) for t in range(length)]
+        lambd = max(1 - 1 / (0.05 * length), 0)
+        advantages.append([sum(lambd ** (j - t) * deltas[j] for j in range(t, length)) for t in range(length)])
+    right = [log_probs(policy, sample) for sample in samples if sample.score == 1]
+    return whitened_and_clipped(samples, old, policy, advantages, 0.28) - 0.1 * torch.cat(right).mean()
+
+
+def scalerl(samples, old, policy, reference, values):
+    """Khatri et al. 2025 (arXiv 2510.13786), section 3.2: CISPO, the deviation of the batch, the mean of each prompt's tokens."""
+    deviation, total = statistics.stdev(SCORES) + 1e-6, 0.0
+    for first in range(0, len(samples), GROUP):
+        gains = []
+        for n in range(first, first + GROUP):
+            new = log_probs(policy, samples[n])
+            weight = (new - log_probs(old, samples[n])).exp().clamp(max=5).detach()
+            gains.append(weight * (SCORES[n] - statistics.fmean(group_of(n))) / deviation * new)
+        total = total + torch.cat(gains).mean() / (len(samples) // GROUP)
+    return -total
+
+
+def opd(samples, old, policy, reference, values):
+    """Lu and Thinking Machines Lab 2025, On-policy distillation: the advantage of a token is log teacher - log old policy."""
+    total = 0.0
+    for sample in samples:
+        new, before = log_probs(policy, sample), log_probs(old, sample)
+        total = total + ((new - before).exp() * (log_probs(reference, sample) - before).detach()).sum()
+    return -total / sum(LENGTHS)
+
+
+PAPERS = {f.__name__: f for f in (grpo, dr_grpo, dapo, gspo, luspo, cispo, scalerl, sapo, maxrl, rloo, vapo, opd, ppo)}
 PAPERS["reinforce++"] = reinforce_plus_plus
 
 
@@ -162,7 +196,8 @@ PAPERS["reinforce++"] = reinforce_plus_plus
 def test_the_loss_and_its_gradient_are_those_of_the_paper(name, size):
     values = torch.randn(sum(LENGTHS), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     old, reference, *policies = Table(2, 0.0), Table(4, 0.5), Table(5, size), Table(5, size)
-    loss = found_loss(arguments("--preset", name), old, policies[0], reference, values)
+    teacher = ["--teacher", "t"] if name == "opd" else []
+    loss = found_loss(arguments("--preset", name, *teacher), old, policies[0], reference, values)
     expected = PAPERS[name](make_samples(), old, policies[1], reference, values)
     loss.backward(), expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6) and policies[1].table.grad.abs().max() > 1e-3
@@ -206,7 +241,9 @@ def test_a_preset_wins_over_the_demo_and_no_kl_means_no_kl():
         0.95,
         2e-4,
     )
-    for name in PRESETS:
+    with pytest.raises(UserError, match="--preset opd without --teacher: it sets the loss"):
+        validate(arguments("--preset", "opd"))
+    for name in PRESETS.keys() - {"opd"}:
         args = arguments("--preset", name, "--init_kl_coef", "0")
         validate(args)
         assert not args.kl.use_kl_loss and not args.kl.kl_in_score
@@ -263,7 +300,7 @@ def test_tokens_are_chosen_over_both_micro_batches(name):
     assert loss.item() == pytest.approx(-total.item() / sum(LENGTHS), abs=1e-6)
 
 
-@pytest.mark.parametrize("loss_agg", ["token", "sequence", "fixed_length", "sum"])
+@pytest.mark.parametrize("loss_agg", ["token", "sequence", "prompt", "fixed_length", "sum"])
 def test_truncated_samples_have_no_loss_and_do_not_count_in_its_mean(loss_agg):
     flags = ["--preset", "dr_grpo", "--loss_agg", loss_agg, "--mask_truncated"]
     old, policy = Table(2, 0.0), Table(5, 0.3)
@@ -272,7 +309,11 @@ def test_truncated_samples_have_no_loss_and_do_not_count_in_its_mean(loss_agg):
         if n not in CUT:
             ratio = (log_probs(policy, sample) - log_probs(old, sample)).exp()
             gain = clipped(ratio, SCORES[n] - statistics.fmean(group_of(n)), 0.2, 0.2).sum()
-            divisor = {"token": 1, "sum": 1, "sequence": LENGTHS[n], "fixed_length": MAX_LEN}[loss_agg]
+            group = [LENGTHS[m] for m in range(8) if m // GROUP == n // GROUP and m not in CUT]
+            of_prompt = sum(group) / len(group)
+            divisor = {"token": 1, "sum": 1, "sequence": LENGTHS[n], "prompt": of_prompt, "fixed_length": MAX_LEN}[
+                loss_agg
+            ]
             total, count = total + gain / divisor, count + (LENGTHS[n] if loss_agg == "token" else 1)
     found = found_loss(arguments(*flags), old, policy, None, None)
     assert found.item() == pytest.approx(-total.item() / count, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Flags of `train_ppo`, and at the end those of `evaluate`. The flags of all training commands are in trainer.flags.common_flags."""
+"""Flags of `train_ppo`. The flags of all training commands are in trainer.flags.common_flags."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
@@ -15,7 +15,7 @@ from trainer.flags.common_flags import (
     OutputArguments,
     VisionArguments,
 )
-from trainer.flags.groups import arg, group, some_flags
+from trainer.flags.groups import arg, group
 
 
 @dataclass
@@ -134,7 +134,8 @@ class ScoreArguments:
     )
     reward_range: Optional[list[float]] = arg(
         None,
-        "scores of a wrong and of a right response (default: 0 1), for --dynamic_filtering_range, --curriculum and pass@1",
+        "scores of a wrong and of a right response (default: 0 1), for --dynamic_filtering_range, --curriculum, "
+        "--positive_nll_coef and pass@1",
         type=float,
         nargs=2,
     )
@@ -187,8 +188,8 @@ class AdvantageArguments:
 
     preset: Optional[str] = arg(
         None,
-        "grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, maxrl, rloo, reinforce++ or ppo: the algorithm of a paper as default values of "
-        "other flags, see docs/algorithms.md; flags that you give win",
+        "grpo, dr_grpo, dapo, gspo, luspo, cispo, scalerl, sapo, maxrl, rloo, reinforce++, vapo, opd or ppo: the algorithm of a "
+        "paper as default values of other flags, see docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
         "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "gdpo", "distill"
@@ -199,6 +200,14 @@ class AdvantageArguments:
     )
     gamma: float = arg(1.0, "discount factor", type="ClosedUnitInterval")
     lambd: float = arg(1.0, "gae: lambda", type="ClosedUnitInterval")
+    policy_lambd: Optional[float] = arg(
+        None,
+        "gae: lambda of the policy's advantages (default: --lambd, which the critic keeps)",
+        type="ClosedUnitInterval",
+    )
+    policy_lambd_alpha: Optional[float] = arg(
+        None, "gae: in place of --policy_lambd, 1 - 1 / (this x tokens of the response)", type="PositiveFloat"
+    )
     no_advantage_std_norm: bool = arg(False, "do not divide advantages by a standard deviation")
     advantage_batch_std: bool = arg(
         False, "group_norm: divide by the deviation of all scores of the rollout, not by that of each prompt"
@@ -220,9 +229,9 @@ class AdvantageArguments:
         [1.0, 5.0], "clip_cov: it chooses among covariances in this range", type=float, nargs=2
     )
     kl_cov_coef: float = arg(1.0, "kl_cov: weight of the KL of the chosen tokens", type="NonNegativeFloat")
-    loss_agg: Literal["token", "sequence", "fixed_length", "sum"] = arg(
+    loss_agg: Literal["token", "sequence", "prompt", "fixed_length", "sum"] = arg(
         "token",
-        "token: mean over tokens; sequence: mean over responses of token means; "
+        "token: mean over tokens; sequence: mean over responses of token means; prompt: mean over prompts of token means; "
         "fixed_length: mean over responses of token sums / --generate_max_len; sum: the same without a division",
     )
     mask_truncated: bool = arg(False, "no loss for responses that --generate_max_len cut; their scores still count")
@@ -271,6 +280,9 @@ class AdvantageArguments:
         None,
         "keep an exponential moving average of the policy's weights, with this decay per step; saved as model_ema",
         type="ClosedUnitInterval",
+    )
+    positive_nll_coef: float = arg(
+        0.0, "weight in the loss of the mean -log p of the tokens of right responses", type="NonNegativeFloat"
     )
     entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
 
@@ -344,53 +356,3 @@ class PPOArguments(RolloutRunArguments):
     layout: LayoutArguments = group(LayoutArguments)
     output: OutputArguments = group(OutputArguments)
     checkpoint: CheckpointArguments = group(CheckpointArguments)
-
-
-# --- evaluate: a model, prompts, a reward and an engine, with the names and meanings of train_ppo
-
-
-@dataclass
-class SetArguments:
-    """Model and prompts"""
-
-    pretrain: Optional[str] = arg(None, "model folder or hub name")
-    eval_dataset: Optional[str] = arg(
-        None, "prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows", "dataset"
-    )
-    eval_split: str = arg("train", "split of --eval_dataset", "dataset_split")
-
-
-ModelFlags = some_flags(ModelArguments, "param_dtype attn_implementation compile trust_remote_code")
-DataFlags = some_flags(
-    DataArguments,
-    "max_samples limits dataset_num_proc ignore_columns system input_template apply_chat_template "
-    "tokenizer_chat_template template_args read_control_tokens",
-)
-EngineFlags = some_flags(
-    RolloutArguments,
-    "rollout_engine engine_urls engine_api_key engine_tensor_parallel_size vllm_gpu_memory_utilization "
-    "micro_rollout_batch_size generate_max_len stop",
-)
-RewardFlags = some_flags(
-    ScoreArguments,
-    "reward_func reward_timeout reward_pretrain reward_weights remote_rm_url remote_rm_api_key remote_rm_timeout "
-    "remote_rm_retries max_failed_share reward_range",
-)
-PlaceFlags = some_flags(LayoutArguments, "device cpu_matmul")
-OutputFlags = some_flags(OutputArguments, "output_dir overwrite")
-
-
-@dataclass
-class EvaluateArguments:
-    """Answers prompts with a model, scores the answers, and gives the results with confidence intervals."""
-
-    sets: SetArguments = group(SetArguments)
-    model: ModelFlags = group(ModelFlags)
-    data: DataFlags = group(DataFlags)
-    prompts: PromptArguments = group(PromptArguments)
-    answers: EvaluationArguments = group(EvaluationArguments)
-    engine: EngineFlags = group(EngineFlags)
-    scores: RewardFlags = group(RewardFlags)
-    environment: EnvironmentArguments = group(EnvironmentArguments)
-    place: PlaceFlags = group(PlaceFlags)
-    output: OutputFlags = group(OutputFlags)

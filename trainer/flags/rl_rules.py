@@ -23,7 +23,9 @@ def _has_critic(f) -> bool:
 
 # fmt: off
 TEACHER_RULES = (
-    Rule("preset", lambda f: f.teacher, "with --teacher", "a preset sets another advantage than the teacher's", ONE),
+    Rule("preset", lambda f: f.teacher and f.preset != "opd", "with --teacher", "a preset sets another advantage than the teacher's", ONE),
+    Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
+         "Add --teacher MODEL.", values=("opd",)),
     Rule("teacher", lambda f: f.advantage_estimator != "distill", "with --advantage_estimator {advantage_estimator}",
          "the KL to the teacher is the advantage", "Remove --advantage_estimator."),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
@@ -36,7 +38,7 @@ TEACHER_RULES = (
          "the advantage of a token is the difference of log-probs, which is k1", REMOVE),
     Rule("use_kl_loss kl_in_score", lambda f: f.teacher, "with --teacher",
          "the KL to the teacher is the advantage of each token", REMOVE),
-    Rule("dynamic_filtering", lambda f: f.teacher, "with --teacher", "scores are only logged", REMOVE),
+    Rule("dynamic_filtering positive_nll_coef", lambda f: f.teacher, "with --teacher", "scores are only logged", REMOVE),
 )
 # fmt: on
 
@@ -44,7 +46,7 @@ TEACHER_RULES = (
 ADVANTAGE_RULES = (
     Rule("advantage_estimator", lambda f: f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1",
          "it compares the responses to one prompt", "Set --n_samples_per_prompt to 2 or more.", values=OF_GROUPS),
-    Rule("lambd critic_pretrain offload_critic value_clip freezing_actor_steps", lambda f: not _has_critic(f),
+    Rule("lambd policy_lambd policy_lambd_alpha critic_pretrain offload_critic value_clip freezing_actor_steps", lambda f: not _has_critic(f),
          "with --advantage_estimator {advantage_estimator}", "only gae trains a critic",
          "Take --advantage_estimator gae, or remove the flag."),
     Rule(
@@ -54,6 +56,8 @@ ADVANTAGE_RULES = (
         "only gae trains a critic",
         "Take --advantage_estimator gae, or remove the flag.",
     ),
+    Rule("policy_lambd_alpha", lambda f: f.policy_lambd is not None, "with --policy_lambd {policy_lambd}",
+         "both set the lambda of the policy", ONE),
     Rule("sequence_parallel", _has_critic, "with --advantage_estimator gae",
          "the head of a critic needs whole sequences", "Remove the flag, or take an estimator without a critic."),
     Rule("no_advantage_std_norm", lambda f: f.advantage_estimator in ("rloo", "dr_grpo", "maxrl", "distill"),
@@ -105,6 +109,9 @@ POLICY_RULES = (
     Rule("rejected_tokens", lambda f: not f.tis_mask and f.rollout_kl_max is None and f.top_entropy_quantile is None,
          "without --tis_mask, --rollout_kl_max and --top_entropy_quantile", "no token is rejected",
          "Add one of them, or remove the flag."),
+    Rule("rejected_tokens", lambda f: f.loss_agg == "prompt", "with --loss_agg prompt",
+         "this mean counts all tokens of a prompt's responses", "Take another --loss_agg, or remove the flag.",
+         values=("leave",)),
     Rule("rollout_kl_estimator", lambda f: f.rollout_kl_max is None, "without --rollout_kl_max",
          "the KL of rollouts has no bound", "Add --rollout_kl_max, or remove the flag."),
 )

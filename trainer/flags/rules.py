@@ -4,9 +4,9 @@ The commands, the strategies, `plan` and docs/flags.md read this table. README.m
 """
 
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES
-from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.preference_rules import DPO_RULES, KD_RULES, ONLINE_RULES, REWARD_RULES
 from trainer.flags.rl_flags import PPOArguments

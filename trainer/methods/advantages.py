@@ -195,11 +195,11 @@ def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) 
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns), both (n, T), by Schulman et al. 2016, equations 11 to 16.
 
-    The last token ends the episode.
+    The last token ends the episode. `lambd` is one number, or one for each row (n,).
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; returns = A + V.
     """
     values = values * mask
@@ -211,6 +211,15 @@ def gae(
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, (advantages + values) * mask
+
+
+def policy_lambdas(mask: torch.Tensor, fixed: Optional[float], alpha: Optional[float]) -> torch.Tensor:
+    """The lambda of each response in the advantages of the policy, (n, ): `fixed`, or 1 - 1 / (alpha length), at least 0.
+
+    VAPO (Yue et al. 2025, arXiv 2504.05118), equations 8 and 9. `mask` (n, T) has at least one token in each row.
+    """
+    lengths = mask.sum(1).double()
+    return torch.full_like(lengths, fixed) if alpha is None else (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0)
 
 
 def total_of_rows(values: torch.Tensor) -> torch.Tensor:
@@ -242,6 +251,8 @@ class AdvantageOptions:
     lambd: float = 1.0
     divide_by_std: bool = True
     batch_std: bool = False
+    policy_lambd: Optional[float] = None  # gae: of the policy's advantages; None: lambd
+    policy_lambd_alpha: Optional[float] = None  # gae: in its place, by the length of the response
 
 
 def estimate_advantages(
@@ -269,6 +280,9 @@ def estimate_advantages(
     rewards = token_rewards(shaped, mask, penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
+        own = options.policy_lambd, options.policy_lambd_alpha
+        if own != (None, None):
+            advantages, _ = gae(rewards, values, mask, options.gamma, policy_lambdas(mask, *own))
     else:
         advantages = returns = discounted_returns(rewards, mask, options.gamma)
     if options.estimator in WHITENED:

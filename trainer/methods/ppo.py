@@ -25,7 +25,13 @@ from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
 from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
-from trainer.methods.rollout_corrections import COVARIANCE_LOSSES, chosen_here, importance_corrections, leave_out
+from trainer.methods.rollout_corrections import (
+    COVARIANCE_LOSSES,
+    add_likelihood_of_right,
+    chosen_here,
+    importance_corrections,
+    leave_out,
+)
 from trainer.methods.rollout_facts import (
     group_facts,
     log_prob_facts,
@@ -51,6 +57,7 @@ from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
+from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 from trainer.rollout.scoring import check_failed
 from trainer.rollout.timeline import FILE, span, timed
@@ -274,6 +281,9 @@ def add_advantages(
         spread(batches, "tis_weights", functools.reduce(torch.mul, corrections.values(), kept))
     if options.rejected_leave:
         leave_out(part, batches, adv.to_rows(kept, mask) > 0, mask, options.policy.loss_agg)
+    if options.positive_nll_coef:
+        _, right = options.reward_range or WRONG_AND_RIGHT
+        add_likelihood_of_right(part, batches, scores_of(samples) >= right, options.positive_nll_coef)
     facts = {"rejected_fraction": 1 - kept} if rejections else {}
     return means_over_tokens(part, advantage_abs=flat["advantages"].abs(), **corrections, **rejections, **facts)
 

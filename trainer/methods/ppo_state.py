@@ -54,6 +54,7 @@ class PPOOptions:
     rewards_apart: tuple[tuple[str, float], ...] = ()  # gdpo: the name and weight of each reward
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
+    positive_nll_coef: float = 0.0  # of the log-likelihood of right responses
 
 
 @dataclass

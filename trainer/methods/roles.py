@@ -102,6 +102,8 @@ def make_policy_loss(
         policy_sum = total = (values * weights).sum()
         if options.entropy_coef:
             total = total - options.entropy_coef * (entropies * weights).sum()
+        if "nll_weights" in micro_batch:
+            total = total - (log_probs * micro_batch["nll_weights"]).sum()
         clipped = clipped & keep
         of_tokens |= {
             "entropy": entropies,

@@ -2,7 +2,9 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from trainer.datasets.batches.packing import IGNORE
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions
 from trainer.methods.roles import denominator
@@ -49,6 +51,25 @@ def entropy_bound(part: Part, entropies: torch.Tensor, share: float) -> float:
     """
     of_all = part.share(entropies)[adv.rows_mask(part.all_lengths, part.width) & part.counted[:, None]]
     return float(np.quantile(of_all.numpy(), 1 - share))
+
+
+def add_likelihood_of_right(part: Part, batches: list, is_right: torch.Tensor, coef: float) -> None:
+    """Set `nll_weights` (rows, tokens) of -log p: `coef` times the mean over the tokens of right responses (all-reduce).
+
+    VAPO (Yue et al. 2025, arXiv 2504.05118), equation 10. `is_right` (samples,) is of the whole rollout, and the mean is of
+    each batch. Tokens without a loss do not count.
+    """
+    counts = []
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            numbers, labels = micro_batch["sample_numbers"], micro_batch["labels"]
+            of_samples = F.pad(is_right.to(labels.device)[numbers].double(), (0, 1))  # a micro-batch may have no sample
+            of_tokens = of_samples[micro_batch["sequence_ids"]] * (labels != IGNORE)
+            micro_batch["nll_weights"] = of_tokens * (micro_batch["loss_weights"] > 0)
+        counts.append(sum(micro_batch["nll_weights"].sum() for micro_batch in batch.micro_batches))
+    for batch, count in zip(batches, part.total(torch.stack(counts)).tolist()):
+        for micro_batch in batch.micro_batches:
+            micro_batch["nll_weights"] *= coef * batch.num_targets / max(count, 1)
 
 
 def leave_out(part: Part, batches: list, kept: torch.Tensor, mask: torch.Tensor, loss_agg: str) -> None:

@@ -84,12 +84,16 @@ class SampleSet:
     section 3.4: overlong filtering). So have samples that failed.
     """
 
-    def __init__(self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False):
+    def __init__(
+        self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False, group_size: int = 1
+    ):
         self.sizes, offset = [sample.size() for sample in samples], 0
         self.lengths = [size.generated for size in self.sizes]
         self._rows: list[dict[str, Any]] = []
-        for number, (sample, weight) in enumerate(zip(samples, token_weights(self.lengths, loss_agg, max_len))):
-            size, has_loss = self.sizes[number], (sample.finished or not mask_truncated) and not sample.failed
+        have_loss = [(sample.finished or not mask_truncated) and not sample.failed for sample in samples]
+        counted = [length * has_loss for length, has_loss in zip(self.lengths, have_loss)]
+        for number, (sample, weight) in enumerate(zip(samples, token_weights(counted, loss_agg, max_len, group_size))):
+            size, has_loss = self.sizes[number], have_loss[number]
             row = {
                 "num_tokens": size.tokens,
                 "num_loss_tokens": num_targets(size.generated, loss_agg) * has_loss,

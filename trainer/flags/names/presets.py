@@ -21,6 +21,9 @@ PRESETS: dict[str, dict] = {
     "gspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sequence", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
     # a weight from 0 to 5. The paper has no lower bound and does not tell the upper one: 5 is that of ScaleRL
     "cispo": {**GROUP, "policy_loss": "cispo", "loss_agg": "token", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    # without the parts of its recipe that are no flags: see docs/algorithms.md
+    "scalerl": {**GROUP, "advantage_batch_std": True, "policy_loss": "cispo", "loss_agg": "prompt"}
+    | {"eps_clip": 1.0, "eps_clip_high": 4.0},
     # GSPO's ratio, and sums of tokens instead of means; the bounds are those of TRL's page of papers
     "luspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sum", "eps_clip": 2e-3, "eps_clip_high": 2.5e-3},
     "sapo": {**GROUP, "policy_loss": "sapo", "loss_agg": "sequence"},
@@ -30,6 +33,10 @@ PRESETS: dict[str, dict] = {
     # the KL weight is that of OpenRLHF's examples/scripts/train_reinforce_ray_hybrid_engine.sh
     "reinforce++": {"advantage_estimator": "reinforce", "gamma": 1.0, "policy_loss": "ppo", "loss_agg": "token"}
     | {"eps_clip": 0.2, "init_kl_coef": 1e-4, "kl_estimator": "k1"},
+    "vapo": {"advantage_estimator": "gae", "gamma": 1.0, "lambd": 1.0, "policy_lambd_alpha": 0.05, "policy_loss": "ppo"}
+    | {"loss_agg": "token", "eps_clip": 0.2, "eps_clip_high": 0.28, "positive_nll_coef": 0.1},
+    # it needs --teacher, which sets the rest; the loss of the post's code is the ratio without a clip
+    "opd": {"policy_loss": "ppo", "loss_agg": "token", "eps_clip": 1.0, "eps_clip_high": 1e9},
     "ppo": {"advantage_estimator": "gae", "gamma": 1.0, "lambd": 0.95, "policy_loss": "ppo", "loss_agg": "token"}
     | {"eps_clip": 0.2, "value_clip": 0.2, "init_kl_coef": 0.02, "kl_estimator": "k1"},
 }
@@ -71,7 +78,8 @@ def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[
     """
     if args.kl.teacher is None:
         return args, is_demo
-    values = {"advantage_estimator": "distill", "ref_model": args.kl.teacher, "init_kl_coef": 1.0}
+    chosen = recipe(args) if args.advantage.preset == "opd" else {}
+    values = chosen | {"advantage_estimator": "distill", "ref_model": args.kl.teacher, "init_kl_coef": 1.0}
     return parse([*_as_flags(values, lower=False), *argv])
 
 

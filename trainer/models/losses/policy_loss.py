@@ -231,16 +231,20 @@ def value_loss(
     return losses / 2
 
 
-def token_weights(lengths: list[int], loss_agg: str, max_len: int) -> list[float]:
+def token_weights(lengths: list[int], loss_agg: str, max_len: int, group_size: int = 1) -> list[float]:
     """Return the weight of each sample's tokens in the sum of losses. The mean divides by the sum of `num_targets`.
 
     token: 1, divided by all tokens (DAPO, equation 8). sequence: 1 / length, by all samples (GRPO, equation 3).
     fixed_length: 1 / max_len, by all samples (Dr. GRPO, Liu et al. 2025, section 3.2). sum: 1, by all samples (the
-    response is one action, as in REINFORCE and RLOO: Ahmadian et al. 2024, section 2.2).
+    response is one action, as in REINFORCE and RLOO: Ahmadian et al. 2024, section 2.2). prompt: 1 / the mean length in its
+    group of `group_size`, by all samples (ScaleRL: Khatri et al. 2025, arXiv 2510.13786). A length of 0 has no loss.
     """
     if loss_agg in ("token", "sum"):
         return [1.0] * len(lengths)
-    return [1 / (length if loss_agg == "sequence" else max_len) for length in lengths]
+    if loss_agg == "prompt":
+        groups = [lengths[first : first + group_size] for first in range(0, len(lengths), group_size)]
+        return [sum(map(bool, group)) / max(sum(group), 1) for group in groups for _ in group]
+    return [1 / (max(length, 1) if loss_agg == "sequence" else max_len) for length in lengths]
 
 
 def num_targets(length: int, loss_agg: str) -> int:

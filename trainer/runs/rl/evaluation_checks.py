@@ -3,9 +3,10 @@
 import os
 
 from trainer.errors import UserError
+from trainer.flags.generating_flags import EvaluateArguments
 from trainer.flags.groups import flat, from_flat
 from trainer.flags.parse_flags import parse_arguments
-from trainer.flags.rl_flags import EvaluateArguments, PPOArguments
+from trainer.flags.rl_flags import PPOArguments
 from trainer.model_folders.adapter_folder import is_adapter
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.output_folders import holds_run

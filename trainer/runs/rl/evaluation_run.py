@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.errors import without_secrets
+from trainer.flags.generating_flags import EvaluateArguments
 from trainer.flags.groups import flags_of, flat
-from trainer.flags.rl_flags import EvaluateArguments, PPOArguments
+from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo_state import Roles
 from trainer.methods.rollout_facts import sample_facts

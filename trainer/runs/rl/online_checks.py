@@ -2,7 +2,7 @@
 
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
-from trainer.flags.online_flags import OnlineDPOArguments
+from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.runs.flag_checks import check_flags
 from trainer.runs.rl.rl_checks import check_rewards, check_rollouts, eval_metrics, facts_of_rollouts

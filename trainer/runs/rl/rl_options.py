@@ -15,7 +15,7 @@ from trainer.rollout.rewards.reward_functions import function_names, short_name
 
 # flags that are options of the algorithm as they are
 SAME_NAMES = """seed cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
-    rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps"""
+    rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps positive_nll_coef"""
 
 
 def reference_is_base(args: PPOArguments) -> bool:
@@ -78,6 +78,8 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         args.advantage.lambd,
         not args.advantage.no_advantage_std_norm,
         args.advantage.advantage_batch_std,
+        args.advantage.policy_lambd,
+        args.advantage.policy_lambd_alpha,
     )
     policy = PolicyOptions(
         loss=args.advantage.policy_loss,

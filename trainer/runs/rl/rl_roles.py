@@ -61,6 +61,7 @@ def make_batches_of(run: RLRun) -> Callable:
     """
     args, setup, packed = run.args, run.setup, run.args.batch.packing_samples
     facts = {"loss_agg": args.advantage.loss_agg, "mask_truncated": args.advantage.mask_truncated}
+    facts["group_size"] = args.rollout.n_samples_per_prompt
     as_set = functools.partial(SampleSet, max_len=args.rollout.generate_max_len, **facts)
 
     def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:

@@ -1,0 +1,88 @@
+"""Flags of the other commands that generate, with the names and meanings of `train_ppo`: `train_dpo --online` and `evaluate`."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from trainer.flags.common_flags import (
+    BatchArguments,
+    CheckpointArguments,
+    DataArguments,
+    ExpertArguments,
+    LayoutArguments,
+    ModelArguments,
+    OptimizerArguments,
+    OutputArguments,
+)
+from trainer.flags.groups import arg, group, some_flags
+from trainer.flags.preference_flags import PreferenceArguments
+from trainer.flags.rl_flags import (
+    EnvironmentArguments,
+    EvaluationArguments,
+    PromptArguments,
+    RolloutArguments,
+    RolloutRunArguments,
+    ScoreArguments,
+)
+
+
+@dataclass
+class OnlineDPOArguments(RolloutRunArguments):
+    """Preference optimization of a causal language model on pairs of its own answers."""
+
+    preference: PreferenceArguments = group(PreferenceArguments)
+    experts: ExpertArguments = group(ExpertArguments)
+    batch: BatchArguments = group(BatchArguments)
+    optimizer: OptimizerArguments = group(OptimizerArguments)
+    layout: LayoutArguments = group(LayoutArguments)
+    output: OutputArguments = group(OutputArguments)
+    checkpoint: CheckpointArguments = group(CheckpointArguments)
+
+
+# --- evaluate: a model, prompts, a reward and an engine
+
+
+@dataclass
+class SetArguments:
+    """Model and prompts"""
+
+    pretrain: Optional[str] = arg(None, "model folder or hub name")
+    eval_dataset: Optional[str] = arg(
+        None, "prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows", "dataset"
+    )
+    eval_split: str = arg("train", "split of --eval_dataset", "dataset_split")
+
+
+ModelFlags = some_flags(ModelArguments, "param_dtype attn_implementation compile trust_remote_code")
+DataFlags = some_flags(
+    DataArguments,
+    "max_samples limits dataset_num_proc ignore_columns system input_template apply_chat_template "
+    "tokenizer_chat_template template_args read_control_tokens",
+)
+EngineFlags = some_flags(
+    RolloutArguments,
+    "rollout_engine engine_urls engine_api_key engine_tensor_parallel_size vllm_gpu_memory_utilization "
+    "micro_rollout_batch_size generate_max_len stop",
+)
+RewardFlags = some_flags(
+    ScoreArguments,
+    "reward_func reward_timeout reward_pretrain reward_weights remote_rm_url remote_rm_api_key remote_rm_timeout "
+    "remote_rm_retries max_failed_share reward_range",
+)
+PlaceFlags = some_flags(LayoutArguments, "device cpu_matmul")
+OutputFlags = some_flags(OutputArguments, "output_dir overwrite")
+
+
+@dataclass
+class EvaluateArguments:
+    """Answers prompts with a model, scores the answers, and gives the results with confidence intervals."""
+
+    sets: SetArguments = group(SetArguments)
+    model: ModelFlags = group(ModelFlags)
+    data: DataFlags = group(DataFlags)
+    prompts: PromptArguments = group(PromptArguments)
+    answers: EvaluationArguments = group(EvaluationArguments)
+    engine: EngineFlags = group(EngineFlags)
+    scores: RewardFlags = group(RewardFlags)
+    environment: EnvironmentArguments = group(EnvironmentArguments)
+    place: PlaceFlags = group(PlaceFlags)
+    output: OutputFlags = group(OutputFlags)
