@@ -11,8 +11,8 @@ from launch import run_process
 
 from trainer.cli.__main__ import OTHERS, RANKED, split
 from trainer.errors import UserError
+from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.groups import flags_of
-from trainer.flags.online_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import build_parser
 from trainer.help_texts import EXAMPLES, OneLineParser, example_of, with_default
 
