@@ -127,6 +127,7 @@ ROLLOUT_CASES = [
     ("--partial_rollouts with --stop", {**STALE, "partial_rollouts": True, "stop": ["x"]}),
     ("--partial_rollouts with --routing_replay", {**STALE, "partial_rollouts": True, "routing_replay": True}),
     ("--curriculum learnable with one pass", {"curriculum": "learnable"}),
+    ("--max_logprob_diff 0.5 with --rollouts_from", {"max_logprob_diff": 0.5, "rollouts_from": "r"}),
     ("--curriculum learnable with --rollouts_from", {"curriculum": "learnable", "rollouts_from": "r"}),
     ("--dynamic_filtering with --rollouts_from", {"dynamic_filtering": True, "rollouts_from": "r"}),
     ("--dynamic_filtering with --n_samples_per_prompt 1", {"dynamic_filtering": True}),

@@ -167,7 +167,12 @@ def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: di
 def check_numbers(flags: dict[str, Any]) -> None:
     """Raise UserError for numbers of the right type that torch could not use. `flags` are flat."""
     for name, value in flags.items():
-        endless = value == math.inf and name in ("max_norm", "max_ckpt_mem", "save_interval_minutes")
+        endless = value == math.inf and name in (
+            "max_norm",
+            "max_ckpt_mem",
+            "save_interval_minutes",
+            "max_logprob_diff",
+        )
         if isinstance(value, float) and not math.isfinite(value) and not endless:
             raise UserError(f"--{name}", str(value), "a finite number")
     if not all(0 <= beta < 1 for beta in flags["adam_betas"]):

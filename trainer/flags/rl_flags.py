@@ -91,6 +91,11 @@ class RolloutArguments:
     )
     sample_pages: int = arg(0, "samples of each rollout in an HTML page, with token log-probs", type="NonNegativeInt")
     timeline: bool = arg(False, "write timeline.json: what each rank does when, for chrome://tracing and Perfetto")
+    max_logprob_diff: float = arg(
+        1.0,
+        "end the run if log-probs of the engine and of training differ by more in the mean of a rollout; inf: never",
+        type="PositiveFloat",
+    )
     rollouts_from: Optional[str] = arg(
         None,
         "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",

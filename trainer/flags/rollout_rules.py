@@ -92,6 +92,8 @@ STALENESS_RULES = (
 PROMPT_RULES = (
     Rule("curriculum", lambda f: f.num_episodes == 1 and not f.max_steps, "with one pass over the prompts",
          "it sorts prompts by the scores of an earlier pass", "Set --num_episodes to 2 or more, or add --max_steps."),
+    Rule("max_logprob_diff", lambda f: f.rollouts_from, "with --rollouts_from",
+         "the responses may be those of another model", REMOVE),
     Rule("curriculum", lambda f: f.rollouts_from, "with --rollouts_from", "the file gives the order of the prompts",
          REMOVE),
     Rule("dynamic_filtering", lambda f: f.rollouts_from, "with --rollouts_from",

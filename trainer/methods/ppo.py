@@ -33,6 +33,7 @@ from trainer.methods.rollout_corrections import (
     leave_out,
 )
 from trainer.methods.rollout_facts import (
+    check_log_probs,
     group_facts,
     log_prob_facts,
     means_over_tokens,
@@ -209,6 +210,7 @@ def policy_updates(
             row = update_actor(run, loop, batch, policy_loss, progress)
         if number == 0:
             facts |= _facts_of_first_update(run, batches, samples, part, flat)
+            check_log_probs(facts["rollout_logprob_diff"], options.max_logprob_diff)
         row = {**row, "mfu": None, **critic_row, **facts}
         log.after_step(roles.actor[0], row, batch, note=f" | reward {row['reward']:.4f}")
         if not math.isfinite(row["loss"]) and not row.get("skipped"):

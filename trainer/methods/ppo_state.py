@@ -1,5 +1,6 @@
 """The parts of a train_ppo run: the options of its algorithm, its roles, its state between rollouts, and all together."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Optional
@@ -52,6 +53,7 @@ class PPOOptions:
     filtering_range: Optional[tuple[float, float]] = None  # of mean scores, for dynamic filtering
     reward_range: Optional[tuple[float, float]] = None  # scores of a wrong and of a right response; None: not told
     rewards_apart: tuple[tuple[str, float], ...] = ()  # gdpo: the name and weight of each reward
+    max_logprob_diff: float = math.inf  # between engine and training, in the mean of a rollout; more end the run
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
     positive_nll_coef: float = 0.0  # of the log-likelihood of right responses

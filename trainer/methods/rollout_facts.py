@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainer.errors import plain
+from trainer.errors import UserError, plain
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, RLState
 from trainer.models.losses.policy_loss import bounded
@@ -145,6 +145,19 @@ def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) 
     facts["rollout_ess"] = effective_share(log_weights, lambda values: means_over_tokens(part, mean=values)["mean"])
     largest = adv.to_rows(difference, adv.rows_mask(part.lengths, part.width)).amax(1)
     return facts | {"rollout_logprob_diff_max": (part.share(largest) * part.counted).max().item()}
+
+
+def check_log_probs(difference: float, limit: float) -> None:
+    """Raise UserError if the engine samples from another model than the one that is trained.
+
+    `difference` is the mean of |training - engine| over the log-probs of a rollout. A sync that fails in part makes it
+    large, also where each weight arrived: engines keep values that they once derived from weights.
+    """
+    if difference > limit:
+        found = f"{limit:g}, but log-probs of the engine and of training differ by {difference:.3g} in the mean"
+        raise UserError(
+            "--max_logprob_diff", found, instead="Its weights are not those of the policy: try --rollout_engine hf."
+        )
 
 
 def effective_share(log_weights: torch.Tensor, mean: Callable = lambda values: values.mean().item()) -> float:

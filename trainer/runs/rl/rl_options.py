@@ -110,6 +110,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         filtering_range=filtering_range(args),
         reward_range=tuple(args.scores.reward_range) if args.scores.reward_range else None,
         rewards_apart=rewards_apart(args),
+        max_logprob_diff=math.inf if args.rollout.rollouts_from else args.rollout.max_logprob_diff,
         num_episodes=args.rollout.num_episodes if args.rollout.dynamic_filtering and not args.batch.max_steps else None,
         **{name: flags[name] for name in SAME_NAMES.split()},
     )
