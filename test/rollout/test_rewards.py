@@ -534,6 +534,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str}
 """
 
+OURS = "def reward_func(ARGUMENTS):\n    return [float(r == a) for r, a in zip(responses, labels)]"
 
 ASYNC = ((TRL, ":reward", {}), (OPENRLHF, "", {"length": [2.0, 2.0]}), (VERL, "", {"acc": [1.0, 0.0]}))
 
@@ -546,9 +547,12 @@ ASYNC = ((TRL, ":reward", {}), (OPENRLHF, "", {"length": [2.0, 2.0]}), (VERL, ""
         (VERL, "", {"acc": [1.0, 0.0]}),
         (VERL, ":compute_score", {"acc": [1.0, 0.0]}),
         *((code.replace("def ", "async def "), name, metrics) for code, name, metrics in ASYNC),
+        (OURS.replace("ARGUMENTS", "responses, labels"), "", {}),
+        (OURS.replace("ARGUMENTS", "responses, labels, prompts"), "", {}),
+        (OURS.replace("ARGUMENTS", "prompts, responses, **columns").replace("labels", "columns['labels']"), "", {}),
     ],
 )
-def test_functions_of_other_trainers_work_as_they_are(tmp_path, code, function, metrics):
+def test_functions_with_other_arguments_work_as_they_are(tmp_path, code, function, metrics):
     (tmp_path / "theirs.py").write_text(code)
     name = f"{tmp_path}/theirs.py{function}"
     functions = load_reward_functions(name)

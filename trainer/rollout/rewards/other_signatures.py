@@ -1,4 +1,4 @@
-"""Reward functions that were written for other trainers, known by the names of their arguments."""
+"""Reward functions that were written for other trainers or in another order, known by the names of their arguments."""
 
 import asyncio
 import inspect
@@ -15,23 +15,36 @@ def adapted(function: Callable) -> Callable:
 
     TRL: f(completions, prompts, columns by name). OpenRLHF: f(queries, prompts, labels), where a query is prompt and response;
     it returns a dict with `rewards`. verl: f(data_source, solution_str, ground_truth, extra_info) for one response.
+    Ours, where one of the three is left out or stands at another place: f(responses, labels).
     """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a function that is not written in Python
         return function
     if "completions" in parameters:
-        return _with_signature(_of_trl(function, parameters), parameters, without=("prompts", "completions", "labels"))
+        called = _by_name(function, parameters, "completions")
+        return _with_signature(called, parameters, without=("prompts", "completions", "labels"))
     if "queries" in parameters:
         return _with_signature(_of_openrlhf(function, parameters), parameters, without=("queries", "prompts", "labels"))
     if "solution_str" in parameters:
         return _with_signature(_of_verl(function), parameters, without=("solution_str", "ground_truth"), optional=True)
+    if not _takes_ours_in_order(list(parameters.values())):
+        return _with_signature(_by_name(function, parameters, "responses"), parameters, without=OURS)
     return function
 
 
-def _of_trl(function: Callable, parameters) -> Callable:
+def _takes_ours_in_order(parameters: list[Parameter]) -> bool:
+    """Whether a call with three values by position gives each of OURS its own."""
+    kinds = [parameter.kind for parameter in parameters]
+    places = {parameter.name: place for place, parameter in enumerate(parameters)}
+    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    has_three = Parameter.VAR_POSITIONAL in kinds or sum(kind in by_place for kind in kinds) >= len(OURS)
+    return has_three and all(places.get(name, place) == place for place, name in enumerate(OURS))
+
+
+def _by_name(function: Callable, parameters, name_of_responses: str) -> Callable:
     def call(prompts, responses, labels, **more):
-        given = {"prompts": prompts, "completions": responses, "labels": labels} | more
+        given = {"prompts": prompts, name_of_responses: responses, "labels": labels} | more
         return function(**_accepted(given, parameters))
 
     return call
