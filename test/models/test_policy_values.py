@@ -38,7 +38,8 @@ def make_batch() -> dict:
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monkeypatch, entropy_coef):
-    results, model = [], make_model()
+    results, views, model = [], [], make_model()
+    model.register_forward_hook(lambda _module, _inputs, output: views.append(output.logits._is_view()))
     loss_fn = make_policy_loss(PolicyOptions(entropy_coef=entropy_coef, kl_estimator="k3"), lambda: 0.1, None, None)
     for chunk_bytes in (2**27, 4 * VOCAB * 8):
         monkeypatch.setattr(token_losses, "CHUNK_BYTES", chunk_bytes)
@@ -49,6 +50,7 @@ def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monk
         values = {name: metric.total for name, metric in metrics.items()}
         results.append((total.detach(), values, {n: p.grad.clone() for n, p in model.named_parameters()}, largest.most))
     (total, values, grads, most), (found_total, found_values, found_grads, found_most) = results
+    assert not any(views)  # FSDP2 warns of a model that returns a view
     assert most >= 2 * (TOKENS - 5) * VOCAB, "the plain route has all logits"
     assert found_most <= max(8 * VOCAB, model.lm_head.weight.numel()), "a chunk of 8 rows, or a weight"
     assert found_total.item() == pytest.approx(total.item(), rel=1e-6)

@@ -83,6 +83,15 @@ def as_autocast(hidden, weight, bias) -> tuple:
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
+def at_places(values: torch.Tensor, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`values` (n, k) at the places `kept` (n,) of all rows, and 0 elsewhere: (rows, tokens, k) for a `shape` of (rows, tokens).
+
+    The result is no view of another tensor: FSDP2 warns of a model that returns a view.
+    """
+    places = kept.div(shape[1], rounding_mode="floor"), kept % shape[1]
+    return values.new_zeros(*shape, values.shape[1]).index_put(places, values)
+
+
 def token_nll(
     model, inputs: dict, labels: torch.Tensor, kept: torch.Tensor, chunk_rows: int
 ) -> tuple[torch.Tensor, bool]:
@@ -103,7 +112,7 @@ def token_nll(
             return torch.nn.Linear.forward(head, hidden)
         gave_losses = True
         losses = linear_nll(hidden.flatten(0, -2)[kept], weight, bias, flat_labels[kept], chunk_rows)
-        return losses.new_zeros(flat_labels.shape).index_put((kept,), losses).view(*labels.shape, 1)
+        return at_places(losses[:, None], kept, labels.shape)
 
     with forward_replaced(head, forward):
         output = model(**inputs).logits

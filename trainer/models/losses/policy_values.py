@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from trainer.datasets.batches.packing import model_inputs
 from trainer.distributed.gradient_collectives import SumGradients
 from trainer.distributed.sharded_tensors import sharded_logits
-from trainer.models.losses.linear_loss import as_autocast, forward_replaced, head_is_last, row_slices
+from trainer.models.losses.linear_loss import as_autocast, at_places, forward_replaced, head_is_last, row_slices
 from trainer.models.losses.token_losses import (
     causal_lm_logits,
     places_of_labels,
@@ -83,7 +83,7 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
 
         hidden, weight, bias = as_autocast(hidden, weight, bias)
         values = _Chunks.apply(hidden.flatten(0, -2)[kept], weight, bias, of_chunk, chunk_rows)
-        return as_output(values.new_zeros(labels.numel(), 2).index_put((kept,), values).view(*labels.shape, 2))
+        return as_output(at_places(values, kept, labels.shape))
 
     with forward_replaced(head, forward):
         output = model(**model_inputs(micro_batch)).logits
