@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 GENERATED = {"flags.md", "models.md"}
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 HAND_WRITTEN = [page for page in PAGES if page.name not in GENERATED]
+CODE = ("trainer", "scripts", "test", "examples")
 MAX_README_BYTES = 10_000
 MAX_WORDS, MAX_MEAN_WORDS = 25, 20  # of a sentence
 MAX_MENU_ENTRIES, MAX_GROUP_PAGES = 20, 5  # a group of pages is one entry
@@ -118,6 +119,15 @@ def test_the_map_of_the_code_names_files_that_exist():
     paths = {path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in ROOT.glob("trainer/**/*")}
     missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)}
     assert not {name for name in missing if not (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_that_a_page_names_exists(page):
+    named = re.findall(r"`((\w+)/[\w/]+\.(?:py|sh))\b", page.read_text())
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for folder in CODE for path in (ROOT / folder).rglob("*.*")]
+    folders = {part for path in paths for part in path.split("/")[:-1]}  # files of other packages have others
+    missing = {name for name, first in named if first in folders and not any(p.endswith(f"/{name}") for p in paths)}
+    assert not missing
 
 
 def test_how_sentences_are_counted():
