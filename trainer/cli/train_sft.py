@@ -1,6 +1,9 @@
 """`train_sft`: supervised fine-tuning of a causal language model.
 
 torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 --pretrain MODEL --dataset data.jsonl ...
+
+The loss is `sft_loss` in methods/sft.py. `train` in runs/run_training.py is the order of a run. There, `shard_model` shards the
+model, `Checkpoints` saves and resumes, and `run_loop` makes the steps. docs/architecture.md follows one batch through them.
 """
 
 from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
@@ -47,7 +50,7 @@ def run(argv: list[str]) -> None:
         render=render_sample,
         auto_class=AutoModelForCausalLM,
         make_loss=lambda run: sft_loss,
-        features=(REPLAY,),
+        features=(REPLAY,),  # --certify
     )
     train(args, method, is_demo)
 

@@ -1,7 +1,8 @@
 """The models of a run.
 
 A model is changed in this order. `load_model`: tensor parallelism while it is read, dropout off, recomputed layers,
-rotary tables, attention and mixers of packed or split rows. `shard_model`: adapter, compiled layers, optimizer, shards.
+rotary tables, attention and mixers of packed or split rows. Then runs/features/adapter.py puts an adapter on it.
+`shard_model`: compiled layers, optimizer, shards.
 """
 
 import contextlib
