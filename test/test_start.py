@@ -102,6 +102,7 @@ def test_the_default_rate_is_that_of_the_method(command, rank, rate):
     args = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "device": "cpu"})
     check_flags(command, args, ("eval_loss",))
     assert args.optimizer.learning_rate == rate and f", learning rate {rate:g}, " in start_line(command, args)
+    assert "learning rate" not in start_line(command, args, trains=False)  # of evaluate
     given = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "learning_rate": 0.5})
     check_flags(command, given, ("eval_loss",))
     assert given.optimizer.learning_rate == 0.5

@@ -17,7 +17,7 @@ def check(argv: list[str]) -> PPOArguments:
 
 def run(argv: list[str]) -> None:
     args = check(argv)
-    begin(COMMAND, args)
+    begin(COMMAND, args, trains=False)
     # torch is imported from here on: --help and a wrong flag have answered
     from trainer.runs.rl.evaluation_run import evaluate
 

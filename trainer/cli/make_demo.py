@@ -6,7 +6,7 @@ python -m trainer.cli.make_demo --output_dir demo [--vision]
 import os
 from dataclasses import dataclass
 
-from trainer.entry import run_command
+from trainer.entry import quiet_libraries, run_command
 from trainer.flags.parse_flags import arg, parse_group
 
 
@@ -23,6 +23,7 @@ class DemoArguments:
 
 def run(argv: list[str]) -> None:
     args = parse_group(DemoArguments, "make_demo", argv)
+    quiet_libraries()
     # after the flags are read: --help must not import torch
     from trainer.datasets.demos.demo import make_demo
     from trainer.datasets.demos.vision_demo import make_vision_demo

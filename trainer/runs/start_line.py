@@ -47,15 +47,15 @@ def has_gpu() -> bool:
     return os.path.exists("/dev/nvidiactl") and not hidden and "+cpu" not in importlib.metadata.version("torch")
 
 
-def begin(command: str, args) -> None:
+def begin(command: str, args, trains: bool = True) -> None:
     """Say what will run, then import torch and transformers, which takes seconds."""
     if int(os.environ.get("RANK", 0)) == 0:
         versions = certified_line(installed(), read_cards())[1]
-        print(f"{start_line(command, args)}\nimporting libraries ({versions})", flush=True)
+        print(f"{start_line(command, args, trains)}\nimporting libraries ({versions})", flush=True)
     quiet_libraries()
 
 
-def start_line(command: str, args) -> str:
+def start_line(command: str, args, trains: bool = True) -> str:
     """What runs where, in one line: model, size, ranks, layout, dtype, folder. `args` are the checked flags."""
     model, layout, dtype = args.model.pretrain, args.layout, args.model.param_dtype
     num_ranks, num_parameters = int(os.environ.get("WORLD_SIZE", 1)), count_parameters(Path(model))
@@ -70,7 +70,8 @@ def start_line(command: str, args) -> str:
         where = f"{num_ranks} ranks, --layout auto"
     if dtype != "fp16" and not multiplies_bf16(layout.device):
         dtype += f" ({NO_BF16}{'; fp32 is faster' if dtype == 'bf16' else ''})"
-    dtype += f", learning rate {args.optimizer.learning_rate:g}"
+    if trains:
+        dtype += f", learning rate {args.optimizer.learning_rate:g}"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
 
 

@@ -194,4 +194,4 @@ def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
     """Show a prompt as the model sees it, and its label."""
-    return f"{tokenizer.decode(prompt['prompt_ids'])!r}, label {prompt['label']!r}"
+    return f"{tokenizer.decode(prompt['prompt_ids'])}\nlabel: {prompt['label']}"
