@@ -1,4 +1,4 @@
-"""`export`: what SOURCE is, what is refused, and models in another dtype, in other files, or out of FP8 and mxfp4.
+"""`export`: what SOURCE is, what is refused, and models in another dtype, in other files, or out of FP8, mxfp4 and GGUF.
 
 Exports of checkpoints are in test_resume.py, merged adapters in test_lora.py.
 """
@@ -11,9 +11,11 @@ import torch
 from checkpoints.test_quantized_folders import make_fp8, make_mxfp4
 from safetensors.torch import load_file
 from tiny_models import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli.export import run
 from trainer.errors import UserError
+from trainer.model_folders.folder_names import check_model_name
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,78 @@ def test_quantized_weights_become_full_precision(kind, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+# --- GGUF
+
+
+def as_gguf(model, path, quantized):
+    """Write a Llama as llama.cpp's own converter does; `quantized` is stored in Q8_0. Returns the dequantized weight.
+
+    The converter puts the two halves of each head's rotary dimensions side by side:
+    LlamaModel.permute in convert_hf_to_gguf.py of llama.cpp.
+    """
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    tokens = [*(chr(33 + number) for number in range(66)), "ab", "<|im_end|>"]
+    tokens += [f"<{number}>" for number in range(config.vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == "<|im_end|>" else 1 for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values, part = tensor.float().numpy(), name.split(".")[-2]
+        if part in heads:
+            values = values.reshape(heads[part], 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        kind = None
+        if name == quantized:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            values = gguf.quantize(values, kind)
+            full = torch.from_numpy(gguf.dequantize(values, kind))
+        writer.add_tensor(names.get_name(name, (".weight",)), values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return full
+
+
+def test_a_gguf_file_becomes_a_model_folder(tmp_path):
+    model, quantized = make_model("llama"), "model.layers.0.mlp.up_proj.weight"
+    full = as_gguf(model, tmp_path / "tiny.gguf", quantized)
+    run([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")])
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = model.state_dict() | {quantized: full}
+    assert found.dtype == torch.float32 and not hasattr(found.config, "quantization_config")
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    assert not torch.equal(full, model.state_dict()[quantized])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer("abA<|im_end|>")["input_ids"] == [66, 32, 67]
+
+
+def test_a_gguf_file_is_no_model_to_train(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        UserError, match=r"--pretrain: .*tiny.gguf is a GGUF file. Convert it: trainer export .*tiny.gguf MODEL"
+    ):
+        check_model_name(str(tmp_path / "tiny.gguf"), "--pretrain")
+    pytest.importorskip("gguf")
+    with pytest.raises(UserError, match=r"SOURCE: .*tiny.gguf cannot be read"):
+        run([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")])
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

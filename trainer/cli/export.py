@@ -5,6 +5,7 @@ a checkpoint                          the model folder of its weights; the adapt
 a checkpoint, with --portable         a checkpoint with whole tensors under Hugging Face names, which any layout resumes
 an adapter folder                     the model folder of its base model with the adapter merged in
 a model folder                        the same model in another dtype, or in files of another size
+a GGUF file                           its model folder, with full weights in place of quantized ones
 """
 
 from trainer.entry import quiet_libraries, run_command
@@ -13,7 +14,9 @@ from trainer.help_texts import OneLineParser
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser("export", description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="RUN/checkpoints/step_N, a model folder or an adapter folder")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="RUN/checkpoints/step_N, a model folder, an adapter folder or a GGUF file"
+    )
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not exist yet")
     parser.add_argument("--portable", action="store_true", help="of a checkpoint: write a portable checkpoint")
     parser.add_argument("--base", metavar="MODEL", help="of an adapter: its base model (the one that it names)")

@@ -19,10 +19,17 @@ def check_model_name(name: str, flag: str) -> None:
             is_run = os.path.isfile(os.path.join(inner, "config.json"))
             instead = f"Did you mean {inner}?" if is_run else ""
             raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder", instead)
+    elif is_gguf(name):
+        raise UserError(flag, f"{name} is a GGUF file", instead=f"Convert it: trainer export {name} MODEL")
     elif os.path.exists(name):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     elif name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not found", "a Hugging Face model folder or hub name")
+
+
+def is_gguf(path: str) -> bool:
+    """Whether `path` is a file in the format of llama.cpp, by its name."""
+    return path.endswith(".gguf") and os.path.isfile(path)
 
 
 def find_weights(folder: str, flag: str = "") -> str:

@@ -11,16 +11,22 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GgufConfig,
+)
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX as PIECES
 from trainer.checkpoints.piece_index import PieceIndex
 from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.model_folders.folder_names import INDEX, find_weights
+from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
 from trainer.model_folders.model_folder import all_tensors, open_files
 from trainer.model_folders.model_writer import (
     commit_folder,
@@ -41,8 +47,9 @@ FLAGS = {  # those that mean something, by the kind of SOURCE
     "a portable checkpoint": {"--portable"},
     "an adapter": {"--base", "--dtype", "--max_shard_gb"},
     "a model": {"--dtype", "--max_shard_gb"},
+    "a GGUF file": {"--dtype", "--max_shard_gb"},
 }
-KINDS = "a checkpoint (RUN/checkpoints/step_N), a model folder or an adapter folder"
+KINDS = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
 
 
 def export(
@@ -75,6 +82,8 @@ def export(
             write_model_of_checkpoint(source, target, dtype, max_shard_bytes)
         elif kind == "an adapter":
             write_merged_model(source, base, target, dtype, max_shard_bytes)
+        elif kind == "a GGUF file":
+            write_model_of_gguf(source, target, dtype, max_shard_bytes)
         else:
             rewrite_model(source, target, dtype, max_shard_bytes)
     except OSError as error:
@@ -85,7 +94,9 @@ def export(
 
 
 def kind_of(source: str) -> str:
-    """What a folder holds: "a checkpoint", "an adapter" or "a model". Raises UserError for a damaged one and any other."""
+    """What `source` is, one of FLAGS. Raises UserError for a damaged checkpoint, and for anything else."""
+    if is_gguf(source):
+        return "a GGUF file"
     if not os.path.isdir(source):
         raise UserError("SOURCE", f"{source}: no such folder", KINDS)
     held = set(os.listdir(source))
@@ -192,6 +203,25 @@ def rewrite_model(source: str, target: str, dtype: Optional[torch.dtype], max_sh
     tensors = ((name, files.read(name)) for name in sorted(files.names()))
     save_safetensors_shards(((name, cast(tensor, dtype)) for name, tensor in tensors), temporary, max_shard_bytes)
     commit_folder(temporary, target)
+
+
+def write_model_of_gguf(source: str, target: str, dtype: Optional[torch.dtype], max_shard_bytes: int) -> None:
+    """Write the model folder of a GGUF file, whose quantized weights become full ones, in `dtype` (None: fp32).
+
+    transformers reads the file, and needs the package gguf for it. Host memory holds the model in fp32.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("SOURCE", f"{source} is a GGUF file, and gguf is not installed", "pip install -e '.[gguf]'")
+    where = {"pretrained_model_name_or_path": os.path.dirname(source), "gguf_file": os.path.basename(source)}
+    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+        model, info = AutoModelForCausalLM.from_pretrained(**where, **options, trust_remote_code=False)
+    except Exception as error:  # of many types: a broken header, an architecture that transformers cannot read
+        raise UserError("SOURCE", f"{source} cannot be read: {one_line(error)}") from None
+    if info["missing_keys"]:
+        raise UserError("SOURCE", f"{source} holds no {min(info['missing_keys'])}", "a GGUF file with the whole model")
+    save_pretrained(all_tensors(model).items(), model, tokenizer, target, dtype or torch.float32, True, max_shard_bytes)
 
 
 def cast(tensor: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
