@@ -16,7 +16,7 @@ for row in rows:
     inputs = tokenizer.apply_chat_template(
         row["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    answer = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     print(
         f"{row['messages'][-1]['content']} -> {tokenizer.decode(answer, skip_special_tokens=True)}  "
         f"(right: {row['label']})"
