@@ -91,7 +91,7 @@ def on_device(mode: FakeTensorMode, batch: dict) -> dict:
 
 def with_policy_values(batch: dict, sets: bool) -> dict:
     """What PPO adds to micro-batches between generation and training."""
-    names = ("advantages", "returns", "old_values", "old_log_probs", "ref_log_probs", "tis_weights")
+    names = ("advantages", "returns", "old_values", "old_log_probs", "ref_log_probs", "tis_weights", "chosen")
     batch |= {name: torch.zeros(batch["labels"].shape, dtype=torch.float64) for name in names}
     if sets:
         batch["kept_sets"] = torch.stack([batch["kept"], torch.ones_like(batch["kept"])])
