@@ -40,7 +40,9 @@ def test_flags_that_do_not_work_with_images_are_refused(flags):
     assert str(found.value).startswith(REFUSED[flags])
 
 
-@pytest.mark.parametrize("flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--cache_pixels"])
+@pytest.mark.parametrize(
+    "flags", ["--freeze_vision false", "--vision_learning_rate 1e-4", "--cache_pixels", "--image_max_pixels 99"]
+)
 def test_flags_of_the_tower_are_refused_without_images(flags):
     args, _ = train_sft.parse(["--pretrain", "m", "--dataset", "d", *flags.split()])
     with pytest.raises(UserError, match="without images: no row has an image"):

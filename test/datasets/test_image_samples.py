@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import vision_models
@@ -24,12 +24,18 @@ import vision_reference
 from trainer.cli import train_dpo, train_sft
 from trainer.datasets.batches.packing import shifted_labels
 from trainer.datasets.images.image_batches import ImageCollate
+from trainer.datasets.images.image_processor import PixelLimits
 from trainer.datasets.images.image_samples import ImageSamples
 from trainer.datasets.images.pixel_cache import PixelCache
 from trainer.datasets.samples.preference import SIDES, collate_pairs
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
+from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.rl_flags import PPOArguments
+from trainer.model_folders.model_writer import copy_processor, save_source_config
+from trainer.runs.features.image_runs import ImageRun
 from trainer.runs.preference_runs import load_dpo
+from trainer.runs.rl.rl_run import load_data as load_prompts
 from trainer.runs.run_data import load_sft
 
 
@@ -124,6 +130,69 @@ def test_the_digest_knows_the_image(here):
     for name, expected in (("pictures/1.png", first), ("other.png", other)):
         tar_of(here, (here / name).read_bytes())
         assert load(here, in_tar)[0][0]["digest"] == expected["digest"]
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_limits_of_pixels_are_those_of_the_image_processor_called_directly(here, kind, tmp_path):
+    """In samples of SFT and prompts of RL. A saved folder has them. A processor without such limits is refused."""
+    data, limits = str(here / "rows.jsonl"), ["--image_max_pixels", "160", "--image_min_pixels", "128"]
+    if not kind.startswith("qwen"):
+        with pytest.raises(UserError, match=r"_pixels: the \w+Processor\w* of .* has no limit of pixels\. Remove"):
+            load(here, None, *limits, kind=kind, data=data)
+        return
+    samples, _ = load(here, None, *limits, kind=kind, data=data)
+    direct = AutoImageProcessor.from_pretrained(here / kind, max_pixels=160, min_pixels=128)
+    free = AutoImageProcessor.from_pretrained(here / kind)
+    flags = ["--pretrain", str(here / kind), "--dataset", data, *limits]
+    args, tokenizer = parse_arguments(PPOArguments, "train_ppo", flags), AutoTokenizer.from_pretrained(here / kind)
+    prompts, _ = load_prompts(args, tokenizer, data, "train", "--dataset", functions={})
+    [token], counts, others = samples.processor.image_token_ids[:1], [], []
+    for line in (here / "rows.jsonl").read_text().splitlines():
+        pictures = [Image.open(here / name).convert("RGB") for name in json.loads(line)["images"] or []]
+        counts.append(tokens_of(direct, pictures))
+        others.append(tokens_of(free, pictures))
+    assert [sample["input_ids"].count(token) for sample in samples] == counts != others
+    assert [prompt["prompt_ids"].count(token) for prompt in prompts] == counts
+    run = object.__new__(ImageRun)
+    run.collate, run._pixels = SimpleNamespace(use=lambda model: None), PixelLimits(max_pixels=160, min_pixels=128)
+    run.is_packed, run.sp, run.tp = False, 1, 1
+    model = AutoModelForImageTextToText.from_pretrained(here / kind)
+    run.fit(model)
+    save_source_config(model, torch.float32, str(tmp_path))
+    saved = AutoImageProcessor.from_pretrained(tmp_path)
+    assert (saved.size["shortest_edge"], saved.size["longest_edge"]) == (128, 160)
+    assert tokens_of(saved, pictures_of(here)) == tokens_of(direct, pictures_of(here))
+
+
+def pictures_of(here: Path) -> list:
+    return [Image.open(path).convert("RGB") for path in sorted((here / "pictures").iterdir())]
+
+
+def tokens_of(images, pictures: list) -> int:
+    """The number of image tokens, from the grids of patches that the image processor makes."""
+    grids = images(pictures, return_tensors="pt")["image_grid_thw"] if pictures else []
+    return sum(int(grid.prod()) for grid in grids) // images.merge_size**2
+
+
+def test_a_saved_processor_with_other_files_keeps_their_values(tmp_path):
+    """A limit goes into both forms: names of their own, and edges. A folder may hold its image processor in one file."""
+    (tmp_path / "new").mkdir()
+    nested = {"image_processor": {"image_processor_type": "A", "size": {"shortest_edge": 4, "longest_edge": 9}}, "b": 1}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "A", "min_pixels": 4}))
+    (tmp_path / "video_preprocessor_config.json").write_text("{}")
+    copy_processor(str(tmp_path), str(tmp_path / "new"), {"max_pixels": 8})
+    read = {path.name: json.loads(path.read_text()) for path in (tmp_path / "new").iterdir()}
+    own = {"image_processor_type": "A", "size": {"shortest_edge": 4, "longest_edge": 8}, "max_pixels": 8}
+    assert read["processor_config.json"] == {"image_processor": own, "b": 1}
+    assert read["preprocessor_config.json"] == {"image_processor_type": "A", "min_pixels": 4, "max_pixels": 8}
+    assert read["video_preprocessor_config.json"] == {}
+
+
+def test_limits_of_pixels_that_exclude_each_other_are_refused(here):
+    found = r"--image_max_pixels: images of at least 64 and at most 32 pixels \(allowed: --image_min_pixels below"
+    with pytest.raises(UserError, match=found):
+        load(here, None, "--image_max_pixels", "32", data=str(here / "rows.jsonl"))
 
 
 KEPT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")

@@ -44,6 +44,7 @@ EFFECTS: dict[str, str] = {
         kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",
     CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
     SAMPLES: """
+        image_max_pixels image_min_pixels
         dataset_split dataset_probs max_samples eval_fraction input_template apply_chat_template tokenizer_chat_template max_len
         ignore_columns system template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key
         rejected_key completion_key""",

@@ -173,6 +173,12 @@ class VisionArguments:
     freeze_vision: bool = arg(True, "do not train the vision tower; its projector and the language model train")
     vision_learning_rate: Optional[float] = arg(None, "peak learning rate of a tower that trains", type="PositiveFloat")
     cache_pixels: bool = arg(False, "keep the tensors of each image in a file, to make them only once")
+    image_max_pixels: Optional[int] = arg(
+        None, "shrink larger images to this many pixels (default: that of the model folder)", type="PositiveInt"
+    )
+    image_min_pixels: Optional[int] = arg(
+        None, "enlarge smaller images to this many pixels (default: that of the model folder)", type="PositiveInt"
+    )
 
 
 @dataclass

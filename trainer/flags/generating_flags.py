@@ -12,6 +12,7 @@ from trainer.flags.common_flags import (
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
+    VisionArguments,
 )
 from trainer.flags.groups import arg, group, some_flags
 from trainer.flags.preference_flags import PreferenceArguments
@@ -68,6 +69,7 @@ RewardFlags = some_flags(
     "reward_func reward_timeout reward_pretrain reward_weights remote_rm_url remote_rm_api_key remote_rm_timeout "
     "remote_rm_retries max_failed_share reward_range",
 )
+ImageFlags = some_flags(VisionArguments, "image_max_pixels image_min_pixels")
 PlaceFlags = some_flags(LayoutArguments, "device cpu_matmul")
 OutputFlags = some_flags(OutputArguments, "output_dir overwrite")
 
@@ -84,5 +86,6 @@ class EvaluateArguments:
     engine: EngineFlags = group(EngineFlags)
     scores: RewardFlags = group(RewardFlags)
     environment: EnvironmentArguments = group(EnvironmentArguments)
+    images: ImageFlags = group(ImageFlags)
     place: PlaceFlags = group(PlaceFlags)
     output: OutputFlags = group(OutputFlags)

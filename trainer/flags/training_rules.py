@@ -151,7 +151,8 @@ STREAMING_RULES = (
          "Add --max_steps."),
     Rule("dataset_num_proc", lambda f: f.streaming, "with --streaming", "the ranks tokenize a stream themselves",
          REMOVE),
-    Rule("streaming", lambda f: f.vision_learning_rate or not f.freeze_vision, "with flags for images",
+    Rule("streaming", lambda f: f.vision_learning_rate or not f.freeze_vision or f.image_max_pixels or f.image_min_pixels,
+         "with flags for images",
          "a stream has rows of text only", "Remove one of them."),
 )
 # fmt: on
@@ -161,8 +162,8 @@ IMAGE_RULES = (
     Rule("sequence_parallel expert_parallel_size load_in_4bit compile aux_loss_coef expert_bias_update_rate parity_trace",
          lambda f: f.has_images, "with rows that have images", "this is not built for models of images",
          "Remove the flag, or take rows without images."),
-    Rule("freeze_vision vision_learning_rate cache_pixels", lambda f: f.no_images, "without images",
-         "no row has an image", "Remove the flag, or take rows with images."),
+    Rule("freeze_vision vision_learning_rate cache_pixels image_max_pixels image_min_pixels", lambda f: f.no_images,
+         "without images", "no row has an image", "Remove the flag, or take rows with images."),
     Rule("freeze_vision", lambda f: f.lora_rank, "with --lora_rank", "an adapter trains the language model only", ONE),
     Rule("vision_learning_rate", lambda f: f.freeze_vision or f.lora_rank, "with a frozen vision tower",
          "a frozen tower has no learning rate", "Add --freeze_vision false."),

@@ -23,6 +23,9 @@ from trainer.model_folders.model_folder import GENERATION_CONFIG, plain_class, p
 from trainer.model_folders.safetensors_stream import SafetensorsStream
 from trainer.model_folders.several_writers import new_mark, own_part
 
+PROCESSORS_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
 
 def save_safetensors_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, max_shard_bytes: int) -> None:
     """Write (name, CPU tensor) pairs as safetensors files of at most `max_shard_bytes` (or one tensor) each.
@@ -112,9 +115,10 @@ def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
     """
     weights = source_of(model) if model.can_generate() else None
     config = weights.config() if weights else {}
+    pixels = vars(model).get("image_pixels", {})  # of a model that was trained with images
     is_same_kind = bool(weights) and config["model_type"] == model.config.model_type
     if is_same_kind and model.config.get_text_config() is not model.config:
-        copy_processor(weights.folder, folder)
+        copy_processor(weights.folder, folder, pixels)
     if not weights or not weights.unread or is_same_kind:
         return
     for part in (config, config.get("text_config", {})):
@@ -122,14 +126,32 @@ def save_source_config(model, dtype: torch.dtype, folder: str) -> None:
         part["dtype"] = str(dtype).removeprefix("torch.")
     with open(os.path.join(folder, "config.json"), "w") as file:
         json.dump(config, file, indent=2)
-    copy_processor(weights.folder, folder)
+    copy_processor(weights.folder, folder, pixels)
 
 
-def copy_processor(source: str, folder: str) -> None:
-    """Copy the files that say how images, videos and sounds become tensors."""
+def copy_processor(source: str, folder: str, pixels: dict[str, int]) -> None:
+    """Copy the files that say how images, videos and sounds become tensors.
+
+    `pixels` are limits of an image in place of those of the source: {"max_pixels": N, "min_pixels": M} or fewer.
+    """
     for name in os.listdir(source):
         if name.endswith("processor_config.json"):
             shutil.copy(os.path.join(source, name), folder)
+            if pixels and name in PROCESSORS_OF_IMAGES:
+                _limit_pixels(os.path.join(folder, name), pixels)
+
+
+def _limit_pixels(path: str, pixels: dict[str, int]) -> None:
+    """Write limits of pixels in both forms that transformers reads: names of their own, and edges of the size."""
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file)
+    own = values if "image_processor_type" in values else values.get("image_processor")
+    if own:
+        own |= pixels
+        if "size" in own:
+            own["size"] |= {EDGES[name]: value for name, value in pixels.items()}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=2)
 
 
 def save_adapter(tensors: Iterable[tuple[str, torch.Tensor]], folder: str) -> None:

@@ -29,6 +29,7 @@ from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
 from trainer.model_folders.model_folder import all_tensors, open_files
 from trainer.model_folders.model_writer import (
+    EDGES,
     commit_folder,
     fresh_folder,
     in_hub_format,
@@ -155,7 +156,10 @@ def write_model_of_checkpoint(source: str, target: str, dtype: Optional[torch.dt
     else:
         model = without_weights(temporary)
         if model:
-            model.name_or_path = pretrained_folder(source)
+            flags = read_state(source).get("arguments", {})
+            model.name_or_path = pretrained_folder(flags)
+            limits = {name: flags.get(f"image_{name}") for name in EDGES}
+            model.image_pixels = {name: value for name, value in limits.items() if value}
         tensors = in_hub_format(model, weights(), dtype) if model else weights()
         save_safetensors_shards(tensors, temporary, max_shard_bytes)
         if model:
@@ -172,9 +176,9 @@ def without_weights(folder: str) -> Optional[torch.nn.Module]:
         return getattr(transformers, name)(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
-def pretrained_folder(checkpoint: str) -> str:
-    """The folder that the run began with. A saved model has the names of its tensors. "" if it is not here."""
-    name = read_state(checkpoint).get("arguments", {}).get("pretrain") or ""
+def pretrained_folder(flags: dict) -> str:
+    """The folder that a run with these flags began with. A saved model has the names of its tensors. "" if it is not here."""
+    name = flags.get("pretrain") or ""
     if os.path.isdir(name) or not name:
         return name
     try:

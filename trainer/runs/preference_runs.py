@@ -23,7 +23,7 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, m
     rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
     options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **vars(args.pairs)}
     options |= {"margin_key": margin_key, "mean_flag": mean_flag}
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_preference)(rows, tokenizer, **options)
+    return tokenizer_of_rows(args, rows, tokenize_preference)(rows, tokenizer, **options)
 
 
 def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
@@ -55,7 +55,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str, part=WHOLE
         "completion_key": answers.completion_key,
         "label_key": answers.label_key,
     }
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_unpaired)(rows, tokenizer, **options)
+    return tokenizer_of_rows(args, rows, tokenize_unpaired)(rows, tokenizer, **options)
 
 
 # --- losses of train_dpo, with and without --online

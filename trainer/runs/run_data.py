@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import load_rows, place_of_row
+from trainer.datasets.images.image_processor import PixelLimits
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
 from trainer.datasets.samples.parts import WHOLE, Part
@@ -15,8 +16,9 @@ from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
-from trainer.flags.common_flags import BatchArguments, DataArguments, ModelArguments, SFTDataArguments
+from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArguments
 from trainer.flags.data_rules import has_evaluation
+from trainer.flags.groups import flat
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -56,7 +58,7 @@ def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized samples, ledger) of a part of --dataset or --eval_dataset for SFT and distillation."""
     rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
     options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **sft_options(args.sft)}
-    return tokenizer_of_rows(args.model, args.data, rows, tokenize_sft)(rows, tokenizer, **options)
+    return tokenizer_of_rows(args, rows, tokenize_sft)(rows, tokenizer, **options)
 
 
 def text_options(data: DataArguments) -> dict[str, Any]:
@@ -153,14 +155,16 @@ def build_loader(
     )
 
 
-def tokenizer_of_rows(model: ModelArguments, data: DataArguments, rows, tokenize: Callable) -> Callable:
+def tokenizer_of_rows(args, rows, tokenize: Callable) -> Callable:
     """`tokenize`, or its form for rows with images and the model of --pretrain. See `tokenize_with_images`."""
     if not has_images(rows):
         return tokenize
+    flags = flat(args)  # commands that refuse images have no flags for them
     return functools.partial(
         tokenize_with_images,
         tokenize=tokenize,
-        folder=resolve_model_folder(model.pretrain),
-        remote_code=model.trust_remote_code,
-        own_template=bool(data.tokenizer_chat_template),
+        folder=resolve_model_folder(args.model.pretrain),
+        remote_code=args.model.trust_remote_code,
+        own_template=bool(args.data.tokenizer_chat_template),
+        pixels=PixelLimits(flags.get("image_min_pixels"), flags.get("image_max_pixels")),
     )

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from transformers import AutoImageProcessor
@@ -28,17 +28,46 @@ PROCESSORS = {
 BLANK = (32, 32)  # width and height of the image for a micro-batch without images
 
 
-def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False):
+class PixelLimits(NamedTuple):
+    """--image_min_pixels and --image_max_pixels: the pixels of an image after it is resized. None: the model folder's."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    def given(self) -> dict[str, int]:
+        """Those that the user gave, by the names that processors have for them."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def check(self, images: Any, folder: str) -> None:
+        """Raise UserError if the image processor of `folder`, with these limits in it, has none or cannot keep both."""
+        if not self.given():
+            return
+        flags = " ".join(f"--image_{name}" for name in self.given())
+        if not self.given().keys() <= images.valid_kwargs.__annotations__.keys():
+            found = f"the {type(images).__name__} of {folder} has no limit of pixels"
+            raise UserError(flags, found, instead="Remove the flag: the size is in its preprocessor_config.json.")
+        lowest, highest = images.size["shortest_edge"], images.size["longest_edge"]
+        if lowest > highest:
+            found = f"images of at least {lowest} and at most {highest} pixels"
+            raise UserError(flags, found, "--image_min_pixels below --image_max_pixels")
+
+
+AS_IN_FOLDER = PixelLimits()
+
+
+def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False, pixels: PixelLimits = AS_IN_FOLDER):
     """The processor of a model folder, with this tokenizer, for text and images only.
 
-    Parts for video and sound are left out: they need further packages. Raises UserError if the model reads no images.
+    `pixels` replace the limits of the folder. Parts for video and sound are left out: they need further packages.
+    Raises UserError if the model reads no images, or if its processor has no such limits.
     """
     kind = _processor_class(folder)
     try:
-        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, **pixels.given())
     except Exception as error:  # of many types: a missing file, an unknown class, a broken value
         found = f"no image processor of {folder} can be loaded: {' '.join(str(error).split())[:200]}"
         raise UserError("--pretrain", found, "a model of images and text, with preprocessor_config.json") from None
+    pixels.check(images, folder)
     parts = {"tokenizer": tokenizer, "image_processor": images}
 
     class Processor(kind):

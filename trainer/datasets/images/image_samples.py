@@ -20,7 +20,14 @@ from trainer.datasets.files.image_files import (
     sources_of,
 )
 from trainer.datasets.images.image_marks import with_marks
-from trainer.datasets.images.image_processor import as_user_errors, load_processor, process_images, processor_state
+from trainer.datasets.images.image_processor import (
+    AS_IN_FOLDER,
+    PixelLimits,
+    as_user_errors,
+    load_processor,
+    process_images,
+    processor_state,
+)
 from trainer.datasets.images.image_tokenizer import ImageTokenizer
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import within
@@ -95,6 +102,7 @@ def tokenize_with_images(
     folder: str,
     remote_code: bool,
     own_template: bool,
+    pixels: PixelLimits = AS_IN_FOLDER,
     max_len: int,
     part: Part = WHOLE,
     **options,
@@ -103,7 +111,7 @@ def tokenize_with_images(
 
     `tokenize` is `tokenize_sft`, `tokenize_preference`, `tokenize_unpaired` or `tokenize_prompts`, and `options` are
     its other arguments. `folder` holds the model. The chat template is the tokenizer's if the user gave one
-    (`own_template`), else the processor's. A message has a list of parts ({"type": "image"} is the next image) or a
+    (`own_template`), else the processor's. `pixels` are limits of an image in place of the folder's. A message has a list of parts ({"type": "image"} is the next image) or a
     text with <image> marks. A row whose images do not fit into max_len is left out.
 
     Raises: UserError with the row's number for a missing or broken image, and for marks that are not one per image.
@@ -111,7 +119,7 @@ def tokenize_with_images(
     if not rows_with_images(rows):
         return tokenize(rows, tokenizer, max_len=max_len, part=part, **options)
     rows = _without_decoding(rows)
-    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template), max_len, part)
+    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template, pixels), max_len, part)
     samples, ledger = tokenize(rows, tokenizer, max_len=max_len, part=part, map_rows=mapping, **options)
     return ImageSamples(samples, rows, mapping.processor), _with_image_counts(ledger, samples, mapping.num_unfit)
 
@@ -134,9 +142,9 @@ def _without_decoding(rows: Dataset) -> Dataset:
     return rows
 
 
-def _open_processor(tokenizer: Any, folder: str, remote_code: bool, own_template: bool):
+def _open_processor(tokenizer: Any, folder: str, remote_code: bool, own_template: bool, pixels: PixelLimits):
     """The processor of a model folder. Its chat template becomes the tokenizer's, unless the user gave one."""
-    processor = load_processor(folder, copy.deepcopy(tokenizer), remote_code)
+    processor = load_processor(folder, copy.deepcopy(tokenizer), remote_code, pixels)
     if processor.chat_template and not own_template:
         tokenizer.chat_template = processor.chat_template
     return processor

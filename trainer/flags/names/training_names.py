@@ -64,7 +64,9 @@ TRAINING_NAMES = (
     PeerName("peft_* peft.*", "A", "", "an adapter has --lora_rank, --lora_alpha, --lora_dropout, --target_modules and no more"),
     PeerName("ds.lora.dropout", "O", "--lora_dropout"),
     PeerName("lora_task_type", "T", "", "the command says it; leave it out"),
-    PeerName("image_max_pixels image_min_pixels max_pixels min_pixels video_* image_do_pan_and_scan crop_to_patches data.max_images_per_prompt max_images_per_prompt", "LSO", "", "the limits are those of preprocessor_config.json in the model folder", (SFT, RM, DPO, PPO)),
+    PeerName("max_pixels", "LSO", "--image_max_pixels", "", (SFT, RM, DPO, PPO)),
+    PeerName("min_pixels", "LSO", "--image_min_pixels", "", (SFT, RM, DPO, PPO)),
+    PeerName("video_* image_do_pan_and_scan crop_to_patches data.max_images_per_prompt max_images_per_prompt", "LSO", "", "the limits are those of preprocessor_config.json in the model folder", (SFT, RM, DPO, PPO)),
     PeerName("image_key data.image_key data.image_patch_size data.video_key", "OV", "", "images are in the column images, or inside messages", (SFT, RM, DPO, PPO)),
     PeerName("freeze_language_model freeze_llm vit_gradient_checkpointing", "LS", "", "the language model always trains; --freeze_vision and --gradient_checkpointing", (SFT, RM, DPO, PPO)),
     # LoRA

@@ -4,7 +4,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from trainer.datasets.files.image_files import decode, has_images
 from trainer.datasets.images.image_batches import ImageCollate
-from trainer.datasets.images.image_processor import image_token_ids
+from trainer.datasets.images.image_processor import PixelLimits, image_token_ids
 from trainer.datasets.images.pixel_cache import PixelCache
 from trainer.errors import UserError
 from trainer.models.layers.vision import check_tower, freeze_tower, hide_documents, take_own_images
@@ -16,13 +16,13 @@ KINDS = {AutoModelForCausalLM: AutoModelForImageTextToText}  # other classes sta
 class ImageRun:
     """The parts of a run with images."""
 
-    def __init__(self, setup, sets: list, cache_pixels: bool):
-        """`sets` are the training and the evaluation samples; some have images."""
+    def __init__(self, setup, sets: list, cache_pixels: bool, pixels: PixelLimits):
+        """`sets` are the training and the evaluation samples; some have images. `pixels` are in their processor."""
         sizes = setup.strategy.sizes
         with_images = [found for found in sets if has_images(found)]
         self.folder, self.is_packed, self.sp, self.tp = setup.folder, setup.is_packed, sizes.sp, sizes.tp
         self.collate = ImageCollate(with_images[0].processor, self.is_packed, split=self.sp > 1)
-        self.prompts, self._decode = sets[0], decode  # of train_ppo
+        self.prompts, self._decode, self._pixels = sets[0], decode, pixels  # prompts: of train_ppo
         if cache_pixels:
             self.collate.tensors_of = PixelCache(self.collate.processor).tensors
             self._decode = lambda source: source  # the cache decodes what it does not hold
@@ -45,6 +45,7 @@ class ImageRun:
         if self.sp > 1:
             take_own_images(model)
         self.collate.use(model)
+        model.image_pixels = self._pixels.given()  # for the files of its processor in a saved folder
 
     def image_tokens(self) -> tuple[int, ...]:
         """Tokens that stand for an image. A policy that draws one has no image to show: its response ends there."""
@@ -83,9 +84,20 @@ def freeze_parts(strategy, model, is_adapter: bool, freeze_vision: bool) -> None
         strategy.print("images: the vision tower, its projector and the language model train")
 
 
+def images_of(run) -> ImageRun:
+    """The parts of a run with images. Prints the limits of pixels that are not those of the model folder."""
+    vision = run.args.vision
+    pixels = PixelLimits(vision.image_min_pixels, vision.image_max_pixels)
+    if given := pixels.given():
+        limits = ", ".join(f"{name} {value:,}" for name, value in given.items())
+        kept = "an adapter folder has no processor: give them again" if run.args.lora.lora_rank else "model/ has them"
+        run.setup.strategy.print(f"images: {limits} ({kept})")
+    return ImageRun(run.setup, [run.samples, run.eval_samples], vision.cache_pixels, pixels)
+
+
 def read_images(run) -> None:
     """Let micro-batches hold images, and every model of the run be one that reads them."""
-    images = ImageRun(run.setup, [run.samples, run.eval_samples], run.args.vision.cache_pixels)
+    images = images_of(run)
     run.collate_rows = images.collate
     use_images(run, images)
 

@@ -18,7 +18,7 @@ from trainer.runs.features.adapter import adapt
 from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.hub import HUB
-from trainer.runs.features.image_runs import ImageRun, freeze_vision, use_images
+from trainer.runs.features.image_runs import freeze_vision, images_of, use_images
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_frozen import frozen_rollouts
 from trainer.training.ema import WeightAverage
@@ -32,7 +32,7 @@ def print_preset(run) -> None:
 
 def read_images(run) -> None:
     """Let prompts have images: in the micro-batches, in every model, and in the engine."""
-    images = ImageRun(run.setup, [run.samples, run.eval_samples], run.args.vision.cache_pixels)
+    images = images_of(run)
     use_images(run, images)
     run.collate_rollout, run.loader_options = images.rows_of_rollout, {"num_workers": WORKERS}
     run.more_stops = images.image_tokens()

@@ -125,7 +125,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
     options |= {"needs_labels": needs_labels(args.scores.reward_func), "drop_answer": bool(args.kl.teacher)}
     options["taken"] = [name for name in columns if name != TEMPLATE_ARGS]
-    tokenize = tokenizer_of_rows(args.model, args.data, rows, tokenize_prompts)
+    tokenize = tokenizer_of_rows(args, rows, tokenize_prompts)
     prompts, ledger = tokenize(rows, tokenizer, **options)
     evaluates = flag == "--eval_dataset" or part.is_evaluation
     prompts = with_groups(prompts, rows, args, names, split, flag, evaluates)
