@@ -228,6 +228,7 @@ def flags(folder, name: str, servers: list[FakeServer], *more: str) -> list[str]
     line += ["--learning_rate", "1e-3", "--lr_scheduler", "constant", "--max_steps", str(STEPS), "--num_episodes", "2"]
     if servers:
         line += ["--rollout_engine", "vllm_server", "--engine_urls", ",".join(server.url for server in servers)]
+        line += ["--max_logprob_diff", "inf"]  # they invent their log-probs
     return ["train_ppo", *line, "--output_dir", str(folder / name), *more]
 
 
