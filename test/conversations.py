@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.datasets.conversations.templates import load_chat_template
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs.environments import Caller
-from trainer.rollout.envs.episodes import Environments
+from trainer.rollout.envs.one_episode import Environments
 
 TOOLS = [
     {

@@ -5,6 +5,7 @@ import select
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from conversations import TURNS, Script, byte_tokenizer, environments, sampling_
 
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
+from trainer.rollout.envs import episodes
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.environments import Response, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
@@ -75,7 +77,9 @@ def play(folder, *does: str, inside: bool = True, timeout: float = 20.0, made: l
         return env
 
     prompts = [{**RIGHT, COLUMN + "does": name} for name in does]
-    envs, sampling = environments(make, tokenizer, timeout=timeout + 5), sampling_of(tokenizer, "qwen3")
+    # the script has one text for each turn, so its episodes go together
+    envs = replace(environments(make, tokenizer, timeout=timeout + 5), lockstep=True)
+    sampling = sampling_of(tokenizer, "qwen3")
     return generate_episodes(envs, Script(turns), prompts, 1, sampling, seed=0, rollout=0)
 
 
@@ -158,15 +162,19 @@ def test_there_is_no_network(folder):
             play(folder, "call out")
 
 
-@pytest.mark.parametrize(
-    "does, error", {"raise": r"step raised KeyError: 'no sum' \(line", "die at once": "reset lost its process"}.items()
-)
-def test_what_ends_the_run_is_one_line(folder, does, error):
+def test_an_error_of_the_environment_ends_the_run_with_one_line(folder):
     made: list[ProcessEnvironment] = []
-    with pytest.raises(UserError, match=f"--env x.py: {error}"):
-        play(folder, "well", does, made=made)
-    for env in made:
-        env.close()
+    with pytest.raises(UserError, match=r"--env x.py: step raised KeyError: 'no sum' \(line"):
+        play(folder, "well", "raise", made=made)
+    assert all(env._process is None for env in made)
+
+
+def test_a_process_that_is_lost_in_each_reset_costs_its_sample_only(folder, monkeypatch):
+    monkeypatch.setattr(episodes, "PAUSES", (0.01, 0.02))
+    made: list[ProcessEnvironment] = []
+    well, lost = play(folder, "well", "die at once", made=made)
+    assert well.score == 1.25 and not well.failed and "--env x.py: reset lost its process" in lost.failed
+    assert len(made) == 4 and all(env._process is None for env in made)
 
 
 def read(path: Path) -> bytes:

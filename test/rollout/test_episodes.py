@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import replace
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -17,13 +19,15 @@ from tiny_models import make_model
 from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.datasets.samples.prompts import COLUMN
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Completion, Sampling
+from trainer.rollout.envs import environments as environments_module
+from trainer.rollout.envs import episodes
 from trainer.rollout.envs.environments import Caller, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.micro_batches import SampleSet, collate_samples
-from trainer.rollout.rollouts_file import as_row, read_rollouts
+from trainer.rollout.rollouts_file import as_row, read_rollouts, sample_of
 from trainer.rollout.samples import Sample
 
 
@@ -181,7 +185,8 @@ def test_a_stop_token_takes_the_place_of_the_templates(tmp_path):
 def run_one(make, turns=2, **options):
     tokenizer = byte_tokenizer("qwen3")
     ids = tokenizer("hi<|im_end|>")["input_ids"]
-    envs = environments(make, tokenizer, max_turns=turns, **options)
+    lockstep = options.pop("lockstep", False)
+    envs = replace(environments(make, tokenizer, max_turns=turns, **options), lockstep=lockstep)
     return generate_episodes(envs, Script([ids] * 9), [PROMPT], 2, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
 
 
@@ -199,18 +204,12 @@ async def never(response):
 WRONG = {
     "step raised ZeroDivisionError: division by zero": broken(lambda response: 1 / 0),
     "step raised SystemExit": broken(lambda response: exit(3)),
-    "step: no result after 0.5 s": broken(lambda response: time.sleep(3)),
-    "step: no result after 0.5 s ": broken(never),
     "step, row 1: returned str yes": broken("yes"),
     "step, row 1: is not done and gives no messages": broken((1.0, False)),
     "step, row 1: reward: score nan": broken((float("nan"), True)),
     "step, row 1: messages message 1: no role": broken([{"content": "x"}]),
     "reset, row 1: messages: a string": broken((1.0, True), reset=lambda self, task: "hello"),
     "reset, row 1: the messages do not end": broken((1.0, True), reset=lambda self, task: []),
-    "reset raised KeyError: 'answer'": broken((1.0, True), reset=lambda self, task: task["answer"]),
-    "reset, row 1: messages of": broken(
-        (1.0, True), reset=lambda self, task: [{"role": "user", "content": "x" * 5000}]
-    ),
 }
 
 
@@ -220,6 +219,95 @@ def test_an_environment_that_fails_gives_one_line(expected):
         run_one(WRONG[expected], timeout=0.5)
     assert str(error.value).startswith("--env x.py: ") and expected.strip() in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def beginnings(outcomes: list, **members):
+    """An environment whose calls of `reset`, of all episodes together, have these outcomes in turn."""
+
+    def reset(self, task):
+        if isinstance(outcome := outcomes.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    return broken((1.0, True), reset=reset, **members)
+
+
+FAILED = {
+    "step: no result after 0.5 s": lambda: broken(lambda response: time.sleep(3)),
+    "step: no result after 0.5 s ": lambda: broken(never),
+    "step raised ConnectionResetError: gone": lambda: broken(lambda r: _raise(ConnectionResetError("gone"))),
+    "step raised HTTPError: HTTP Error 503: busy": lambda: broken(
+        lambda r: _raise(HTTPError("", 503, "busy", {}, None))
+    ),
+    "reset raised KeyError: 'answer'": lambda: broken((1.0, True), reset=lambda self, task: task["answer"]),
+    "reset: no result after 0.5 s": lambda: broken((1.0, True), reset=lambda self, task: time.sleep(3)),
+    "reset, row 1: messages of": lambda: broken(
+        (1.0, True), reset=lambda self, task: [{"role": "user", "content": "x" * 5000}]
+    ),
+}
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("expected", FAILED)
+def test_a_failure_that_may_pass_costs_its_sample_only(expected, lockstep, monkeypatch):
+    monkeypatch.setattr(episodes, "PAUSES", (0.01, 0.02))
+    samples = run_one(FAILED[expected](), timeout=0.5, lockstep=lockstep)
+    for sample in samples:
+        assert sample.failed.startswith("--env x.py: ") and expected.strip() in sample.failed, sample.failed
+        assert math.isnan(sample.score) and len(sample.log_probs) == len(sample.generated()) > 0 and sample.prompt_ids
+        assert read_back(sample).failed == sample.failed
+
+
+def read_back(sample):
+    return sample_of(json.loads(json.dumps(as_row(sample, 0, None), allow_nan=False)))
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_reset_is_tried_three_times_with_a_new_environment_each_time(lockstep, monkeypatch):
+    monkeypatch.setattr(episodes, "PAUSES", (0.01, 0.02))
+    made, closed, hurt = [], [], ConnectionRefusedError("down")
+    members = {"__init__": lambda self: made.append(self), "close": lambda self: closed.append(self)}
+    outcomes = [hurt] * 4 + [ASKED, hurt]  # of two episodes: both fail twice, then one goes well
+    good, bad = sorted(run_one(beginnings(outcomes, **members), lockstep=lockstep), key=lambda s: bool(s.failed))
+    assert (good.score, good.failed) == (1.0, "") and "reset raised ConnectionRefusedError: down" in bad.failed
+    assert not outcomes and len(made) == 6 and set(map(id, closed)) == set(map(id, made)) and len(closed) == 6
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_after_an_error_every_environment_is_closed(lockstep):
+    made, closed = [], []
+
+    def step(response):
+        if len(made) == 2:
+            made.append("error")
+            raise ZeroDivisionError
+        return [{"role": "user", "content": "more"}]
+
+    members = {"__init__": lambda self: made.append(self), "close": lambda self: closed.append(self)}
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        run_one(broken(step, **members), lockstep=lockstep)
+    assert len(closed) == 2
+
+
+def test_calls_that_hang_hold_up_no_others():
+    """With one call at a time: the threads of hanging calls are no longer counted."""
+    call = Caller("--env x.py", 0.2, 1)
+    found = call("step", [lambda: time.sleep(5), lambda: time.sleep(5), lambda: 7])
+    assert [isinstance(value, Failed) for value in found] == [True, True, False] and found[2] == 7
+
+
+def test_an_async_call_that_blocks_all_others_ends_the_run(monkeypatch):
+    monkeypatch.setattr(environments_module, "SPARE_SECONDS", 0.1)
+
+    async def blocks():
+        time.sleep(2)
+
+    with pytest.raises(UserError, match="step: no result after"):
+        Caller("--env x.py", 0.2, 4)("step", [blocks, lambda: 7])
 
 
 def test_what_an_environment_may_do():

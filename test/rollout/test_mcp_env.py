@@ -1,6 +1,7 @@
 """Tools of MCP servers of the package `mcp`, as processes, token for token; and servers that send what they must not."""
 
 import contextlib
+import re
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +13,6 @@ from conversations import TURNS, Script, byte_tokenizer, environments, sampling_
 from launch import ROOT
 
 from trainer.datasets.samples.prompts import COLUMN
-from trainer.errors import UserError
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.envs.mcp_env import MAX_PAGES, MCPServer, from_mcp
@@ -142,17 +142,17 @@ def odd_command(statement: str) -> list[str]:
     return [sys.executable, "-c", ODD_SERVER % statement]
 
 
-def test_a_server_that_is_lost_ends_the_run_with_one_line():
+def test_a_server_that_is_lost_costs_its_sample_only():
     for statement, found in (
         ("sys.exit('out of luck')", "ended: out of luck"),
         ("import time; time.sleep(60)", "gave no answer to tools/call in 3 s"),
     ):
-        with pytest.raises(UserError, match=f"step raised RuntimeError: MCP server .*{found}") as error:
-            play(from_mcp(odd_command(statement), right, timeout=3), "qwen3", TURNS["qwen3"])
-        assert "\n" not in str(error.value)
-    with pytest.raises(RuntimeError, match="ended"):
+        [sample], *_ = play(from_mcp(odd_command(statement), right, timeout=3), "qwen3", TURNS["qwen3"])
+        assert re.search(f"step raised ConnectionError: MCP server .*{found}", sample.failed), sample.failed
+        assert "\n" not in sample.failed
+    with pytest.raises(ConnectionError, match="ended"):
         MCPServer(["cat", "/dev/null"], 10)
-    with pytest.raises(RuntimeError, match="gave no answer to initialize or tools/list in 1 s"):
+    with pytest.raises(ConnectionError, match="gave no answer to initialize or tools/list in 1 s"):
         MCPServer(["sleep", "60"], 1)
     with pytest.raises(FileNotFoundError):
         MCPServer(["no_such_server"], 1)
@@ -170,7 +170,7 @@ def test_a_server_that_is_lost_ends_the_run_with_one_line():
 def test_a_server_that_sends_too_much_or_nothing(statement, expected):
     server = MCPServer(odd_command(statement), 3)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=expected):
+    with pytest.raises(ConnectionError, match=expected):
         server.call("add", {})
     server.close()
     assert time.monotonic() - start < 15

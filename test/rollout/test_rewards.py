@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from fractions import Fraction
 
+import httpx
 import pytest
+import requests
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +25,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import Failed, UserError
 from trainer.methods.rollout_facts import rewards_by_group, sample_facts
 from trainer.models.model_loading import load_tokenizer
+from trainer.rollout import user_code
 from trainer.rollout.rewards import formulas
 from trainer.rollout.rewards.format_rewards import answer_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
@@ -36,6 +40,7 @@ from trainer.rollout.rewards.reward_functions import (
 )
 from trainer.rollout.samples import Sample
 from trainer.rollout.scoring import TextScores, score_by_texts
+from trainer.rollout.user_code import is_passing
 
 ANSWERS = {
     "so 3 + 4 = 7\n#### 7": "7",
@@ -202,6 +207,52 @@ def test_a_reward_function_that_fails(case, tmp_path):
     with pytest.raises(UserError) as error:
         score(["a", "b"], ["c", "d"], [None, None], [True, True])
     assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+def test_a_connection_that_fails_is_tried_again_and_then_each_response_alone(monkeypatch):
+    monkeypatch.setattr(user_code, "PAUSES", (0.01, 0.02))
+    calls = []
+
+    def judge(prompts, responses, labels, level):
+        calls.append(list(responses))
+        if "bad" in responses or len(calls) < 2:
+            raise ConnectionResetError("gone")
+        return [float(len(r)) for r in responses], {"level": level}
+
+    asked = ["p"] * 2, ["good", "fine!"], [None] * 2, [True] * 2, {"level": [1, 2]}
+    score = function_scorer("judge", judge, 5.0)
+    assert score(*asked) == ([4.0, 5.0], {"level": [1.0, 2.0]}) and len(calls) == 2
+    calls.clear()
+    asked = ["p"] * 3, ["good", "bad", "fine!"], [None] * 3, [True] * 3, {"level": [1, 2, 3]}
+    scores, metrics = score(*asked)
+    assert calls == [asked[1]] * 3 + [["good"], ["bad"], ["fine!"]] and (scores[0], scores[2]) == (4.0, 5.0)
+    assert str(scores[1]).startswith("--reward_func judge: raised ConnectionResetError: gone")
+    assert metrics["level"][0] == 1 and math.isnan(metrics["level"][1]) and metrics["level"][2] == 3
+    exact = function_scorer("exact", lambda p, r, labels: [1.0] * len(r), 5.0)
+    totals, _ = weighted_scorer({"judge": score, "exact": exact}, [1.0, 10.0])(*asked)
+    assert totals[0] == 14.0 and isinstance(totals[1], Failed) and totals[2] == 15.0
+
+
+@pytest.mark.parametrize(
+    "error, passing",
+    [
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (subprocess.TimeoutExpired("x", 1), True),
+        (urllib.error.HTTPError("", 503, "busy", {}, None), True),
+        (urllib.error.HTTPError("", 404, "not there", {}, None), False),
+        (urllib.error.URLError("no route"), True),
+        (httpx.ReadTimeout("late"), True),
+        (httpx.HTTPStatusError("", request=None, response=httpx.Response(429)), True),
+        (httpx.HTTPStatusError("", request=None, response=httpx.Response(401)), False),
+        (requests.exceptions.ConnectTimeout(), True),
+        (FileNotFoundError(), False),
+        (KeyError("x"), False),
+        (SystemExit(503), False),
+    ],
+)
+def test_errors_that_may_pass_are_those_of_connections_limits_and_busy_servers(error, passing):
+    assert is_passing(error) == passing
 
 
 LAZY = {

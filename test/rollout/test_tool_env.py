@@ -12,6 +12,7 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.datasets.conversations.turns import check_call_format
 from trainer.errors import UserError
+from trainer.rollout import user_code
 from trainer.rollout.envs.environments import Response, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.envs.tool_env import from_tools, opening_of
@@ -155,6 +156,28 @@ def test_a_template_with_an_unknown_format_of_calls_is_refused(path, name, known
     with contextlib.nullcontext() if known else pytest.raises(UserError, match="format that is not known"):
         check_call_format(tokenizer, make.tools)
     check_call_format(tokenizer, None)  # an environment without tools needs none
+
+
+def test_a_tool_whose_connection_fails_is_called_again_and_then_costs_the_sample(monkeypatch):
+    monkeypatch.setattr(user_code, "PAUSES", (0.01, 0.02))
+    errors = [ConnectionResetError("gone"), TimeoutError("late")]
+
+    def search(query: str) -> str:
+        """Search.
+
+        Args:
+            query: what for
+        """
+        if errors:
+            raise errors.pop()
+        return "found"
+
+    env = from_tools([search], lambda task, answer: 0.0)()
+    assert env.call("search", {"query": "x"}) == ("found", False)
+    errors += [ConnectionResetError("gone")] * 3
+    with pytest.raises(ConnectionResetError):
+        env.call("search", {"query": "x"})
+    assert not errors
 
 
 class Counter:

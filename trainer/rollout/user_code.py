@@ -1,11 +1,37 @@
-"""Code of the user: how its files are run, and how its errors read."""
+"""Code of the user: how its files are run, how its errors read, and which of them may pass."""
 
+import asyncio
+import http.client
 import importlib
 import importlib.util
+import inspect
 import os
+import socket
+import subprocess
+import time
+import urllib.error
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
+
+PAUSES = (0.5, 1.0)  # seconds before the second and the third try
+RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
+# errors of a connection or of a time limit; those of packages by name, as no package need be there
+OF_PYTHON = (
+    ConnectionError,
+    TimeoutError,
+    subprocess.TimeoutExpired,
+    http.client.HTTPException,
+    urllib.error.URLError,
+    socket.gaierror,
+)
+OF_PACKAGES = {
+    *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "httpx.TransportError"),
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "openai.APIConnectionError"),
+    *("anthropic.APIConnectionError", "urllib3.MaxRetryError", "urllib3.ProtocolError", "urllib3.TimeoutError"),
+}
 
 
 def import_code(source: str, flag: str) -> ModuleType:
@@ -35,3 +61,38 @@ def describe_error(error: BaseException) -> str:
         line, trace = trace.tb_lineno, trace.tb_next
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the user's code may go well the next time: a connection or a time limit failed, or a server with a status
+    of 408, 425, 429 or 5xx."""
+    if isinstance(error, Failed):
+        return True
+    found = [getattr(error, "code", None), getattr(error, "status", None), getattr(error, "status_code", None)]
+    found.append(getattr(getattr(error, "response", None), "status_code", None))
+    statuses = [value for value in found if isinstance(value, int) and 400 <= value < 600]
+    if statuses and isinstance(error, Exception):
+        return statuses[0] in RETRIED or statuses[0] >= 500
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    return isinstance(error, OF_PYTHON) or not names.isdisjoint(OF_PACKAGES)
+
+
+def patiently_tried(act: Callable[[], Any]) -> Any:
+    """`act()`. An error that may pass leads to another try after each of PAUSES."""
+    for pause in PAUSES:
+        try:
+            return act()
+        except Exception as error:
+            if not is_passing(error):
+                raise
+        time.sleep(pause)
+    return act()
+
+
+def settled(value: Any) -> Any:
+    """The value that a plain or an async function gave. An async one runs in an event loop of its own."""
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited()) if inspect.isawaitable(value) else value

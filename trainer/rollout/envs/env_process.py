@@ -17,7 +17,6 @@ from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer, read_frame, read_metrics, read_object, send_frame
 from trainer.rollout.rewards.reward_functions import check_scores
 
-STARTS = 3  # processes that `reset` tries, one after the other
 LOST = {"lost": 1.0}  # a metric of every such environment
 SHOWN_ERROR = 500  # characters of an error of an environment
 PROBE_SECONDS = 120.0
@@ -36,10 +35,8 @@ class ProcessEnvironment:
         self.metrics: dict[str, float] = {"lost": 0.0}
 
     def reset(self, task: dict) -> Any:
-        """The first messages, or a `Failure`: if even this call fails in several processes, no episode would be sound."""
-        deadline, answer = time.monotonic() + self._timeout, None
-        for _ in range(STARTS):
-            answer = answer or self._begin(task, deadline)
+        """The first messages, or a `Failure`. The caller tries it again."""
+        answer = self._begin(task, time.monotonic() + self._timeout)
         if answer is None:
             return Failure(" lost its process, or took too long", "a larger --env_memory_mb or --env_timeout")
         if "error" in answer:
@@ -64,7 +61,7 @@ class ProcessEnvironment:
         if answer is None:
             return self.lose()
         if "error" in answer:
-            return Failure(answer["error"])
+            return Failure(answer["error"], passing=answer["passing"])
         self.metrics |= answer["metrics"]
         return answer["messages"], answer["reward"], answer["done"]
 
@@ -87,7 +84,8 @@ class ProcessEnvironment:
                 send_frame(self._process.connection, json.dumps(request, default=str).encode(), deadline)
                 answer = read_object(read_frame(self._process.connection, deadline))
                 if isinstance(answer.get("error"), str):
-                    return {"error": "".join(c for c in answer["error"] if c.isprintable())[:SHOWN_ERROR]}
+                    shown = "".join(c for c in answer["error"] if c.isprintable())[:SHOWN_ERROR]
+                    return {"error": shown, "passing": answer.get("passing") is True}
                 return read(answer)
         except (OSError, EOFError, BadAnswer, UserError, KeyError, TypeError, ValueError, AttributeError):
             pass

@@ -1,6 +1,6 @@
 """Environments of the user: where their code comes from, how it is called, and what it may return.
 
-Every failure of that code becomes one UserError, as with reward functions.
+Every failure of that code becomes one UserError, as with reward functions. One that may pass becomes a `Failed`.
 """
 
 import asyncio
@@ -8,18 +8,18 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ALL_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from trainer.datasets.conversations.messages import messages_of
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.reward_functions import check_scores
-from trainer.rollout.user_code import describe_error, import_code
+from trainer.rollout.user_code import describe_error, import_code, is_passing
 
 FLAG = "--env"
 NAMES = ("Environment", "make_environment")  # a file or module has one of them
-SPARE_SECONDS = 5.0  # after the limits of all calls, the loop that runs them counts as blocked
+SPARE_SECONDS = 5.0  # after the limit of a call, the loop that runs all of them counts as blocked
 
 
 class Response(str):
@@ -67,66 +67,85 @@ def load_environment(name: str) -> Callable[[], Any]:
 class Caller:
     """Calls functions of environments: plain ones in threads, async ones in one event loop of the process.
 
-    At most `concurrency` run at a time, each for at most `timeout` seconds.
+    At most `concurrency` run at a time, each for at most `timeout` seconds. A plain one that is too late holds up no other.
     """
 
     def __init__(self, where: str, timeout: float, concurrency: int):
         self._where, self._timeout, self._concurrency = where, timeout, concurrency
-        self._threads: Optional[ThreadPoolExecutor] = None
+        self._loop: Optional[asyncio.AbstractEventLoop] = None
 
-    def __call__(self, what: str, functions: list[Callable[[], Any]]) -> list:
-        """The results of `functions`, in order.
+    def __call__(self, what: str, functions: list[Callable[[], Any]], pause: float = 0.0) -> list:
+        """The results of `functions`, in order, as `value` gives them. They start after `pause` seconds.
 
-        Raises UserError if one raises an error or takes longer than the limit. `what` names the function there.
+        Raises UserError as `value` and `wait`. `what` names the function there.
         """
-        futures = [self.start(function) for function in functions]
+        futures = [self.start(function, pause) for function in functions]
         left = set(futures)
         while left:
             left -= self.wait(what, left, ALL_COMPLETED)
         return [self.value(what, future) for future in futures]
 
-    def start(self, function: Callable[[], Any]) -> Future:
-        """Call `function` as soon as there is room. For `wait` and `value`."""
-        if self._threads is None:
-            self._threads, self._loop = ThreadPoolExecutor(self._concurrency), asyncio.new_event_loop()
-            self._room = asyncio.Semaphore(self._concurrency)
+    def start(self, function: Callable[[], Any], pause: float = 0.0) -> Future:
+        """Call `function` after `pause` seconds, as soon as there is room. For `wait` and `value`."""
+        if self._loop is None:
+            self._loop, self._room = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._one(function), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._one(function, pause), self._loop)
 
     def wait(self, what: str, futures: Collection[Future], until: str, seconds: Optional[float] = None) -> set[Future]:
         """The futures that have ended, after `until` of concurrent.futures, or after `seconds`.
 
-        Raises UserError if none ends after the limits of all: an async function that never waits blocks the loop.
+        Raises UserError if the loop stands still for the limit of a call: an async function that never waits blocks it.
         """
-        rounds = -(-len(futures) // self._concurrency)
-        done, _ = wait(futures, rounds * self._timeout + SPARE_SECONDS if seconds is None else seconds, until)
-        if not done and seconds is None:
-            raise self._error(what, self._late())
-        return done
+        while True:
+            beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+            done, _ = wait(futures, self._timeout + SPARE_SECONDS if seconds is None else seconds, until)
+            if done or seconds is not None:
+                return done
+            if not beat.done():
+                raise self._error(what, self._late())
 
     def value(self, what: str, future: Future) -> Any:
-        """The result of a call that has ended. Raises UserError as `__call__`."""
-        value = future.result()
-        if isinstance(value, Failure):
-            raise self._error(what, value)
-        return value
+        """The result of a call that has ended, or a `Failed` if it may go well the next time, as any `reset` may.
 
-    def _error(self, what: str, failure: "Failure") -> UserError:
-        return UserError(self._where, f"{what}{failure.found}", failure.allowed)
+        Raises UserError if the user's code failed in another way.
+        """
+        value = future.result()
+        if not isinstance(value, Failure):
+            return value
+        if value.passing or what == "reset":
+            return self._error(what, value, Failed)
+        raise self._error(what, value)
+
+    def _error(self, what: str, failure: "Failure", kind: type[UserError] = UserError) -> UserError:
+        return kind(self._where, f"{what}{failure.found}", failure.allowed)
 
     def _late(self) -> "Failure":
-        return Failure(f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout")
+        found, allowed = f": no result after {self._timeout:g} s", "a faster environment, or a longer --env_timeout"
+        return Failure(found, allowed, passing=True)
 
-    async def _one(self, function: Callable[[], Any]) -> Any:
+    async def _one(self, function: Callable[[], Any], pause: float) -> Any:
+        await asyncio.sleep(pause)
         async with self._room:
             try:
                 async with asyncio.timeout(self._timeout):
-                    value = await self._loop.run_in_executor(self._threads, _guarded, function)
+                    value = await self._in_thread(function)
                     return await _awaited(value) if inspect.isawaitable(value) else value
             except TimeoutError:
                 return self._late()
             except asyncio.CancelledError as error:  # by the user's code
                 return Failure.of(error)
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """Call `function` in a thread of its own. One that never returns dies with the process."""
+        result = self._loop.create_future()
+
+        def run() -> None:
+            value = _guarded(function)
+            self._loop.call_soon_threadsafe(lambda: result.done() or result.set_result(value))
+
+        threading.Thread(target=run, daemon=True).start()
+        return await result
 
 
 @dataclass
@@ -135,10 +154,11 @@ class Failure:
 
     found: str
     allowed: str = ""
+    passing: bool = False  # whether the next call may go well
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        return cls(f" raised {describe_error(error)}")
+        return cls(f" raised {describe_error(error)}", passing=is_passing(error))
 
 
 def _guarded(function: Callable) -> Any:

@@ -2,6 +2,8 @@
 
 The tokens of an episode are a prompt, then turns of the model and of the environment, appended one after the other.
 Nothing is decoded and tokenized again, so training sees exactly the tokens that the engine generated.
+
+An episode whose environment fails in a way that may pass is a failed sample, and costs no other one.
 """
 
 import contextlib
@@ -9,8 +11,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future
 from typing import Any, Optional
 
 import torch.distributed as dist
@@ -18,95 +19,23 @@ import torch.distributed as dist
 from trainer.datasets.batches.global_batches import contiguous_slice
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.templates import render_prompt
-from trainer.datasets.conversations.thoughts import opens_thoughts
-from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.datasets.conversations.turns import check_call_format, continuation_ids
 from trainer.datasets.samples.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
-from trainer.errors import UserError
+from trainer.errors import Failed, UserError
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
-from trainer.rollout.envs.environments import Caller, Response, Step, read_opening, read_step, reset
+from trainer.rollout.envs.environments import Response, Step, read_opening, read_step, reset
+from trainer.rollout.envs.one_episode import Closing, Environments, Episode, closed_after_an_error
 from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards.reward_functions import check_scores
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import span
+from trainer.rollout.user_code import PAUSES, settled
 
 SOON_SECONDS, SOON_SHARE = (
     0.03,
     0.1,
 )  # after the first one, episodes that are ready so soon join: of the last generation
-THOUGHT_TOKENS = 32  # so many tokens of a header hold the mark that opens thoughts
-
-
-@dataclass(frozen=True)
-class Environments:
-    """How a run makes and calls its environments."""
-
-    make: Callable[[], Any]
-    call: Caller
-    where: str  # of errors: --env NAME
-    tokenizer: Any
-    max_turns: int
-    prompt_max_len: int
-    lockstep: bool = False  # all episodes of a rollout wait for the slowest one after each turn
-
-
-@dataclass
-class Episode:
-    """One environment and the tokens of its conversation so far."""
-
-    number: int
-    prompt: dict
-    env: Any = None  # only on the rank that calls it, like the next three
-    opening: list[dict] = field(default_factory=list)
-    tools: Optional[list] = None
-    response: Optional[Response] = None  # the last one
-    prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # after the prompt
-    log_probs: list[float] = field(default_factory=list)  # of generated tokens, like kept_ids
-    kept_ids: list[list[int]] = field(default_factory=list)
-    turns: list[list[int]] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)
-    score: float = 0.0
-    done: bool = False  # the environment has ended it
-    over: bool = False  # it is done, or has no tokens or turns left
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def add_turn(self, tokenizer: Any, completion: Completion) -> Response:
-        """Append the tokens of a turn. Returns the turn as the environment gets it."""
-        raw, start = tokenizer.decode(completion.token_ids), len(self.ids)
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        header = tokenizer.decode((self.prompt_ids + self.ids)[-THOUGHT_TOKENS:])
-        calls = tool_calls(raw, self.tools, opens_thoughts(header))
-        self.response = Response(text, raw, calls, completion.finished)
-        self.ids += completion.token_ids
-        self.turns.append([start, len(self.ids)])
-        self.log_probs += completion.log_probs
-        self.kept_ids += completion.kept_ids
-        self.versions += [[start + at, version] for at, version in completion.versions]
-        return self.response
-
-    def go_on(self, next_ids: list[int], reward: float, done: bool, metrics: dict[str, float]) -> None:
-        """Append what `_stepped` gave."""
-        self.score, self.done, self.over = self.score + reward, done, not next_ids
-        self.ids += next_ids
-        self.metrics = metrics
-
-    def as_sample(self) -> Sample:
-        return Sample(
-            number=self.number,
-            row=self.prompt["row"],
-            prompt_ids=self.prompt_ids,
-            response_ids=self.ids,
-            log_probs=self.log_probs,
-            finished=self.done,
-            label=self.prompt["label"],
-            score=self.score,
-            metrics=self.metrics,
-            kept_ids=self.kept_ids,
-            turns=self.turns,
-            versions=self.versions,
-        )
 
 
 def generate_episodes(
@@ -172,7 +101,7 @@ def generate_episodes(
             return []
 
         exchanged(play)
-    return share([episode.as_sample() for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
+    return share([episode.as_sample(sampling) for episode in contiguous_slice(episodes, rank_in_engine, per_engine)])
 
 
 def continue_episodes(
@@ -187,7 +116,8 @@ def continue_episodes(
         return own, any(next_ids for next_ids, *_ in own)
 
     asks = (environments, engine, asked, sampling, seed, rollout)
-    return [e.as_sample() for e in (_play(*asks, alone) if environments.lockstep else _play_freely(*asks))]
+    episodes = _play(*asks, alone) if environments.lockstep else _play_freely(*asks)
+    return [episode.as_sample(sampling) for episode in episodes]
 
 
 def _play_freely(
@@ -204,10 +134,10 @@ def _play_freely(
     them: so fast environments have the batches of the lockstep. The random numbers of a turn depend on its episode only.
     """
     call, episodes = environments.call, [Episode(number, prompt) for number, prompt in asked]
-    called = {call.start(functools.partial(_begin, environments, episode)): (episode, None) for episode in episodes}
+    called = {_start(environments, episode): (episode, None) for episode in episodes}
     ready: list[Episode] = []
-    closing, patience = [], SOON_SECONDS
-    try:
+    closing, patience = Closing(call), SOON_SECONDS
+    with closed_after_an_error(call, episodes, called):
         while called or ready:
             first_ready = time.monotonic()
             while called and (not ready or time.monotonic() < first_ready + patience):
@@ -216,15 +146,19 @@ def _play_freely(
                     episode, completion = called.pop(future)
                     value = call.value("reset" if completion is None else "step", future)
                     if completion is None:
-                        _opened(environments, episode, value)
+                        episode.begin(*_opened(environments, episode, value))
+                        if isinstance(value, Failed) and episode.tries <= len(PAUSES):
+                            closing.add([episode])
+                            called[_start(environments, episode)] = (episode, None)
+                            continue
                     else:
                         is_last = len(episode.turns) == environments.max_turns
                         episode.go_on(*_stepped(environments, episode, completion, value, sampling, is_last))
                     if not episode.over:
                         first_ready = first_ready if ready else time.monotonic()
                         ready.append(episode)
-                    elif callable(getattr(episode.env, "close", None)):
-                        closing.append(call.start(episode.env.close))
+                    else:
+                        closing.add([episode])
             if ready:
                 ready.sort(key=lambda episode: episode.number)  # whoever was first
                 started = time.monotonic()
@@ -232,14 +166,7 @@ def _play_freely(
                     response = episode.add_turn(environments.tokenizer, completion)
                     called[call.start(functools.partial(episode.env.step, response))] = (episode, completion)
                 ready, patience = [], max(SOON_SECONDS, SOON_SHARE * (time.monotonic() - started))
-    finally:
-        for future in called:  # after an error: what has not begun does not
-            future.cancel()
-    left = {*closing}
-    while left:
-        left -= call.wait("close", left, ALL_COMPLETED)
-    for future in closing:
-        call.value("close", future)
+        closing.wait()
     return episodes
 
 
@@ -254,24 +181,25 @@ def _play(
 ) -> list[Episode]:
     """Play an episode of each (number, prompt) to its end. See `generate_episodes` for `exchanged`."""
     episodes = [Episode(number, prompt) for number, prompt in asked]
-    opened, _ = exchanged(lambda: _open(environments, episodes))
-    for episode, (prompt_ids,) in zip(episodes, opened):
-        episode.prompt_ids = prompt_ids
-    for turn in range(environments.max_turns):
-        going = [episode for episode in episodes if not episode.over]
-        completions, problem = [], None
-        try:
-            completions = _turns(engine, going, sampling, seed, rollout) if going else []
-        except UserError as error:
-            problem = error
-        responses = [e.add_turn(environments.tokenizer, completion) for e, completion in zip(going, completions)]
-        is_last = turn + 1 == environments.max_turns
-        answer = functools.partial(_answer, environments, going, completions, responses, sampling, is_last)
-        answered, any_going = exchanged(answer, problem)
-        for episode, found in zip(going, answered):
-            episode.go_on(*found)
-        if not any_going:
-            break
+    with closed_after_an_error(environments.call, episodes):
+        opened, _ = exchanged(lambda: _open(environments, episodes))
+        for episode, found in zip(episodes, opened):
+            episode.begin(*found)
+        for turn in range(environments.max_turns):
+            going = [episode for episode in episodes if not episode.over]
+            completions, problem = [], None
+            try:
+                completions = _turns(engine, going, sampling, seed, rollout) if going else []
+            except UserError as error:
+                problem = error
+            responses = [e.add_turn(environments.tokenizer, completion) for e, completion in zip(going, completions)]
+            is_last = turn + 1 == environments.max_turns
+            answer = functools.partial(_answer, environments, going, completions, responses, sampling, is_last)
+            answered, any_going = exchanged(answer, problem)
+            for episode, found in zip(going, answered):
+                episode.go_on(*found)
+            if not any_going:
+                break
     return episodes
 
 
@@ -283,31 +211,58 @@ def _turns(engine, going: list[Episode], sampling: Sampling, seed: int, rollout:
     return engine.generate(texts, sampling, seeds, room)
 
 
-def _begin(environments: Environments, episode: Episode) -> Any:
-    """Make and reset the environment of an episode. Returns what `reset` gave, for `_opened`."""
-    task = copy.deepcopy(columns_of(episode.prompt))  # samples of a prompt share its lists
-    episode.env = environments.make()
-    return reset(episode.env, task)
+def _start(environments: Environments, episode: Episode) -> Future:
+    """Begin the next try of `reset`, after its pause."""
+    pause = (0.0, *PAUSES)[episode.tries]
+    return environments.call.start(_next_try(environments, episode), pause)
 
 
-def _opened(environments: Environments, episode: Episode, opening: Any) -> None:
-    """Render the first messages of an episode."""
+def _next_try(environments: Environments, episode: Episode) -> Callable[[], Any]:
+    """A function that makes and resets the environment of an episode. It returns what `reset` gave, for `_opened`."""
+    episode.tries += 1
+    number, task = episode.tries, copy.deepcopy(columns_of(episode.prompt))  # samples of a prompt share its lists
+
+    def begin() -> Any:
+        env = environments.make()
+        if number == episode.tries:
+            episode.env = env
+            return reset(env, task)
+        if callable(getattr(env, "close", None)):  # made too late: there is another one
+            settled(env.close())
+
+    return begin
+
+
+def _opened(environments: Environments, episode: Episode, opening: Any) -> tuple[list[int], str]:
+    """(ids of the prompt, why the episode failed). `opening` is what `reset` gave, or a `Failed`."""
+    if isinstance(opening, Failed):
+        return [], str(opening)
     with _named(environments, "reset", episode):
         tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
         episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
         check_call_format(environments.tokenizer, episode.tools)
-        episode.prompt_ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
-        if len(episode.prompt_ids) > environments.prompt_max_len:
-            found = f"messages of {len(episode.prompt_ids)} tokens"
-            raise UserError("", found, f"up to --prompt_max_len {environments.prompt_max_len}")
+        ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
+    if len(ids) <= environments.prompt_max_len:
+        return ids, ""
+    where = f"{environments.where}: reset, row {episode.prompt['row'] + 1}"
+    allowed = f"up to --prompt_max_len {environments.prompt_max_len}"
+    return [], str(Failed(where, f"messages of {len(ids)} tokens", allowed))
 
 
-def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int]]]:
-    """Make and reset an environment for each episode. Returns the ids of their prompts."""
-    begins = [functools.partial(_begin, environments, episode) for episode in episodes]
-    for episode, opening in zip(episodes, environments.call("reset", begins)):
-        _opened(environments, episode, opening)
-    return [(episode.prompt_ids,) for episode in episodes]
+def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int], str]]:
+    """Make and reset an environment for each episode. Returns what `_opened` gives."""
+    found, closing, left = {}, Closing(environments.call), episodes
+    for pause in (0.0, *PAUSES):
+        tries = [_next_try(environments, episode) for episode in left]
+        values = environments.call("reset", tries, pause) if tries else []
+        found |= {e.number: _opened(environments, e, value) for e, value in zip(left, values)}
+        left = [episode for episode, value in zip(left, values) if isinstance(value, Failed)]
+        for episode in left:
+            episode.failed = found[episode.number][1]
+        closing.add(left)
+    closing.add(episode for episode in episodes if found[episode.number][1])
+    closing.wait()
+    return [found[episode.number] for episode in episodes]
 
 
 def _answer(
@@ -317,22 +272,28 @@ def _answer(
     responses: list[Response],
     sampling: Sampling,
     is_last: bool,
-) -> list[tuple[list[int], float, bool, dict]]:
+) -> list[tuple[list[int], float, bool, dict, str]]:
     """Give each response to its environment. Returns what `_stepped` gives."""
     values = environments.call("step", [functools.partial(e.env.step, r) for e, r in zip(going, responses)])
     answers = [
         _stepped(environments, episode, completion, value, sampling, is_last)
         for episode, completion, value in zip(going, completions, values)
     ]
-    ended = [episode.env for episode, (ids, *_) in zip(going, answers) if not ids]
-    environments.call("close", [env.close for env in ended if callable(getattr(env, "close", None))])
+    closing = Closing(environments.call)
+    for episode, (next_ids, *_, failed) in zip(going, answers):
+        if not next_ids:
+            episode.failed = failed
+            closing.add([episode])
+    closing.wait()
     return answers
 
 
 def _stepped(
     environments: Environments, episode: Episode, completion: Completion, value: Any, sampling: Sampling, is_last: bool
-) -> tuple[list[int], float, bool, dict]:
-    """(ids that follow, reward, done, metrics) of the `value` that `step` gave. No ids end an episode."""
+) -> tuple[list[int], float, bool, dict, str]:
+    """(ids that follow, reward, done, metrics, why it failed) of the `value` that `step` gave. No ids end an episode."""
+    if isinstance(value, Failed):
+        return [], 0.0, False, {}, str(value)
     with _named(environments, "step", episode):
         step, ids = read_step(value), []
         try:
@@ -344,7 +305,7 @@ def _stepped(
             step = episode.env.lose()  # a sandbox may send anything, and loses its own episode only
         # the next turn needs room for at least one token
         ids = ids if completion.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
-    return ids, step.reward, step.done, _metrics(environments, episode)
+    return ids, step.reward, step.done, _metrics(environments, episode), ""
 
 
 def _next_ids(tokenizer: Any, episode: Episode, completion: Completion, step: Step, sampling: Sampling) -> list[int]:

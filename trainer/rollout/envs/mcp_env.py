@@ -41,7 +41,7 @@ class MCPServer:
     """A server process, and calls of its tools, one at a time. Plain calls, from any thread."""
 
     def __init__(self, command: list[str], timeout: float, env: Optional[dict[str, str]] = None):
-        """Start `command` and read its tools. Raises RuntimeError if it does not answer within `timeout` seconds.
+        """Start `command` and read its tools. Raises ConnectionError if it does not answer within `timeout` seconds.
 
         Of this process's environment, the server gets HOME, PATH and a few like them, and then `env`.
         """
@@ -72,7 +72,7 @@ class MCPServer:
 
     def call(self, name: str, arguments: dict) -> tuple[str, bool]:
         """(text of the result, whether the tool failed). A wrong name, wrong arguments and an answer of a wrong form are
-        failures too. Raises RuntimeError if the server ends, is too slow, or sends too much."""
+        failures too. Raises ConnectionError if the server ends, is too slow, or sends too much."""
         with self._lock:
             try:
                 result = self._portal.call(self._call, name, arguments)
@@ -96,14 +96,14 @@ class MCPServer:
             self._portal.call(self._closing.set)
         self._resources.close()
 
-    def _loss(self, error: Exception, request: str) -> Optional[RuntimeError]:
+    def _loss(self, error: Exception, request: str) -> Optional[ConnectionError]:
         """The error of a server that ended or was too slow; None if it answered `request` with `error`."""
         end = f"gave no answer to {request} in {self._timeout:g} s" if isinstance(error, TimeoutError) else self._end
         if not end:
             return None
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - ERROR_BYTES))
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        return RuntimeError(": ".join([f"MCP server {' '.join(self._command)} {end}", *last]))
+        return ConnectionError(": ".join([f"MCP server {' '.join(self._command)} {end}", *last]))
 
     @contextlib.asynccontextmanager
     async def _streams(self) -> AsyncIterator[tuple]:

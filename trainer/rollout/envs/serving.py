@@ -10,7 +10,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.rollout.envs.environments import Response, load_environment, read_opening, read_step, reset
 from trainer.rollout.peers import read_frame, send_frame
-from trainer.rollout.user_code import describe_error
+from trainer.rollout.user_code import describe_error, is_passing
 
 REQUEST_BYTES = 1 << 30
 
@@ -36,7 +36,7 @@ def serve(connection: socket.socket, name: str) -> None:
         except MemoryError:
             os._exit(1)
         except BaseException as error:
-            answer = {"error": f" raised {describe_error(error)}"}
+            answer = {"error": f" raised {describe_error(error)}", "passing": is_passing(error)}
         send_frame(connection, json.dumps(answer).encode())
 
 

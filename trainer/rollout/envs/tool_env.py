@@ -1,6 +1,5 @@
 """Environments with Python functions as tools: their names, docstrings and type hints are what the model reads of them."""
 
-import asyncio
 import inspect
 import json
 import types
@@ -9,7 +8,7 @@ from typing import Any, Optional
 from unittest import mock
 
 from trainer.errors import UserError
-from trainer.rollout.user_code import describe_error
+from trainer.rollout.user_code import describe_error, is_passing, patiently_tried, settled
 
 FLAG = "--env"
 NO_TOOLS = ("reset", "reward", "close")  # methods that the episode calls itself
@@ -67,19 +66,16 @@ class FunctionEnvironment(ToolEnvironment):
         except TypeError as error:
             return f"error: {name}: {error}", True
         try:
-            value = function(**arguments)
-            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            value = patiently_tried(lambda: settled(function(**arguments)))
             return value if isinstance(value, str) else json.dumps(value, default=str), False
         except Exception as error:  # the model reads what its call did, as from any tool
+            if is_passing(error):  # it did nothing wrong
+                raise
             return f"error: {type(error).__name__}: {error}", True
 
     def close(self) -> None:
         if callable(getattr(self._owner, "close", None)):
             self._owner.close()
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def opening_of(task: dict) -> list[dict]:

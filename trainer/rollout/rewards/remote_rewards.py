@@ -12,10 +12,10 @@ from typing import Optional
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.reward_functions import Scorer, check_scores
+from trainer.rollout.user_code import RETRIED
 
 FLAG = "--remote_rm_url"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
 OF_TEXTS = (400, 413, 422)  # 4xx statuses that one text of a request may cause
 THREADS = 16  # that ask about single responses
 

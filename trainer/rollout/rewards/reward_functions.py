@@ -1,12 +1,15 @@
-"""Scores from Python functions. Every failure there becomes one UserError. HTTP endpoints are in remote_rewards.py."""
+"""Scores from Python functions. Every failure there becomes one UserError, or a `Failed` for each response that it costs.
 
-import asyncio
+HTTP endpoints are in remote_rewards.py.
+"""
+
 import inspect
 import itertools
 import math
 import numbers
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +17,7 @@ from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
 from trainer.rollout.rewards.other_signatures import adapted
-from trainer.rollout.user_code import describe_error, import_code
+from trainer.rollout.user_code import describe_error, import_code, is_passing, patiently_tried, settled
 
 BUILT_IN = {
     **MATH_REWARDS,
@@ -122,15 +125,13 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
     The function also gets `finished`, TOKEN_FACTS and the columns of the dataset for which it has arguments. It may be async.
     If it is not `alone`, a score of None says that the response is not for this function. Such a score is NaN. So is a
     metric that a dict of a response leaves out.
+
+    If a connection fails (`is_passing`), the function is called again, and then for each response alone. Those without a
+    score get a `Failed`. No further response is tried after `timeout` seconds.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
-    def score(prompts, responses, labels, finished, columns=None):
-        if not responses:
-            return [], {}
-        values = {**(columns or {}), "finished": finished}
-        extra = {key: value for key, value in values.items() if takes_any or key in names}
-        extra = {key: value for key, value in extra.items() if key in names or key not in TOKEN_FACTS}
+    def ask(prompts, responses, labels, extra: dict[str, list]) -> tuple[list[float], dict[str, list[float]]]:
         result = _call(where, timeout, function, prompts, responses, labels, **extra)
         result, components = _without_dicts(where, result)
         result, passed = _without_none(result)
@@ -140,7 +141,35 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
         scores, metrics = check_scores(where, result, len(responses))
         return [math.nan if place in passed else score for place, score in enumerate(scores)], metrics | components
 
+    def score(prompts, responses, labels, finished, columns=None):
+        if not responses:
+            return [], {}
+        values = {**(columns or {}), "finished": finished}
+        extra = {key: value for key, value in values.items() if takes_any or key in names}
+        extra = {key: value for key, value in extra.items() if key in names or key not in TOKEN_FACTS}
+        try:
+            return patiently_tried(lambda: ask(prompts, responses, labels, extra))
+        except Failed as failed:
+            return _each_alone(ask, failed, timeout, (prompts, responses, labels), extra)
+
     return score
+
+
+def _each_alone(ask: Callable, failed: Failed, timeout: float, texts: tuple[list, ...], extra: dict[str, list]):
+    """What `ask` gives for each response alone. After the error `failed` of all of them together."""
+    scores, metrics, started = [], {}, time.monotonic()
+    for place in range(len(texts[0])):
+        own, found = [[column[place]] for column in texts], {}
+        try:
+            if len(texts[0]) == 1 or time.monotonic() > started + timeout:
+                raise failed
+            [score], found = ask(*own, {name: [values[place]] for name, values in extra.items()})
+        except Failed as error:
+            score = error
+        scores.append(score)
+        for name, [value] in found.items():
+            metrics.setdefault(name, [math.nan] * len(texts[0]))[place] = value
+    return scores, metrics
 
 
 def _without_dicts(where: str, result: Any) -> tuple[Any, dict[str, list[float]]]:
@@ -183,8 +212,8 @@ def _without_none(result: Any) -> tuple[Any, set[int]]:
 def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
     """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name.
 
-    A function that gave None for a response adds 0 to its sum, as in TRL, and its metric is NaN there. Raises UserError if all
-    of them gave None.
+    A function that gave None for a response adds 0 to its sum, as in TRL, and its metric is NaN there. A `Failed` of one
+    function is that of the sum. Raises UserError if all of them gave None.
     """
 
     def score(*arguments):
@@ -192,12 +221,20 @@ def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
         for name, scorer in scorers.items():
             scores[name], own = scorer(*arguments)
             metrics |= {f"{name}_{metric}": values for metric, values in own.items()}
+        lost = {place: v for values in scores.values() for place, v in enumerate(values) if isinstance(v, Failed)}
         for place, values in enumerate(zip(*scores.values())):
-            if all(map(math.isnan, values)):
+            if place not in lost and all(map(math.isnan, values)):
                 raise UserError(FLAG, f"every function gave None for response {place + 1}", "one that scores it")
-        rows = zip(*scores.values())
-        totals = [sum(w * value for w, value in zip(weights, row) if not math.isnan(value)) for row in rows]
-        return check_scores("--reward_weights", totals, len(totals))[0], scores | metrics
+        rows = enumerate(zip(*scores.values()))
+        totals = [
+            0.0 if place in lost else sum(w * value for w, value in zip(weights, row) if not math.isnan(value))
+            for place, row in rows
+        ]
+        totals, _ = check_scores("--reward_weights", totals, len(totals))
+        scores = {
+            name: [math.nan if place in lost else v for place, v in enumerate(own)] for name, own in scores.items()
+        }
+        return [lost.get(place, total) for place, total in enumerate(totals)], scores | metrics
 
     return score
 
@@ -208,8 +245,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
 
     def run() -> None:
         try:
-            value = function(*arguments, **extra)
-            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            value = settled(function(*arguments, **extra))
             outcome["value"] = _realized(value, limit=len(arguments[1]) + 1)
         except BaseException as error:  # the user's code may raise anything, and call sys.exit()
             outcome["error"] = error
@@ -220,12 +256,9 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
     if thread.is_alive():
         raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
     if "error" in outcome:
-        raise UserError(where, f"raised {describe_error(outcome['error'])}")
+        kind = Failed if is_passing(outcome["error"]) else UserError
+        raise kind(where, f"raised {describe_error(outcome['error'])}")
     return outcome["value"]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _realized(result: Any, limit: int) -> Any:

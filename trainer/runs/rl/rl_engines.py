@@ -18,7 +18,8 @@ from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm_server import VLLMServerEngine
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, load_environment
-from trainer.rollout.envs.episodes import Environments, continue_episodes
+from trainer.rollout.envs.episodes import continue_episodes
+from trainer.rollout.envs.one_episode import Environments
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.episode_queue import QueuedRollouts
 from trainer.rollout.rewards.remote_rewards import read_key
