@@ -28,6 +28,7 @@ from trainer.rollout.samples import Sample
 from trainer.rollout.scoring import TextScores, score_by_texts
 
 EACH, GROUP = 6, 3
+SPLIT = 4  # samples of a group of which ranks have parts
 
 
 class DrawingEngine:
@@ -58,6 +59,15 @@ def whole_rollout(num_ranks: int) -> list:
 
 def reward(prompts, responses, labels, finished, columns):
     return [float(len(response) % 13) for response in responses], {}
+
+
+def longest_of_group(prompts, responses, labels, finished, columns):
+    """A reward that compares the responses of a group: how many of the others are shorter."""
+    groups, lengths = columns["groups"], [len(response) for response in responses]
+    assert all(groups.count(group) == SPLIT for group in groups) and all(label.isdigit() for label in labels)
+    assert all(prompt.startswith("7 7") and response for prompt, response in zip(prompts, responses))
+    pairs = [*zip(groups, lengths)]
+    return [float(sum(other < own for group, other in pairs if group == mine)) for mine, own in pairs], {}
 
 
 def advantages_of(samples: list, strategy) -> torch.Tensor:
@@ -93,6 +103,8 @@ def one_rank(folder: Path, tp: int) -> None:
 
     dist.all_to_all_single, dist.send = counted_exchange, counted_send
     samples = whole_rollout(world)
+    score_by_texts(TextScores(longest_of_group, Words(), (), frozenset({"groups"})), samples, SPLIT)
+    by_group, sent["moved"] = [sample.score for sample in samples], 0
     score_by_texts(TextScores(reward, Words(), ()), samples)
     generated = sum(sample.size().tokens for sample in samples if sample.held.here)
     RolloutsLog(str(folder), Words()).write(0, samples, "link")
@@ -109,7 +121,8 @@ def one_rank(folder: Path, tp: int) -> None:
 
     found = advantages_of(samples, SimpleNamespace(device=torch.device("cpu"), all_reduce=all_reduce))
     torch.save(
-        {"places": places[rank], "samples": samples, "advantages": found, "held": held, "generated": generated, **sent},
+        {"places": places[rank], "samples": samples, "advantages": found, "held": held, "generated": generated, **sent}
+        | {"by_group": by_group},
         folder / f"{rank}.pt",
     )
     dist.barrier()
@@ -125,11 +138,22 @@ def launches(tmp_path_factory):
         assert code == 0, output[-3000:]
         start_process_group(torch.device("cpu"))
         whole = whole_rollout(ranks)
+        score_by_texts(TextScores(longest_of_group, Words(), (), frozenset({"groups"})), whole, SPLIT)
+        of_ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+        assert [sample.score for sample in whole] == of_ranks[0]["by_group"]
         score_by_texts(TextScores(reward, Words(), ()), whole)
         dist.destroy_process_group()
-        of_ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
         found[ranks, tp] = of_ranks, whole, folder
     return found
+
+
+def test_a_reward_gets_whole_groups_wherever_their_samples_are(launches):
+    """On 2, 4 and 8 ranks each rank has the scores of one rank, which are those of a plain loop."""
+    for of_ranks, whole, _ in launches.values():
+        texts = [Words().decode(sample.response_ids) for sample in whole]
+        groups = [texts[start : start + SPLIT] for start in range(0, len(texts), SPLIT)]
+        expected = [float(sum(len(other) < len(own) for other in group)) for group in groups for own in group]
+        assert len(set(expected)) > 1 and all(found["by_group"] == expected for found in of_ranks)
 
 
 def test_each_sample_is_on_the_ranks_that_train_it_and_whole(launches):

@@ -233,6 +233,25 @@ def test_a_connection_that_fails_is_tried_again_and_then_each_response_alone(mon
     assert totals[0] == 14.0 and isinstance(totals[1], Failed) and totals[2] == 15.0
 
 
+def test_a_function_with_the_argument_groups_gets_whole_groups_also_when_each_is_tried_alone(monkeypatch):
+    monkeypatch.setattr(user_code, "PAUSES", (0.01, 0.02))
+    calls = []
+
+    def best(prompts, responses, labels, groups):
+        calls.append(groups)
+        if "bad" in responses:
+            raise ConnectionResetError("gone")
+        longest = {g: max(len(r) for r, own in zip(responses, groups) if own == g) for g in groups}
+        return [float(len(r) == longest[g]) for r, g in zip(responses, groups)]
+
+    functions = {"best": best}
+    assert wanted_facts(functions) == {"groups"} and wanted_columns(functions, ["groups"], "--dataset") == []
+    asked = ["p"] * 4, ["a", "aa", "good", "bad"], [None] * 4, [True] * 4, {"groups": [7, 7, 8, 8]}
+    scores, _ = function_scorer("best", best, 5.0)(*asked)
+    assert scores[:2] == [0.0, 1.0] and all(isinstance(score, Failed) for score in scores[2:])
+    assert calls == [[7, 7, 8, 8]] * 3 + [[7, 7], [8, 8]]
+
+
 @pytest.mark.parametrize(
     "error, passing",
     [
@@ -339,7 +358,7 @@ def test_an_argument_that_is_no_column_is_named_before_the_first_step(tmp_path):
     with pytest.raises(UserError) as error:
         wanted_columns(load_reward_functions(str(tmp_path / "reward.py")), ["id", "level"], "--eval_dataset")
     assert error.value.found == "reward_func takes difficulty, which is no column of --eval_dataset"
-    assert error.value.allowed == "finished, prompt_ids, response_ids, completion_ids, raw_responses, id, level"
+    assert error.value.allowed == "finished, prompt_ids, response_ids, completion_ids, raw_responses, groups, id, level"
 
 
 def test_several_functions_are_weighted_and_each_one_is_a_metric(tmp_path):

@@ -166,8 +166,19 @@ def picky_server():
     server.shutdown()
 
 
+LONGEST = """
+def reward_func(prompts, responses, labels, groups):
+    longest = {group: max(len(r) for r, own in zip(responses, groups) if own == group) for group in groups}
+    return [float(len(response) == longest[group]) for response, group in zip(responses, groups)]
+"""
+
+
 def test_a_run_goes_on_when_a_server_answers_503_for_some_texts(tmp_path):
-    """On two ranks. The rollouts say which samples failed, and training on that file again has the same losses."""
+    """On two ranks. The rollouts say which samples failed, and training on that file again has the same losses.
+
+    In the same launch, a function that compares the responses of a group, which both ranks have parts of.
+    """
+    (tmp_path / "longest.py").write_text(LONGEST)
     make_demo(str(tmp_path / "demo"))
     line = ["train_ppo", "--pretrain", f"{tmp_path}/demo/model", "--dataset", f"{tmp_path}/demo/prompts.jsonl"]
     line += [*SHORT_ROLLOUTS, "--max_samples", "8", "--no_save", "--n_samples_per_prompt", "4", "--max_steps", "4"]
@@ -179,7 +190,18 @@ def test_a_run_goes_on_when_a_server_answers_503_for_some_texts(tmp_path):
         own = [*most, "--output_dir", f"{tmp_path}/own"]
         ahead = [*most, "--max_staleness", "1", "--tis_cap", "2", "--output_dir", f"{tmp_path}/ahead"]
         again = [*line, "--rollouts_from", f"{tmp_path}/own/rollouts.jsonl", "--output_dir", f"{tmp_path}/again"]
-        train_many(2, [own, ahead, again], tmp_path, timeout=280)
+        split = [
+            *line,
+            "--rollout_batch_size",
+            "3",
+            "--train_batch_size",
+            "12",
+            "--reward_func",
+            f"{tmp_path}/longest.py",
+        ]
+        grouped = [*split, "--max_steps", "2", "--output_dir", f"{tmp_path}/grouped"]
+        grouped_ahead = [*split, "--max_staleness", "1", "--tis_cap", "2", "--output_dir", f"{tmp_path}/grouped_ahead"]
+        train_many(2, [own, ahead, again, grouped, grouped_ahead], tmp_path, timeout=280)
         code, output = torchrun(
             2, "-m", "trainer.cli.train_ppo", *line[1:], *asked, "--output_dir", f"{tmp_path}/ended", timeout=120
         )
@@ -195,6 +217,13 @@ def test_a_run_goes_on_when_a_server_answers_503_for_some_texts(tmp_path):
         assert len(steps) == 4 and all(math.isfinite(row["loss"]) for row in steps)
         first = [row for row in rows if row["rollout"] == 0]
         assert steps[0].get("failed_fraction", 0) == sum("failed" in row for row in first) / 16
+    for name in ("grouped", "grouped_ahead"):
+        rows = [json.loads(text) for text in (tmp_path / name / "rollouts.jsonl").read_text().splitlines()]
+        lengths = [len(response_text(tokenizer, row["prompt_ids"], row["response_ids"])) for row in rows]
+        groups = [lengths[start : start + 4] for start in range(0, len(rows), 4)]
+        expected = [float(length == max(group)) for group in groups for length in group]
+        assert len(rows) >= 24 and [row["score"] for row in rows] == expected
+        assert not (tmp_path / name / "ahead").exists()
     for key in ("loss", "grad_norm", "reward"):
         assert [row[key] for row in read_steps(tmp_path / "own")] == [
             row[key] for row in read_steps(tmp_path / "again")

@@ -170,7 +170,7 @@ def _rollout_ahead(run: PPORun, progress: Progress, facts: dict) -> list[Sample]
             sample.number += first
         if any(math.isnan(sample.score) and not sample.failed for sample in samples):
             with timed(facts, "reward"):
-                run.roles.score(samples)
+                run.roles.score(samples, run.options.advantages.group_size)
         check_failed(samples, run.roles.max_failed_share)
         return samples
 

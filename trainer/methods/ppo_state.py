@@ -61,10 +61,10 @@ class PPOOptions:
 
 @dataclass
 class Roles:
-    """The models of a run. `score(samples)` sets the score of every sample, the same on every rank (collective)."""
+    """The models of a run. `score(samples, group_size)` sets the score of every sample, the same on every rank (collective)."""
 
     actor: tuple  # (model, optimizer, scheduler), prepared
-    score: Callable[[list[Sample]], None]
+    score: Callable[[list[Sample], int], None]
     max_failed_share: float = 0.0  # of the samples of a rollout or an evaluation; more end the run
     engine: object = None  # None if rollouts come from a file and nothing is evaluated
     environment: object = None  # an `episodes.Environments`, which also gives the scores

@@ -108,7 +108,7 @@ def _next_samples(roles: Roles, state: RLState, options: PPOOptions, facts: dict
     with timed(facts, "generate"):
         samples = generate(roles, prompts, options.advantages.group_size, options.sampling, **numbers)
     with timed(facts, "reward"):
-        roles.score(samples)
+        roles.score(samples, options.advantages.group_size)
     check_failed(samples, roles.max_failed_share)
     state.prompts.note(samples)
     return samples
@@ -126,7 +126,7 @@ def answers_to(strategy, roles: Roles, evaluation: Evaluation, step: int) -> tup
 
     with offloaded(strategy, roles):
         samples, facts = patiently(answer, strategy, roles)
-        roles.score(samples)
+        roles.score(samples, evaluation.num_each)
         check_failed(samples, roles.max_failed_share)
     return samples, facts
 

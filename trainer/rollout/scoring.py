@@ -1,13 +1,16 @@
 """Score the samples of a rollout with a function of texts, each sample on a rank that has its tokens."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch.distributed as dist
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
 from trainer.rollout.generation import with_errors_of_all_ranks
-from trainer.rollout.rewards.reward_functions import Scorer
+from trainer.rollout.placement import exchange_objects
+from trainer.rollout.rewards.reward_functions import GROUPS, Scorer
 from trainer.rollout.samples import Sample
 
 
@@ -16,7 +19,8 @@ class TextScores:
     """Scores by a function of texts. A call sets score and metrics of every sample, on every rank.
 
     A response is finished if it ends with one of `stop_ids`. It is not finished if it was cut, or if a stop text ended it.
-    `facts` are the names of reward_functions.TOKEN_FACTS that the function also gets, among its columns.
+    `facts` are the names of reward_functions.TOKEN_FACTS that the function also gets, among its columns. With GROUPS among
+    them, it gets all samples of a prompt in one call.
     """
 
     scorer: Scorer
@@ -24,17 +28,26 @@ class TextScores:
     stop_ids: tuple[int, ...]
     facts: frozenset[str] = frozenset()
 
-    def __call__(self, samples: list[Sample]) -> None:
-        score_by_texts(self, samples)
+    @property
+    def takes_groups(self) -> bool:
+        return GROUPS in self.facts
 
-    def score_mine(self, mine: list[Sample]) -> None:
-        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails."""
-        mine = [sample for sample in mine if not sample.failed]
+    def __call__(self, samples: list[Sample], group_size: int) -> None:
+        score_by_texts(self, samples, group_size)
+
+    def score_mine(self, mine: list[Sample], groups: list[int] | None = None) -> None:
+        """Set score and metrics of these samples. Nothing communicates. Raises UserError if the function fails.
+
+        `groups` are the numbers of their prompts, if the function takes groups.
+        """
+        known = [(sample, group) for sample, group in zip(mine, groups or mine) if not sample.failed]
+        mine = [sample for sample, _ in known]
         prompts = [self.tokenizer.decode(sample.prompt_ids) for sample in mine]
         responses = [response_text(self.tokenizer, sample.prompt_ids, sample.response_ids) for sample in mine]
         finished = [bool(sample.response_ids) and sample.response_ids[-1] in self.stop_ids for sample in mine]
         columns = {name: [sample.columns[name] for sample in mine] for name in (mine[0].columns if mine else ())}
-        columns |= {name: [self._fact(name, sample) for sample in mine] for name in self.facts}
+        columns |= {name: [self._fact(name, sample) for sample in mine] for name in self.facts - {GROUPS}}
+        columns |= {GROUPS: [group for _, group in known]} if groups is not None else {}
         scores, metrics = self.scorer(prompts, responses, [sample.label for sample in mine], finished, columns)
         for i, (sample, score) in enumerate(zip(mine, scores)):
             if isinstance(score, Failed):
@@ -61,19 +74,38 @@ def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]
     )
 
 
-def score_by_texts(scores: TextScores, samples: list[Sample]) -> None:
+def score_by_texts(scores: TextScores, samples: list[Sample], group_size: int = 1) -> None:
     """Set score and metrics of every sample, on every rank, with a function of texts.
 
-    Each rank calls it for the samples whose tokens it has (all-gather of scores over the world).
+    Each rank calls it for the samples whose tokens it has (all-gather of scores over the world). If it takes groups, the
+    rank that has the first sample of a prompt calls it for all of them (all-to-all over the world).
 
     Raises:
         UserError: the function failed on one rank. All ranks raise the same error.
     """
-    mine = [(place, sample) for place, sample in enumerate(samples) if sample.held.here]
-    with_errors_of_all_ranks(lambda: scores.score_mine([sample for _, sample in mine]))
-    for of_rank in gather_objects([(place, s.score, s.metrics, s.failed) for place, s in mine]):
+    mine = {place: sample for place, sample in enumerate(samples) if sample.held.here}
+    groups = None
+    if scores.takes_groups:
+        mine = _whole_groups(samples, mine, group_size)
+        groups = [place // group_size for place in mine]
+    with_errors_of_all_ranks(lambda: scores.score_mine([*mine.values()], groups))
+    for of_rank in gather_objects([(place, s.score, s.metrics, s.failed) for place, s in mine.items()]):
         for place, *found in of_rank:
             samples[place].score, samples[place].metrics, samples[place].failed = found
+
+
+def _whole_groups(samples: list[Sample], mine: dict[int, Sample], group_size: int) -> dict[int, Sample]:
+    """The samples by place whose group this rank scores, from the ranks that have them (all-to-all over the world)."""
+    rank, for_ranks = dist.get_rank(), [{} for _ in range(dist.get_world_size())]
+    for place, sample in mine.items():
+        first = samples[place - place % group_size].held.by
+        owner = rank if first is None else first  # None: every rank has all of them
+        texts_only = replace(sample, log_probs=[], kept_ids=[], experts=None)
+        for_ranks[owner][place] = sample if owner == rank else texts_only
+    own, for_ranks[rank] = for_ranks[rank], None
+    for part in exchange_objects([part or None for part in for_ranks]):
+        own |= part or {}
+    return dict(sorted(own.items()))
 
 
 def check_failed(samples: list[Sample], most: float) -> None:

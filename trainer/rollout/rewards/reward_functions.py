@@ -31,8 +31,9 @@ FLAG = "--reward_func"
 OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
 TOKEN_FACTS = ("prompt_ids", "response_ids", "completion_ids", "raw_responses")  # passed to arguments of these names
+GROUPS = "groups"  # a function with this argument gets all responses to a prompt at once
 # a column with one of these names is not passed
-ARGUMENTS = ("prompts", "responses", "labels", "finished", *TOKEN_FACTS)
+ARGUMENTS = ("prompts", "responses", "labels", "finished", *TOKEN_FACTS, GROUPS)
 RESERVED_METRICS = frozenset({"std"})  # the log calls the deviation of scores reward_std
 # score(prompts, responses, labels, finished, columns) -> (scores, further metrics), each with one number per response.
 # `finished` says whether the response ended with a stop token, which the text does not show. `columns`: of the dataset.
@@ -90,17 +91,18 @@ def wanted_columns(functions: dict[str, Callable], columns: list[str], flag: str
     wanted: set[str] = set()
     for name, function in functions.items():
         names, needed, takes_any = extra_arguments(function)
-        missing = next((name for name in needed if name not in (*columns, "finished", *TOKEN_FACTS)), None)
+        missing = next((name for name in needed if name not in (*columns, *ARGUMENTS)), None)
         if missing:
             found = f"reward_func takes {missing}, which is no column of {flag}"
-            raise UserError(f"{FLAG} {name}", found, f"finished, {', '.join([*TOKEN_FACTS, *columns])}")
+            raise UserError(f"{FLAG} {name}", found, ", ".join([*ARGUMENTS[3:], *columns]))
         wanted |= set(columns if takes_any else names)
     return [name for name in columns if name in wanted and name not in ARGUMENTS]
 
 
 def wanted_facts(functions: dict[str, Callable]) -> frozenset[str]:
-    """The names of TOKEN_FACTS that reward functions take as arguments."""
-    return frozenset(name for function in functions.values() for name in extra_arguments(function)[0]) & {*TOKEN_FACTS}
+    """The names of TOKEN_FACTS and GROUPS that reward functions take as arguments."""
+    taken = (name for function in functions.values() for name in extra_arguments(function)[0])
+    return frozenset(taken) & {*TOKEN_FACTS, GROUPS}
 
 
 def load_reward_function(name: str) -> Callable:
@@ -122,12 +124,13 @@ def load_reward_function(name: str) -> Callable:
 def function_scorer(name: str, function: Callable, timeout: float, alone: bool = True) -> Scorer:
     """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
 
-    The function also gets `finished`, TOKEN_FACTS and the columns of the dataset for which it has arguments. It may be async.
+    The function also gets `finished`, TOKEN_FACTS, GROUPS and the columns of the dataset for which it has arguments. It may
+    be async.
     If it is not `alone`, a score of None says that the response is not for this function. Such a score is NaN. So is a
     metric that a dict of a response leaves out.
 
-    If a connection fails (`is_passing`), the function is called again, and then for each response alone. Those without a
-    score get a `Failed`. No further response is tried after `timeout` seconds.
+    If a connection fails (`is_passing`), the function is called again, and then for each response, or group, alone. Those
+    without a score get a `Failed`. No further response is tried after `timeout` seconds.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
@@ -146,7 +149,7 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
             return [], {}
         values = {**(columns or {}), "finished": finished}
         extra = {key: value for key, value in values.items() if takes_any or key in names}
-        extra = {key: value for key, value in extra.items() if key in names or key not in TOKEN_FACTS}
+        extra = {key: value for key, value in extra.items() if key in names or key not in (*TOKEN_FACTS, GROUPS)}
         try:
             return patiently_tried(lambda: ask(prompts, responses, labels, extra))
         except Failed as failed:
@@ -156,19 +159,23 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
 
 
 def _each_alone(ask: Callable, failed: Failed, timeout: float, texts: tuple[list, ...], extra: dict[str, list]):
-    """What `ask` gives for each response alone. After the error `failed` of all of them together."""
-    scores, metrics, started = [], {}, time.monotonic()
-    for place in range(len(texts[0])):
-        own, found = [[column[place]] for column in texts], {}
+    """What `ask` gives for each response alone, or each group if it takes groups. After the error `failed` of all of them."""
+    count, started = len(texts[0]), time.monotonic()
+    scores, metrics, parts = [failed] * count, {}, {}
+    for place, group in enumerate(extra.get(GROUPS, range(count))):
+        parts.setdefault(group, []).append(place)
+    for places in parts.values() if len(parts) > 1 else ():
+        own = [[column[place] for place in places] for column in (*texts, *extra.values())]
         try:
-            if len(texts[0]) == 1 or time.monotonic() > started + timeout:
+            if time.monotonic() > started + timeout:
                 raise failed
-            [score], found = ask(*own, {name: [values[place]] for name, values in extra.items()})
+            found, of_names = ask(*own[: len(texts)], dict(zip(extra, own[len(texts) :])))
         except Failed as error:
-            score = error
-        scores.append(score)
-        for name, [value] in found.items():
-            metrics.setdefault(name, [math.nan] * len(texts[0]))[place] = value
+            found, of_names = [error] * len(places), {}
+        for row, place in enumerate(places):
+            scores[place] = found[row]
+            for name, values in of_names.items():
+                metrics.setdefault(name, [math.nan] * count)[place] = values[row]
     return scores, metrics
 
 

@@ -112,7 +112,8 @@ def rollouts_ahead(run) -> RolloutsAhead:
         partial=args.rollout.partial_rollouts,
         num_episodes=run.options.num_episodes,
     )
-    score_mine = roles.score.score_mine if isinstance(roles.score, TextScores) else None
+    alone = isinstance(roles.score, TextScores) and not roles.score.takes_groups  # a group may be split over ranks
+    score_mine = roles.score.score_mine if alone else None
     options = {"seed": args.batch.seed, "group_size": args.rollout.n_samples_per_prompt}
     if roles.environment is not None:
         options["generate"] = functools.partial(continue_episodes, roles.environment)

@@ -101,7 +101,11 @@ def resume_rollouts(run) -> None:
             f"rollouts {min(found)} to {max(found)} were generated before the resume: they are trained as they are"
         )
     if ahead:
-        ahead.files, ahead.resumed = AheadFiles(run.output_dir) if has_all else None, found
+        later = getattr(
+            run.roles.score, "takes_groups", False
+        )  # in the files, samples without scores lack their columns
+        ahead.files = AheadFiles(run.output_dir) if has_all and not later else None
+        ahead.resumed = found
     else:
         run.ppo.recorded = found
 

@@ -26,7 +26,7 @@ from trainer.runs.run_setup import Setup
 
 
 def build_reward(run, make_batches: Callable) -> Callable:
-    """Return `score(samples)`, which sets the score of every sample on every rank (collective)."""
+    """Return `score(samples, group_size)`, which sets the score of every sample on every rank (collective)."""
     args, setup, functions = run.args, run.setup, run.functions
     if args.scores.reward_pretrain:
         return _reward_models(args, setup, make_batches)
@@ -46,17 +46,17 @@ def build_reward(run, make_batches: Callable) -> Callable:
     elif args.kl.teacher and not args.environment.env:
         return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
-        return lambda samples: None
+        return lambda samples, group_size: None
     return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder), wanted_facts(functions))
 
 
-def _score_nothing(samples: list) -> None:
+def _score_nothing(samples: list, _group_size: int) -> None:
     for sample in samples:
         sample.score = 0.0
 
 
 def _reward_models(args: PPOArguments, setup: Setup, make_batches: Callable) -> Callable:
-    """Return `score(samples)` with the weighted scores of frozen reward models. They read the policy's tokens."""
+    """Return `score(samples, group_size)` with the weighted scores of frozen reward models. They read the policy's tokens."""
 
     models = []
     for name in args.scores.reward_pretrain.split(","):
@@ -81,7 +81,7 @@ def _reward_models(args: PPOArguments, setup: Setup, make_batches: Callable) -> 
 
     stops = stop_ids(setup.tokenizer, setup.folder)
 
-    def score(samples: list) -> None:
+    def score(samples: list, _group_size: int) -> None:
         here = [s for s in samples if s.held.here]
         parts = []
         for where, pad, model, ends, eos in models:
