@@ -1,6 +1,7 @@
 """--add_tokens: the rows of new tokens are the mean of the old ones, on every layout; what is saved loads by transformers."""
 
 import json
+import math
 
 import datasets
 import pytest
@@ -9,6 +10,7 @@ from launch import read_steps, train_many
 from tiny_tokenizers import BPE
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
@@ -103,6 +105,21 @@ LAYOUTS = {
 }
 
 
+def check_preferences(runs, source: str, size: int) -> None:
+    """The pairs have <a> in the chosen answer, and <|call|> nowhere. The loss begins at log 2 only if the reference has both."""
+    begun = AutoModelForCausalLM.from_pretrained(folder_with_tokens(source, NAMES)[0]).get_input_embeddings().weight
+    assert read_steps(runs / "train_dpo")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    kinds = {"train_dpo": AutoModelForCausalLM, "train_rm": AutoModelForSequenceClassification}
+    for command, kind in kinds.items():
+        model = kind.from_pretrained(runs / command / "model")
+        rows = model.get_input_embeddings().weight
+        assert rows.shape == begun.shape and model.config.vocab_size == len(rows) >= size + 2
+        text = AutoTokenizer.from_pretrained(runs / command / "model")("<a><|call|>", add_special_tokens=False)
+        assert text["input_ids"] == [size, size + 1]
+        assert (rows[size] - begun[size]).abs().max() > 1e-3
+    assert torch.equal(rows[size + 1], begun[size + 1])  # of train_rm: no text and no output layer trains it
+
+
 def test_layouts_agree_and_what_is_saved_loads(tmp_path):
     make_demo(str(tmp_path / "demo"))
     source, rows = str(tmp_path / "demo/model"), tmp_path / "rows.jsonl"
@@ -137,6 +154,13 @@ def test_layouts_agree_and_what_is_saved_loads(tmp_path):
         [*given, *flags, "--save_steps", "2", "--output_dir", f"{tmp_path}/{name}"] for name, flags in LAYOUTS.items()
     ]
     again = ["--load_checkpoint", f"{tmp_path}/fsdp2/checkpoints/step_2", "--output_dir", f"{tmp_path}/resumed"]
+    pairs = tmp_path / "pairs.jsonl"
+    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "<a> b"), ("rejected", "d"))}
+    pairs.write_text("".join(json.dumps({"prompt": talk[:1], **sides}) + "\n" for talk in talks))
+    lines += [
+        [command, *given, "--dataset", str(pairs), *LAYOUTS[name], "--output_dir", f"{tmp_path}/{command}"]
+        for command, name in (("train_dpo", "fsdp2"), ("train_rm", "zero3"))
+    ]
     output = train_many(2, [*lines, [*given, *LAYOUTS["zero3"], *again]], tmp_path, timeout=280)
     losses = {name: [row["loss"] for row in read_steps(tmp_path / name)] for name in LAYOUTS}
     assert len(losses["fsdp2"]) == 4
@@ -148,6 +172,7 @@ def test_layouts_agree_and_what_is_saved_loads(tmp_path):
     assert all(torch.equal(tensor, held[1][name]) for name, tensor in held[0].items())
     tokenizer = AutoTokenizer.from_pretrained(source)
     assert f"--add_tokens: <a> is {len(tokenizer)}, <|call|> is {len(tokenizer) + 1}" in output
+    check_preferences(tmp_path, source, len(tokenizer))
     models = {}
     for name in LAYOUTS:
         models[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
