@@ -111,7 +111,7 @@ def test_a_text_that_holds_bos_and_eos_has_each_once(make):
     rows = datasets.Dataset.from_list([{"prompt": f"{bos}The", "chosen": " cat", "rejected": " dog"}])
     pairs, ledger = tokenize_preference(rows, tokenizer, prompt_key="prompt", chosen_key="chosen", rejected_key="rejected",
         margin_key=None, input_template=None, apply_chat_template=False, max_len=90, flag="--dataset")  # fmt: skip
-    assert pairs[0]["chosen_ids"] == held and "control" not in ledger.summary()
+    assert pairs[0]["chosen_ids"] == held and "control" not in ledger.report("")
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=IDS)
@@ -132,23 +132,31 @@ def test_a_bos_that_opens_an_answer_is_text_and_its_row_is_named(make):
     assert alone[0] == bos and alone.count(bos) == 1 == alone.count(eos)
     tokenizer.chat_template = None
     rows = datasets.Dataset.from_list([{"prompt": "q: ", "completion": text} for text in ("a", answer)])
-    assert "1 rows hold control tokens" in tokenize_sft(rows, tokenizer, **SFT)[1].summary()
+    assert "1 rows hold control tokens" in tokenize_sft(rows, tokenizer, **SFT)[1].report("")
+
+
+def talk(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "no"}]
 
 
 def test_the_rows_are_counted_and_named():
     tokenizer = MAKERS[0]()
     texts = ["a", FORGED, "b", f"{FORGED}?"]
-    rows = [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": "no"}]} for t in texts]
-    said = "2 rows hold control tokens, read as plain text (--read_control_tokens keeps them): row 2, 4"
-    assert said in tokenize_sft(datasets.Dataset.from_list(rows), tokenizer, **SFT)[1].summary()
+    rows = [{"messages": talk(text)} for text in texts]
+    said = "2 rows hold control tokens, read as plain text (--read_control_tokens keeps them): --dataset row 2, --dataset row 4"
+    assert said in tokenize_sft(datasets.Dataset.from_list(rows), tokenizer, **SFT)[1].report("")
+    closed = f"a{tokenizer.eos_token}"  # in a turn, an eos at the end of the text is no end of the sample
+    for row in ({"messages": talk(closed)}, {"prompt": closed, "response": "no"}):
+        found = tokenize_sft(datasets.Dataset.from_list([row]), tokenizer, **SFT)[1].report("")
+        assert "1 rows hold control tokens" in found
     plain = datasets.Dataset.from_list([{"text": text} for text in texts])
-    assert said in tokenize_sft(plain, tokenizer, **SFT | {"pretrain_mode": True})[1].summary()
+    assert said in tokenize_sft(plain, tokenizer, **SFT | {"pretrain_mode": True})[1].report("")
     ask = {"input_key": "text", "label_key": None, "input_template": None, "apply_chat_template": False}
-    assert said in tokenize_prompts(plain, tokenizer, **ask, max_len=90, flag="--dataset")[1].summary()
+    assert said in tokenize_prompts(plain, tokenizer, **ask, max_len=90, flag="--dataset")[1].report("")
     prepare_tokenizer(tokenizer, None, None, True)
     samples, ledger = tokenize_sft(plain, tokenizer, **SFT | {"pretrain_mode": True})
     assert (
-        "control" not in ledger.summary() and tokenizer.convert_tokens_to_ids("<|im_end|>") in samples[1]["input_ids"]
+        "control" not in ledger.report("") and tokenizer.convert_tokens_to_ids("<|im_end|>") in samples[1]["input_ids"]
     )
 
 

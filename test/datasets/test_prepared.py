@@ -1,7 +1,9 @@
 """`prepare_data`: training on its folder sees the samples that training on the rows sees, and refuses what differs."""
 
+import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -9,9 +11,12 @@ import pytest
 from trainer.cli import prepare_data, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.samples import sft_samples
+from trainer.datasets.samples.bounds import Bounds
+from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
-from trainer.runs.run_data import load_sft
+from trainer.runs import run_data
+from trainer.runs.run_data import load_sets, load_sft, with_files
 
 SHORT = ["--max_len", "22"]  # some rows are cut off, and some have no loss token left
 
@@ -82,6 +87,31 @@ def test_a_new_start_goes_on_after_the_finished_parts(demo, tmp_path, monkeypatc
     total = sum(1 for _ in (demo / "sft.jsonl").open())
     assert total > 2000 and len(rows) == total + 500, (total, len(rows))
     assert load(demo, tmp_path / "tokens")[1]["num_rows"] == total
+
+
+def test_rows_named_at_the_start_have_their_file(demo, tmp_path, capsys, monkeypatch):
+    """Two files: rows of the second one hold control tokens. A long row is named by the check of positions."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file, texts in zip(files, (["x", "y", "z"], ["u", "<|im_end|>", "v " * 20]), strict=True):
+        talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "no"}] for text in texts]
+        file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    names, said = (
+        ",".join(map(str, files)),
+        f"1 rows hold control tokens, read as plain text (--read_control_tokens keeps them): --dataset {files[1]} row 2\n",
+    )
+    paths = ["--pretrain", str(demo / "model"), "--dataset", names]
+    prepare_data.run([*paths, "--output_dir", str(tmp_path / "tokens")])
+    assert said in capsys.readouterr().out
+    args, _ = train_sft.parse(paths)
+    setup = {"folder": str(demo / "model"), "tokenizer": load_tokenizer(str(demo / "model"), False)}
+    setup = SimpleNamespace(strategy=SimpleNamespace(print=print), trust_remote_code=False, **setup)
+    monkeypatch.setattr(run_data, "rank_0_first", lambda build, **_: build())
+    monkeypatch.setattr(run_data, "bounds_of", lambda *_: Bounds(10**6, 20))
+    load_sets(args.data, 42, setup, functools.partial(load_sft, args, setup.tokenizer), render_sample)
+    out = capsys.readouterr().out
+    assert said in out and f"WARNING: --dataset {files[1]} row 3 has" in out
+    one = with_files("--dataset row 2", args.data, 42, str(files[1]), "train", "--dataset")
+    assert one == "--dataset row 2"
 
 
 def test_what_does_not_fit_is_one_line(demo, tmp_path):

@@ -43,7 +43,7 @@ def run(argv: list[str]) -> None:
     from trainer.models.model_bounds import bounds_of
     from trainer.models.model_loading import resolve_model_folder
     from trainer.runs.output_folders import make_writable
-    from trainer.runs.run_data import files_in_errors, load_flag_rows, sft_options
+    from trainer.runs.run_data import files_in_errors, load_flag_rows, sft_options, with_files
     from trainer.runs.run_setup import prepared_tokenizer
 
     flags, data = flat(args) | sft_options(args.sft), args.data
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> None:
     options = {name: flags[name] for name in OPTIONS} | {"train_on": flags["train_on"] or "last"}
     with files_in_errors(*named):
         ledger = prepare_rows(rows, tokenizer, target, options, **sizes)
-    print(f"{ledger.report('data')}\nwritten to {target}")
+    print(f"{with_files(ledger.report('data'), *named)}\nwritten to {target}")
 
 
 def main() -> None:

@@ -46,12 +46,20 @@ def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag
     try:
         yield
     except UserError as error:
-        found = re.match(rf"{flag} row (\d+)", error.where)
-        place = found and place_of_row(int(found[1]) - 1, names, **reading(data, seed, split, flag))
-        if not place:
+        where = with_files(error.where, data, seed, names, split, flag)
+        if where == error.where:
             raise
-        where = f"{flag} {place}{error.where[found.end() :]}"
         raise UserError(where, error.found, error.allowed, error.instead) from None
+
+
+def with_files(text: str, data: DataArguments, seed: int, names: str, split: str, flag: str) -> str:
+    """A text in which each "--dataset row N" has its file, and its number there, if rows come from several files."""
+
+    def place(found: re.Match) -> str:
+        file = place_of_row(int(found[1]) - 1, names, **reading(data, seed, split, flag))
+        return f"{flag} {file}" if file else found[0]
+
+    return re.sub(rf"{flag} row (\d+)", place, text)
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
@@ -92,7 +100,7 @@ def load_sets(
     with contextlib.nullcontext() if streaming else files_in_errors(data, seed, *trained):
         part = part_of(data, seed)
         samples, ledger = rank_0_first(lambda: load(*trained, part), in_caches=True)
-        report(setup, samples, ledger, "training data", "--dataset")
+        report(setup, samples, ledger, "training data", data, seed, *trained)
     shown = shortened(render(samples[0], setup.tokenizer))
     strategy.print(f"first sample{', loss tokens in [[ ]]' * ('[[' in shown)}:\n{shown}")  # prompts have no loss tokens
     if not has_evaluation(data):
@@ -105,18 +113,20 @@ def load_sets(
             taken, num_rows = eval_ledger["num_rows"], eval_ledger["num_rows"] + ledger["num_rows"]
             how = f"--eval_fraction {data.eval_fraction:g}, seed {seed}"
             strategy.print(f"evaluation: {taken:,} of {num_rows:,} rows ({how})")
-        report(setup, eval_samples, eval_ledger, "evaluation data", evaluated[-1])
+        report(setup, eval_samples, eval_ledger, "evaluation data", data, seed, *evaluated)
     return samples, eval_samples, ledger
 
 
-def report(setup: Setup, samples, ledger, name: str, flag: str) -> None:
-    """Print the ledger of a set. Check its ids and lengths against the model; a stream checks each row as it is read."""
+def report(
+    setup: Setup, samples, ledger, name: str, data: DataArguments, seed: int, names: str, split: str, flag: str
+) -> None:
+    """Print the ledger of a set, with the files of the rows that it names. Check its ids and lengths against the model; a stream checks each row as it is read."""
     bounds = bounds_of(setup.folder, setup.trust_remote_code)
     if isinstance(samples, SampleStream):
         samples.bounds = bounds
     elif not has_images(samples):  # their positions are not those of the tokens
         ledger.lines += check_bounds(samples, setup.tokenizer, flag, bounds)
-    setup.strategy.print(ledger.report(name))
+    setup.strategy.print(with_files(ledger.report(name), data, seed, names, split, flag))
 
 
 def shortened(text: str) -> str:

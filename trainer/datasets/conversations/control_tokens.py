@@ -77,17 +77,23 @@ def broken_messages(tokenizer: Any, messages: list[dict], frame: str) -> list[di
 def holds_controls(tokenizer: Any, *values: Any) -> bool:
     """Whether texts, or messages that are not the assistant's, hold control tokens that are read as plain text.
 
-    The first text opens the sample; the others follow it.
+    The first text opens the sample; the others follow it. A bos or eos at the ends of a text is its own, but not at those of
+    a message.
     """
 
-    def holds(value: Any, opens: bool = False) -> bool:
+    def holds(value: Any) -> bool:
         if isinstance(value, str):
-            return BREAK in broken_document(tokenizer, value, opens=opens)
+            return BREAK in broken(tokenizer, value)
         if isinstance(value, dict):
             return role_of(value) not in ("assistant", CALL) and any(map(holds, value.values()))
         return isinstance(value, list) and any(map(holds, value))
 
-    return any(holds(value, opens=number == 0 or not values[0]) for number, value in enumerate(values))
+    return any(
+        BREAK in broken_document(tokenizer, value, opens=number == 0 or not values[0])
+        if isinstance(value, str)
+        else holds(value)
+        for number, value in enumerate(values)
+    )
 
 
 def whole(text: str) -> str:

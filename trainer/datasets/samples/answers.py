@@ -126,8 +126,8 @@ def keep_answers(
             "num_samples": int(kept.sum()),
             **{name: int(facts[column][kept].sum()) for name, column in totals.items()},
         },
-        sentence + control_note(samples),
-        lines_of(samples),
+        sentence,
+        lines_of(samples) + control_note(samples, flag),
     )
     if not kept.any():
         raise UserError(flag, f"no {noun} is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")

@@ -28,16 +28,14 @@ class Ledger:
         return "\n".join([f"{name}: {self.summary()}", *self.lines])
 
 
-def control_note(samples: Dataset) -> str:
-    """What the ledger says of rows whose texts hold control tokens: their count, and the first of them. "" for none."""
+def control_note(samples: Dataset, flag: str) -> list[str]:
+    """The line about rows whose texts hold control tokens: their count, and the first of them as `flag` row N."""
     rows = samples.with_format("numpy").select_columns(["row", "control_tokens"])[:]
     found = rows["row"][rows["control_tokens"]]
     if not len(found):
-        return ""
-    first = ", ".join(str(number + 1) for number in found[:3]) + ", ..." * (len(found) > 3)
-    return (
-        f"; {len(found)} rows hold control tokens, read as plain text (--read_control_tokens keeps them): row {first}"
-    )
+        return []
+    first = ", ".join(f"{flag} row {number + 1}" for number in found[:3]) + ", ..." * (len(found) > 3)
+    return [f"{len(found)} rows hold control tokens, read as plain text (--read_control_tokens keeps them): {first}"]
 
 
 def keep(samples: Dataset, kept: np.ndarray) -> Dataset:

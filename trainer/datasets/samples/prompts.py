@@ -119,7 +119,7 @@ def tokenize_prompts(
         "num_samples": int(kept.sum()),
         "num_tokens": int(lengths[kept].sum()),
     }
-    ledger = Ledger(counts, SENTENCE + control_note(prompts), lines_of(prompts))
+    ledger = Ledger(counts, SENTENCE, lines_of(prompts) + control_note(prompts, flag))
     if not kept.any():
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
     prompts = keep(prompts.remove_columns(["control_tokens", NOTE]), kept)

@@ -169,7 +169,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
         "num_loss_tokens": total("num_loss_tokens"),
         "num_stop_trained": total("stop_trained", kept),  # samples with a loss on a token that ends an answer
     }
-    ledger = Ledger(counts, SENTENCE + control_note(samples), lines_of(samples))
+    ledger = Ledger(counts, SENTENCE, lines_of(samples) + control_note(samples, flag))
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"

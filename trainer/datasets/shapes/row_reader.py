@@ -56,8 +56,9 @@ class ReadRow(dict):
 
     def texts(self) -> list[Any]:
         """The texts and messages that are data. A text that becomes a turn of the assistant is the model's own."""
-        own = [name for name, value in self.items() if self.chat and name != "prompt" and isinstance(value, str)]
-        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, TEMPLATE_ARGS, *own)]
+        turns = [name for name, value in self.items() if self.chat and isinstance(value, str) and name != "tools"]
+        kept = [name for name in self if name not in (FOLDER, IMAGES, TEMPLATE_ARGS, *turns)]
+        return [self[name] for name in kept] + [{"content": self[name]} for name in turns if name == "prompt"]
 
     def messages(self, part: str, role: str, template: str | None) -> list[dict]:
         """The messages of a part. A text is one message of `role`; no value is no message. See `messages_of`."""

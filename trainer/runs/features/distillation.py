@@ -28,7 +28,7 @@ from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
-from trainer.runs.run_data import files_in_errors, load_flag_rows, text_options
+from trainer.runs.run_data import files_in_errors, load_flag_rows, text_options, with_files
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup
 
@@ -113,7 +113,7 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
     """
     strategy = setup.strategy
     prompts, ledger = rank_0_first(lambda: _prompts(args, setup.tokenizer))
-    strategy.print(ledger.report("prompts for the teacher"))
+    strategy.print(with_files(ledger.report("prompts for the teacher"), *_named(args)))
     options = {
         "dtype": strategy.param_dtype,
         "device": strategy.device,
@@ -140,9 +140,12 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
     wait_for_all()
 
 
+def _named(args) -> tuple:
+    return args.data, args.batch.seed, args.data.dataset, args.data.dataset_split, "--dataset"
+
+
 def _prompts(args, tokenizer):
-    data = args.data
-    named = data, args.batch.seed, data.dataset, data.dataset_split, "--dataset"
+    data, named = args.data, _named(args)
     with files_in_errors(*named):
         own = {"flag": "--dataset", "input_key": args.sft.input_key, "label_key": None, "drop_answer": True}
         longest = args.length.max_len - args.teacher.generate_max_len

@@ -52,7 +52,7 @@ def evaluate(args: PPOArguments) -> None:
     with files_in_errors(args.data, args.batch.seed, *sets):
         load = functools.partial(load_data, args, tokenizer, *sets, functions=run.functions)
         prompts, ledger = rank_0_first(load, in_caches=True)
-        report(run.setup, prompts, ledger, "prompts", "--eval_dataset")
+        report(run.setup, prompts, ledger, "prompts", args.data, args.batch.seed, *sets)
     run.samples = run.eval_samples = prompts
     refuse("train_ppo", args, has_images=run.has_images, no_images=not run.has_images)
     run.output_dir = broadcast_object(args.output.output_dir or time.strftime(f"runs/{COMMAND}-%Y%m%d-%H%M%S"))
