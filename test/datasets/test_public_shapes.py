@@ -42,15 +42,17 @@ TASKS = {"sft": tokenize_sft, "pairs": tokenize_preference, "answer": tokenize_u
 BODY = "{% for m in messages %}{{ HEAD + m.role + '\n' + m.content + END + '\n' }}{% endfor %}"
 BODY += "{% if add_generation_prompt %}{{ HEAD + 'assistant\n' }}{% endif %}"
 MARKS = {"BPE": ("<|im_start|>", "<|im_end|>"), "SentencePiece": ("# ", "</s>")}
+MARKS["BPE with another eos"] = MARKS["BPE"]
 
 
 @functools.cache
 def tokenizer_of(kind: str):
     head, end = MARKS[kind]
     template = BODY.replace("HEAD", f"'{head}'").replace("END", f"'{end}'")
-    if kind == "BPE":
+    if kind != "SentencePiece":
         file = DATA / "tokenizers" / "torchtune-tiny-bpe-2k" / "tokenizer.json"
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
+        eos = "<|im_end|>" if kind == "BPE" else "<|endoftext|>"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=eos)
     else:
         tokenizer = AutoTokenizer.from_pretrained(DATA / "models" / "stories260K-hf")
     tokenizer.chat_template = template
@@ -109,6 +111,8 @@ def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
     task = shape["task"]
     samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, **shape["flags"])
     assert len(samples) == len(shape["want"])
+    if "labels" in shape:
+        assert samples["label"][:] == shape["labels"]
     said = ledger.lines[0].partition(" of them: ")[2] or ledger.lines[0]
     assert f"{start_of_table_row(shape)}{said} |" in PAGE.read_text()
     for sample, want in zip(samples, shape["want"], strict=True):
@@ -198,12 +202,14 @@ REFUSED = {
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "train_dpo or train_rm for pairs"),
     "nothing": ({"foo": "b"}, "nothing says what to learn from the columns foo"),
     "a bad answer": (talk(ANSWER, label=False), "column label: says whether the answer is good"),
+    "a bad answer as a text": (talk(ANSWER, label="False"), "column label: says whether the answer is good"),
+    "not a number": ({"question": "a", "answer": float("nan")}, "column answer: nan, a number"),
     "a weight": (talk(ANSWER, weight=0.5), "column weight: would change the loss"),
     "an article": ({"article": "x", "question": "a", "answer": "b"}, "column article: would change the text"),
     "thoughts beside": ({"thinking": "x", "question": "a", "answer": "b"}, "column thinking: would change the text"),
     "one message of a tree": ({"text": "b", "role": "prompter"}, "column role: would change the text"),
     "no answer": ({"question": "a", "answer": None}, "column answer: no value"),
-    "texts as an answer": ({"question": "a", "answer": ["b", "c"]}, "column answer message 1: no role"),
+    "texts as an answer": ({"question": "a", "answer": ["b", "c"]}, "column answer: a list of texts"),
     "two texts": (talk({**ANSWER, "value": "c"}), "message 2: two different texts"),
     "a mask": (talk({**ANSWER, "mask": True}), "message 2: the chat template does not read its key 'mask'"),
     "a broken call": (talk({"role": "function_call", "content": "tide()"}), "a call of a tool that cannot be read"),
@@ -264,6 +270,38 @@ def test_an_object_is_no_label_to_compare_with(tmp_path):
     row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": {"style": "rule", "ground_truth": "12"}}
     with pytest.raises(UserError, match=r"row 1: --label_key reward_model: an object.*reward_model\.ground_truth"):
         tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model", needs_labels=True)
+
+
+def test_a_key_inside_a_text_is_refused(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": '{"ground_truth": "12"}'}
+    with pytest.raises(UserError, match="row 1: column reward_model: a text, so it has no key 'ground_truth'"):
+        tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model.ground_truth")
+
+
+def test_numbers_and_labels_of_a_csv_file(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,chosen,rejected,gap,label\na,b,c,0.5,TRUE\n")
+    rows, flags = load_rows(str(path), flag="--dataset", split="train"), COMMON | {"apply_chat_template": True}
+    pairs, _ = tokenize_preference(rows, tokenizer_of("BPE"), **flags | FLAGS["pairs"] | {"margin_key": "gap"})
+    assert pairs["margin"][:] == [0.5]
+    for gap in (" ", "inf", "wide"):
+        row = {"prompt": "a", "chosen": "b", "rejected": "c", "gap": gap}
+        with pytest.raises(UserError, match=r"row 1: --margin_key gap: .* \(allowed: a number\)"):
+            tokenize("pairs", [row], tmp_path, "BPE", margin_key="gap")
+    [answer], _ = tokenize_unpaired(rows, tokenizer_of("BPE"), **flags | FLAGS["answer"] | {"completion_key": "chosen"})
+    assert answer["label"] is True
+    with pytest.raises(UserError, match="row 1: --label_key label: 'good' "):
+        tokenize("answer", [{"prompt": "a", "completion": "b", "label": "good"}], tmp_path, "BPE")
+
+
+def test_what_is_said_of_answers_that_teach_nothing_or_repeat_their_prompt(tmp_path):
+    row = {"prompt": "a b", "chosen": "c", "rejected": "c"}
+    with pytest.raises(UserError, match=r"no pair is left .*\(allowed: answers that differ\)"):
+        tokenize("pairs", [row], tmp_path, "BPE")
+    twice = {"prompt": "a b", "chosen": "a b c", "rejected": "a b d"}
+    said = "answers that begin with the text of their prompt keep it, so it is there twice"
+    assert said in tokenize("pairs", [twice], tmp_path, "BPE")[1].lines
+    assert said not in tokenize("pairs", [{**twice, "rejected": "d"}], tmp_path, "BPE")[1].lines
 
 
 def test_a_template_without_tools_is_named_as_the_cause(tmp_path):

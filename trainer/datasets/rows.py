@@ -3,6 +3,7 @@
 They raise UserError if a value has another type than its key needs.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,16 @@ class AsWritten(dict):
 
 
 def lookup(row: Any, key: str) -> Any:
-    """The value of a column, or of a key inside it: `reward_model.ground_truth`. None if there is none."""
+    """The value of a column, or of a key inside it: `reward_model.ground_truth`. None if there is none.
+
+    Raises: UserError if the key is inside a text, such as the JSON of an object.
+    """
     if key in row:
         return row[key]
     head, _, rest = key.partition(".")
     inner = row.get(head) if rest else None
+    if isinstance(inner, str):
+        raise UserError(f"column {head}", f"a text, so it has no key {rest!r}", "an object")
     return lookup(inner, rest) if isinstance(inner, dict) else None
 
 
@@ -51,7 +57,13 @@ def text_value(value: Any, where: str, numbers: bool = False) -> str:
         return value
     if numbers and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if numbers and isinstance(value, float) and not value.is_integer() and "e" not in repr(value):
+    if (
+        numbers
+        and isinstance(value, float)
+        and math.isfinite(value)
+        and not value.is_integer()
+        and "e" not in repr(value)
+    ):
         return repr(value)
     if isinstance(value, dict):
         found = f"an object with the keys {', '.join(value)}"
@@ -59,6 +71,24 @@ def text_value(value: Any, where: str, numbers: bool = False) -> str:
     if numbers and isinstance(value, float):
         raise UserError(where, f"{value!r}, a number that the file may write in another way", "the number as a text")
     raise UserError(where, kind_of(value), "a text")
+
+
+def truth_value(value: Any) -> bool | None:
+    """A truth value: true or false, 1 or 0, also as a text of a CSV file in any case. None for another value."""
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def number_value(value: Any, where: str) -> float:
+    """A finite number, also as a text of a CSV file. Raises UserError for another value."""
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, str)) else float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(where, repr(value), "a number")
+    return number
 
 
 @contextmanager

@@ -53,7 +53,12 @@ IGNORE = "--ignore_columns"
 def role_of(message: dict) -> str | None:
     """The role of a message under any of its public names, or None."""
     name = next((message[key] for key in ("role", "from") if message.get(key) is not None), None)
-    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    return _role_named(name)
+
+
+def _role_named(name: Any) -> str | None:
+    """The role of a name. Case, and a hyphen or a space for an underscore, do not count."""
+    return ROLES.get(re.sub(r"[\s-]+", "_", name.strip().lower())) if isinstance(name, str) else None
 
 
 def messages_of(value: Any, where: str, notes: Notes | None = None, template: str | None = None) -> list[dict]:
@@ -79,8 +84,13 @@ def messages_of(value: Any, where: str, notes: Notes | None = None, template: st
 
 
 def as_single_messages(value: list) -> list:
-    """The items of a conversation as single messages: [{human, assistant}] and [[question, answer]] become two each."""
+    """The items of a conversation as single messages: [{human, assistant}] and [[question, answer]] become two each.
+
+    Pairs that all begin with the name of a role are messages: [["human", question], ["gpt", answer]].
+    """
     messages = []
+    if value and all(isinstance(item, list) and len(item) == 2 and _role_named(item[0]) for item in value):
+        value = [{"role": role, "content": text} for role, text in value]
     for item in value:
         if isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item):
             messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), item)]

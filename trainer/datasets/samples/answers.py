@@ -130,7 +130,9 @@ def keep_answers(
         lines_of(samples) + control_note(samples, flag),
     )
     if not kept.any():
-        raise UserError(flag, f"no {noun} is left ({ledger.summary()})", f"answers that fit into --max_len {max_len}")
+        wanted = {IDENTICAL: "answers that differ", EMPTY: "answers that are not empty"}
+        allowed = wanted.get(max(fates, key=all_fates.count), f"answers that fit into --max_len {max_len}")
+        raise UserError(flag, f"no {noun} is left ({ledger.summary()})", allowed)
     return keep(samples.remove_columns(["fate", "truncated", "control_tokens", NOTE]), kept), ledger
 
 

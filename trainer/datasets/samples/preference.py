@@ -10,7 +10,7 @@ from datasets import Dataset, Features, List, Value
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, lookup, within
+from trainer.datasets.rows import check_keys, lookup, number_value, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -141,12 +141,7 @@ def _tokenize_row(
 
 
 def _margin(row: Any, key: str | None) -> float:
-    if key is None:
-        return 0.0
-    margin = lookup(row, key)
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
-        raise UserError(f"--margin_key {key}", repr(margin), "a number")
-    return float(margin)
+    return 0.0 if key is None else number_value(lookup(row, key), f"--margin_key {key}")
 
 
 def _check_shared_turns(row: ReadRow) -> None:

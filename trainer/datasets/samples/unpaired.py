@@ -10,7 +10,7 @@ from datasets import Dataset, Features, List, Value
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
-from trainer.datasets.rows import check_keys, lookup, within
+from trainer.datasets.rows import check_keys, lookup, truth_value, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -115,17 +115,18 @@ def _tokenize_row(
 ) -> dict[str, Any]:
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
-        label = lookup(row.columns, label_key)
+        found = lookup(row.columns, label_key)
+        label = truth_value(found)
         ids, mask = tokenize_answer(row, "completion", tokenizer, options)
-        if label not in (0, 1):  # True and False are among them
-            raise UserError(f"--label_key {label_key}", repr(label), "true or false, 1 or 0")
+        if label is None:
+            raise UserError(f"--label_key {label_key}", repr(found), "true or false, 1 or 0")
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
     fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
     return {
         "input_ids": cut,
         "loss_mask": cut_mask,
         "start": cut_mask.index(1) if fate == KEPT else len(cut),
-        "label": bool(label),
+        "label": label,
         "num_tokens": len(cut),
         "num_loss_tokens": 1,
         "row": index,

@@ -1,6 +1,7 @@
 """The part of a row before its answer: a conversation, or a text with its second text, system text and earlier turns."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -16,6 +17,8 @@ from trainer.datasets.shapes.columns import (
     Columns,
 )
 from trainer.errors import UserError
+
+ROLE_KEY = re.compile(r'"(role|from)"\s*:')
 
 
 @dataclass
@@ -105,14 +108,23 @@ def _has_role(message: Any) -> bool:
 
 
 def is_conversation(name: str, value: Any) -> bool:
-    """Whether a column holds messages: a list, one message, or the JSON of a list under a name of conversations."""
+    """Whether a column holds messages: a list, one message, or their JSON. Other lists only have names of conversations."""
     is_json = isinstance(value, str) and name in CONVERSATIONS and isinstance(raw_messages(value), list)
-    return is_json or isinstance(value, (list, dict))
+    return is_json or isinstance(value, (list, dict)) or is_json_of_messages(value)
+
+
+def is_json_of_messages(value: Any) -> bool:
+    """Whether a text is the JSON of messages with roles, as in files without nested columns."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or not ROLE_KEY.search(value):
+        return False
+    messages = raw_messages(value)
+    return isinstance(messages, list) and bool(messages) and all(map(_has_role, messages))
 
 
 def raw_messages(value: Any, texts: bool = False) -> Any:
     """A list of single messages, also from one message, from pairs, or from the JSON of a list. Another value stays.
 
+    An object of lists, as Arrow has a sequence of objects, is a list of objects: {role: [...], content: [...]}.
     `texts`: a list of texts has the turns of the user and the assistant, the user's first (LIMA).
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -122,9 +134,19 @@ def raw_messages(value: Any, texts: bool = False) -> Any:
             return value
     if isinstance(value, dict) and role_of(value):
         value = [value]
+    elif isinstance(value, dict) and is_transposed(value):
+        columns = {key: items for key, items in value.items() if items is not None}
+        value = [dict(zip(columns, items)) for items in zip(*columns.values())]
     if texts and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         value = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), value)]
     return as_single_messages(value) if isinstance(value, list) else value
+
+
+def is_transposed(value: dict) -> bool:
+    """Whether an object has the lists of a conversation's roles and texts, all of one length."""
+    lists = [items for items in value.values() if items is not None]
+    has_roles = any(isinstance(value.get(key), list) for key in ("role", "from"))
+    return has_roles and all(isinstance(items, list) for items in lists) and len(set(map(len, lists))) == 1
 
 
 def is_answer(message: Any) -> bool:

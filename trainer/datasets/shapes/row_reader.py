@@ -27,6 +27,8 @@ from trainer.datasets.shapes.prompt_part import (
     add_system,
     all_text,
     is_answer,
+    is_json_of_messages,
+    is_transposed,
     prompt_part,
     raw_messages,
     texts_of,
@@ -149,7 +151,9 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
         return _text(reader, columns)
     for name in LABELS:
-        if isinstance(columns.row.get(name), bool) and name not in columns.taken:
+        value = columns.row.get(name)
+        is_verdict = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
+        if is_verdict and name not in columns.taken:
             found = "says whether the answer is good, which is not used here"
             raise UserError(f"column {name}", found, f"train_dpo --loss kto, or {IGNORE} {name}")
     answer = reader.answer_keys[0] if reader.answer_keys else None
@@ -250,10 +254,19 @@ def _with_answers(
         prompt.value = _without_shared(prompt, value)
     if len(whole) < sum(value is not None for value in answers.values()):
         prompt.value = _without_answer(prompt, answers)
+    if _is_repeated(prompt.value, answers):
+        notes.facts.add("answers that begin with the text of their prompt keep it, so it is there twice")
     says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
     where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
     where["prompt"] = prompt.where
     return _Found("", {"prompt": prompt.value, **answers}, where, says, _is_chat(reader, prompt))
+
+
+def _is_repeated(prompt: Any, answers: dict[str, Any]) -> bool:
+    """Whether texts of all answers begin with the text of the prompt."""
+    texts = [value for value in answers.values() if isinstance(value, str)]
+    start = prompt.strip() if isinstance(prompt, str) else ""
+    return bool(start and texts) and all(text.lstrip().startswith(start) for text in texts)
 
 
 def _without_answer(prompt: PromptPart, answers: dict[str, Any]) -> Any:
@@ -305,9 +318,11 @@ _READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _rea
 
 def _answer(value: Any, where: str) -> Any:
     """An answer: a text, the text of a number, or raw messages."""
-    if isinstance(value, list) or (isinstance(value, dict) and role_of(value)):
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        raise UserError(where, "a list of texts", "one text, or messages")
+    if isinstance(value, list) or (isinstance(value, dict) and (role_of(value) or is_transposed(value))):
         return raw_messages(value)
-    return text_value(value, where, numbers=True)
+    return raw_messages(value) if is_json_of_messages(value) else text_value(value, where, numbers=True)
 
 
 def _is_chat(reader: RowReader, prompt: PromptPart) -> bool:
