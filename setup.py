@@ -47,6 +47,7 @@ setup(
         "lora": ["peft>=0.19"],
         "qlora": ["peft>=0.19", "bitsandbytes>=0.48"],
         "gguf": ["gguf>=0.10", "accelerate>=1"],
+        "fp8": ["torchao>=0.18"],
         "math": ["math-verify>=0.9"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],

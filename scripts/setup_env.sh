@@ -11,6 +11,9 @@ if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
     [[ -x "$ROOT/.venv/bin/python" ]] || "$PYTHON" -m venv "$ROOT/.venv"
     "$ROOT/.venv/bin/pip" install --quiet --upgrade-strategy only-if-needed -c "$ROOT/constraints.txt" "torch==2.13.0"
     "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    # apart: transformers imports torchao wherever it is installed, and each start would take half a second more
+    "$ROOT/.venv/bin/pip" install --quiet --no-deps -c "$ROOT/constraints.txt" --target "$ROOT/.venv/apart" --upgrade torchao ||
+        echo "torchao is not installed: the tests of --fp8 are skipped"
     echo "$WANTED" > "$STAMP"
 fi
 )

@@ -38,6 +38,9 @@ class ModelArguments:
         False, "with --gradient_checkpointing on CUDA: keep each decoder layer's input in host memory"
     )
     compile: bool = arg(False, "torch.compile layers, and decoding by the hf engine: slow at first, then faster")
+    fp8: Optional[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]] = arg(
+        None, "multiply in decoder layers in float8, by this recipe of torchao; emulated on a CPU, which is slow"
+    )
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
     print_model: bool = arg(
         False, "print the layers and sizes of the model before training, and which flags it refuses"

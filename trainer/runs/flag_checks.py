@@ -49,6 +49,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     check_secrets(flat(args))
     if args.optimizer.lr_scheduler not in SCHEDULES:
         raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))
+    check_packages(args)
     check_adapter(args.lora)
     output_folders.check_trackers(args.output)
     flags = args.checkpoint
@@ -96,15 +97,20 @@ def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
     lora.target_modules = ",".join(names) if names else None
 
 
-def check_adapter(flags: LoraArguments) -> None:
-    """Raise UserError for a missing package, or for values that no adapter can have."""
+def check_packages(args) -> None:
+    """Raise UserError if a flag needs a package that is not installed."""
     needed = {
-        "--lora_rank": ("peft", "lora", flags.lora_rank),
-        "--load_in_4bit": ("bitsandbytes", "qlora", flags.load_in_4bit),
+        "--lora_rank": ("peft", "lora", args.lora.lora_rank),
+        "--load_in_4bit": ("bitsandbytes", "qlora", args.lora.load_in_4bit),
+        "--fp8": ("torchao", "fp8", args.model.fp8),
     }
     for flag, (package, extra, is_used) in needed.items():
         if is_used and importlib.util.find_spec(package) is None:
             raise UserError(flag, f"{package} is not installed", f"pip install -e '.[{extra}]'")
+
+
+def check_adapter(flags: LoraArguments) -> None:
+    """Raise UserError for values that no adapter can have."""
     if flags.lora_dropout == 1:
         raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
     if flags.target_modules is not None and not names_of(flags.target_modules):

@@ -23,6 +23,7 @@ from trainer.models.folder_faults import check_tokens, load_fault
 from trainer.models.layers.activation_offload import offload_layer_inputs
 from trainer.models.layers.activations import recompute_layers
 from trainer.models.layers.compiled import compile_layers
+from trainer.models.layers.float8 import use_float8
 from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
 from trainer.models.layers.rotary_lengths import fit_rotary
 from trainer.models.layers.vision import set_learning_rate
@@ -89,6 +90,8 @@ def change_layers(flags: ModelArguments, setup: Setup, model) -> None:
     """Change the layers of a loaded model: what backward recomputes, rotary tables, packed and split rows."""
     strategy, is_split = setup.strategy, setup.sp_group is not None
     tp_group = strategy.meshes.root["tp"].get_group() if strategy.sizes.tp > 1 else None
+    if flags.fp8:
+        use_float8(model, flags.fp8, strategy.device)
     if flags.gradient_checkpointing or flags.selective_checkpointing:
         recompute_layers(model, selective=flags.selective_checkpointing)
         if flags.activation_offload:

@@ -31,6 +31,7 @@ class StrategyOptions:
     use_dora: bool = False
     load_in_4bit: bool = False
     compile: bool = False
+    fp8: Optional[str] = None
     reduce_once: bool = False
     reduce_dtype: str = "fp32"
     optim: str = "adamw"

@@ -77,6 +77,8 @@ FEATURES = {
     "Adam offload, ZeRO 3": Feature(f"{ZERO} 3 --adam_offload"),
     "8-bit Adam": Feature("--optim adamw_8bit", tolerance=5e-2),
     "compiled": Feature("--packing_samples --compile"),
+    "fp8": Feature("--packing_samples --fp8 rowwise", tolerance=5e-2, needs="torchao"),
+    "fp8, compiled": Feature("--packing_samples --fp8 tensorwise --compile", tolerance=5e-2, needs="torchao"),
     "fp16, FSDP2": Feature("--param_dtype fp16", every_step=False),  # its scale may skip the first steps
     "fp16, ZeRO 2": Feature(f"{ZERO} 2 --param_dtype fp16", every_step=False),
     "LoRA, FSDP2": Feature("--lora_rank 8", every_step=False, needs="peft"),
