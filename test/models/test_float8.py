@@ -90,6 +90,13 @@ def test_only_linear_layers_of_decoder_layers_change_and_no_name_does():
     assert list(model.state_dict()) == names
 
 
+def test_a_gpu_without_float8_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(UserError, match="--fp8: rowwise on NVIDIA A100, which has no float8"):
+        use_float8(make_model("qwen3"), "rowwise", torch.device("cuda"))
+
+
 def test_a_model_without_a_fitting_layer_is_refused():
     model = make_model("qwen3")
     model._no_split_modules = []
