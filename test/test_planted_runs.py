@@ -195,9 +195,8 @@ def test_a_report_of_a_planted_run_has_no_markup_of_it(tmp_path):
 
 def test_a_model_card_is_plain_text(tmp_path):
     config = {"pretrain": EVIL, "dataset": EVIL, "lora_rank": None}
-    ledger = SimpleNamespace(summary=lambda: EVIL)
     progress = SimpleNamespace(step=1, skipped_steps=0, tokens_seen=2)
-    write_model_card(str(tmp_path), "train_sft", config, progress, ledger, {})
+    write_model_card(str(tmp_path), "train_sft", config, progress, EVIL, {})
     _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["base_model"] == EVIL
     assert "<script" not in card and "\x1b" not in card and card.count("\n# ") == 1
@@ -218,7 +217,7 @@ def test_a_model_card_says_what_came_out(tmp_path):
     progress = SimpleNamespace(step=2, skipped_steps=0, tokens_seen=2)
     for command, tag in (("train_dpo", "text-generation"), ("train_rm", "text-classification")):
         results = final_values(str(tmp_path))
-        write_model_card(str(tmp_path), command, config, progress, SimpleNamespace(summary=lambda: "2 rows"), results)
+        write_model_card(str(tmp_path), command, config, progress, "2 rows", results)
         _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
         head = yaml.safe_load(front)
         assert (head["datasets"], head["pipeline_tag"], head["library_name"]) == (["org/data"], tag, "peft")

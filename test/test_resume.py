@@ -112,7 +112,8 @@ def test_the_exported_model_is_bit_for_bit_the_saved_one(saved, tmp_path):
         weights = load_file(other / "model.safetensors")
         assert weights.keys() == expected.keys() and "lm_head.weight" not in weights
         assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
-        assert sorted(os.listdir(other)) == sorted(set(os.listdir(saved / "model")) - {"README.md"})
+        assert {*os.listdir(other), "README.md"} == set(os.listdir(saved / "model"))
+    assert "| command | train_sft |" in (exported / "README.md").read_text()  # a checkpoint outside of its run
     assert store.find_damage(str(target)) is None
 
 
@@ -125,6 +126,8 @@ def test_an_exported_model_in_another_dtype_and_in_small_files(saved, tmp_path):
     assert len(files) > 2 and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
     assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
+    cards = [(folder / "README.md").read_text().splitlines() for folder in (tmp_path / "model", saved / "model")]
+    assert [line for line in cards[0] if line.startswith("|")] == [line for line in cards[1] if line.startswith("|")]
 
 
 def test_the_model_card_tells_the_facts_of_the_run(saved):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -39,7 +40,9 @@ from trainer.model_folders.model_writer import (
     save_source_config,
 )
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.runs.outputs import final_values, write_model_card
 from trainer.strategies.dtypes import DTYPES
+from trainer.training.checkpointing import FOLDER
 
 WEIGHT = "weight/"  # before the names of a model's tensors in a checkpoint
 MAX_SHARD_GB = 2
@@ -164,7 +167,19 @@ def write_model_of_checkpoint(source: str, target: str, dtype: Optional[torch.dt
         save_safetensors_shards(tensors, temporary, max_shard_bytes)
         if model:
             save_source_config(model, dtype, temporary)
+    write_card(source, temporary)
     commit_folder(temporary, target)
+
+
+def write_card(checkpoint: str, folder: str) -> None:
+    """Write the card of a model that is made of a checkpoint: the flags of its run, and what had come out by then."""
+    state, (place, name) = read_state(checkpoint), os.path.split(os.path.realpath(checkpoint))
+    flags, progress = state.get("arguments", {}), SimpleNamespace(**state["progress"])
+    command = state.get("identity", {}).get("command", "train_sft")
+    if {"pretrain", "dataset", "lora_rank"} <= flags.keys():  # of a version that noted them
+        in_run = os.path.basename(place) == FOLDER
+        results = final_values(os.path.dirname(place), progress.step) if in_run else {}
+        write_model_card(folder, command, flags, progress, f"that of the run until {name}", results)
 
 
 def without_weights(folder: str) -> Optional[torch.nn.Module]:

@@ -207,7 +207,7 @@ def save_model(
     strategy.save_model(model, tokenizer, path)
     if strategy.is_rank_0():
         write_model_card(
-            path, command, without_secrets(config), progress, ledger, final_values(output_dir, progress.step)
+            path, command, without_secrets(config), progress, ledger.summary(), final_values(output_dir, progress.step)
         )
     strategy.print(f"model saved to {path}")
 
@@ -215,7 +215,10 @@ def save_model(
 def final_values(output_dir: str, step: float = math.inf) -> dict[str, float]:
     """The last loss, reward and evaluation of a run up to `step`, from its metrics.jsonl."""
     last: dict = {}
-    with open(os.path.join(output_dir, METRICS_FILE), encoding="utf-8", errors="replace") as file:
+    path = os.path.join(output_dir, METRICS_FILE)
+    if not os.path.isfile(path):  # a checkpoint that was moved out of its run
+        return {}
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line that is not whole
                 row = json.loads(line)
@@ -224,8 +227,8 @@ def final_values(output_dir: str, step: float = math.inf) -> dict[str, float]:
     return {name: value for name, value in named.items() if isinstance(value, float) and name != "eval_time"}
 
 
-def write_model_card(folder: str, command: str, config: dict, progress: Progress, ledger, results: dict) -> None:
-    """Write the README.md of a saved model: its base, its data, its flags and its last `results`.
+def write_model_card(folder: str, command: str, config: dict, progress: Progress, data: str, results: dict) -> None:
+    """Write the README.md of a saved model: its base, its `data` in words, its flags and its last `results`.
 
     A command may lack some of CARD_FLAGS.
     """
@@ -249,7 +252,7 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     with open(os.path.join(folder, "README.md"), "w", encoding="utf-8", errors="replace") as file:
         file.write(
             f"---\n{front}---\n\n# Trained from {_plain(config['pretrain'])}\n\n| | |\n|---|---|\n{rows}\n"
-            f"Data: {_plain(ledger.summary())}.\n\n## Use\n\n{usage}\n\nMade with {packages}.\n"
+            f"Data: {_plain(data)}.\n\n## Use\n\n{usage}\n\nMade with {packages}.\n"
         )
 
 
