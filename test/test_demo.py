@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,28 @@ def test_facts_count_what_is_there(demo, tokenizer, rows):
     assert facts["seed"] == SEED
     assert facts["num_rows"] == {name: len(set_rows) for name, set_rows in rows.items()}
     assert facts["tokenizer_vocab_size"] == len(tokenizer)
+
+
+def test_orders_of_the_real_demo_have_checkable_answers(tmp_path):
+    script = REPOSITORY / "scripts" / "orders_task.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    lines = {name: (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "prompts", "test")}
+    sets = {name: [json.loads(line) for line in rows] for name, rows in lines.items()}
+    assert [len(rows) for rows in sets.values()] == [640, 256, 64]
+    orders = [row["messages"][0]["content"] for rows in sets.values() for row in rows]
+    assert len(set(orders)) == len(orders)  # no order is in two files
+    answers = [row["messages"][1]["content"] for row in sets["train"]] + [row["label"] for row in sets["test"]]
+    asked = [row["messages"][0]["content"] for row in sets["train"] + sets["test"]]
+    assert all(str(value) in text for text, label in zip(asked, answers) for value in json.loads(label).values())
+
+    reward_func = runpy.run_path(str(script))["reward_func"]
+    label = '{"name": "A", "city": "B", "item": "c", "count": 2, "date": "1 May"}'
+    scores = {
+        label: 1.0,
+        label.replace(" ", ""): 0.8,  # the date lacks its space
+        '{"name": "A", "count": "2"}': 0.2,
+        label[:-1] + ', "more": 1}': 0.0,
+        "[1]": 0.0,
+        "The name is A.": 0.0,
+    }
+    assert reward_func(None, list(scores), [label] * len(scores)) == pytest.approx(list(scores.values()))
