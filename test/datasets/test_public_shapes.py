@@ -11,8 +11,9 @@ import datasets
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.datasets.conversations.messages import tools_of
+from trainer.datasets.conversations.messages import messages_of, tools_of
 from trainer.datasets.files.loading import load_rows
+from trainer.datasets.rows import AsWritten
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
@@ -212,6 +213,10 @@ REFUSED = {
     "texts as an answer": ({"question": "a", "answer": ["b", "c"]}, "column answer: a list of texts"),
     "two texts": (talk({**ANSWER, "value": "c"}), "message 2: two different texts"),
     "a mask": (talk({**ANSWER, "mask": True}), "message 2: the chat template does not read its key 'mask'"),
+    "tools of a message": (
+        talk({**ANSWER, "tools": "[]x"}),
+        "message 2: the chat template does not read its key 'tools'",
+    ),
     "a broken call": (talk({"role": "function_call", "content": "tide()"}), "a call of a tool that cannot be read"),
 }
 
@@ -254,6 +259,22 @@ def test_functions_are_tools():
         assert tools_of({"tools": tools}) == wanted
     columns = Columns({"functions": [tide]})
     assert columns.find(TOOLS) == "functions"
+
+
+def test_a_call_has_arguments_under_either_name_or_none():
+    found = []
+    for given in ({"arguments": {"a": None}}, {"parameters": {"a": None}}, {"arguments": None}, {}):
+        for call in ({"name": "tide", **given}, {"id": "x", "function": {"name": "tide", **given}}):
+            [message] = messages_of(as_in_a_file([{"role": "assistant", "content": "", "tool_calls": [call]}]), "row")
+            [call] = message["tool_calls"]
+            assert call.get("id") == ("x" if "function" in call else None)
+            assert call.get("function", call)["name"] == "tide"
+            found.append(call.get("function", call)["arguments"])
+    assert found == [{"a": None}] * 4 + [{}] * 4
+
+
+def as_in_a_file(value):
+    return json.loads(json.dumps(value), object_hook=AsWritten)
 
 
 @pytest.mark.parametrize("task", ["pairs", "answer", "sft"])

@@ -46,7 +46,7 @@ REFUSED_KEYS = {
     "videos",
     "audio",
 }
-REFUSED_KEYS |= {"audios", "files", "documents", *THOUGHTS}
+REFUSED_KEYS |= {"audios", "files", "documents", "tools", "functions", *THOUGHTS}
 IGNORE = "--ignore_columns"
 
 
@@ -186,7 +186,18 @@ def _calls_of(message: dict, where: str) -> list | None:
         calls = _calls(calls, where)
     if calls is not None and not isinstance(calls, list):
         raise UserError(where, f"tool_calls is {kind_of(calls)}", "a list of calls")
+    calls = calls and [_with_arguments(call) for call in calls]
     return calls or (_calls(old, where) if old else None)
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call whose function has arguments. Some data names them parameters; a call without any has none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or function.get("arguments") is not None:
+        return call
+    named = {key: value for key, value in function.items() if key not in ("arguments", "parameters")}
+    named["arguments"] = function.get("parameters", AsWritten())
+    return {**call, "function": named} if "function" in call else named
 
 
 def _calls(content: Any, where: str) -> list[dict]:
@@ -281,6 +292,6 @@ def _without_none(value: Any) -> Any:
     """Drop keys with the value None, which a template would print. A null written in a tool's arguments stays."""
     if isinstance(value, dict):
         present = {key: child for key, child in value.items() if child is not None}
-        kept = {key for key, child in present.items() if key == "arguments" and isinstance(child, AsWritten)}
+        kept = {k for k, child in present.items() if k in ("arguments", "parameters") and isinstance(child, AsWritten)}
         return {key: child if key in kept else _without_none(child) for key, child in present.items()}
     return [_without_none(child) for child in value] if isinstance(value, list) else value
