@@ -291,6 +291,12 @@ def test_an_object_is_no_label_to_compare_with(tmp_path):
     row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": {"style": "rule", "ground_truth": "12"}}
     with pytest.raises(UserError, match=r"row 1: --label_key reward_model: an object.*reward_model\.ground_truth"):
         tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model", needs_labels=True)
+    for value, kind in ((["12", "twelve"], "a list"), (True, "a boolean")):
+        with pytest.raises(UserError, match=f"row 1: --label_key gold: {kind}, not an answer"):
+            tokenize("prompt", [{**row, "gold": value}], tmp_path, "BPE", label_key="gold", needs_labels=True)
+    for text in ("[1, 2]", "true"):  # a text is an answer, whatever it looks like
+        flags = {"label_key": "gold", "needs_labels": True}
+        assert tokenize("prompt", [{**row, "gold": text}], tmp_path, "BPE", **flags)[0]["label"][:] == [text]
 
 
 def test_a_key_inside_a_text_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from trainer.datasets.conversations.tokens import (
     tokenizer_state,
 )
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, lookup, text_value, within
+from trainer.datasets.rows import check_keys, kind_of, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
@@ -74,7 +74,7 @@ def tokenize_prompts(
     Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1). With `needs_labels`,
-    also for a prompt that is kept and has no label, or a label that is an object.
+    also for a prompt that is kept and has no label, or an object, a list or a boolean as its label.
     taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
     """
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
@@ -129,14 +129,15 @@ def tokenize_prompts(
 
 
 def _check_labels(prompts: Dataset, rows: Dataset, label_key: str, flag: str) -> None:
-    """Raise UserError for a prompt without a label, or with an object instead of one."""
+    """Raise UserError for a prompt without a label, or with an object, a list or a boolean instead of one."""
     for row, label in zip(prompts["row"], prompts["label"]):
         where = f"{flag} row {row + 1}: --label_key {label_key}"
         if not (label or "").strip():
             raise UserError(where, "no value" if label is None else "an empty text", "an answer to compare with")
-        if label.startswith("{") and isinstance(lookup(rows[row], label_key), dict):
-            inside = ", ".join(f"{label_key}.{name}" for name in json.loads(label))
-            raise UserError(where, "an object, not an answer", inside)
+        value = lookup(rows[row], label_key) if label.startswith(("{", "[", "true", "false")) else label
+        if isinstance(value, (dict, list, bool)):
+            inside = [f"{label_key}.{name}" for name in value] if isinstance(value, dict) else ["a text or a number"]
+            raise UserError(where, f"{kind_of(value)}, not an answer", ", ".join(inside))
 
 
 def with_columns(prompts: Dataset, rows: Dataset, names: list[str]) -> Dataset:
