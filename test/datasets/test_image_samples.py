@@ -143,12 +143,15 @@ def test_limits_of_pixels_are_those_of_the_image_processor_called_directly(here,
     samples, _ = load(here, None, *limits, kind=kind, data=data)
     direct = AutoImageProcessor.from_pretrained(here / kind, max_pixels=160, min_pixels=128)
     free = AutoImageProcessor.from_pretrained(here / kind)
-    flags = ["--pretrain", str(here / kind), "--dataset", data, *limits]
+    rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    asked = here / "asked.jsonl"
+    asked.write_text("".join(json.dumps({**row, "messages": row["messages"][:-1]}) + "\n" for row in rows))
+    flags = ["--pretrain", str(here / kind), "--dataset", str(asked), *limits]
     args, tokenizer = parse_arguments(PPOArguments, "train_ppo", flags), AutoTokenizer.from_pretrained(here / kind)
-    prompts, _ = load_prompts(args, tokenizer, data, "train", "--dataset", functions={})
+    prompts, _ = load_prompts(args, tokenizer, str(asked), "train", "--dataset", functions={})
     [token], counts, others = samples.processor.image_token_ids[:1], [], []
-    for line in (here / "rows.jsonl").read_text().splitlines():
-        pictures = [Image.open(here / name).convert("RGB") for name in json.loads(line)["images"] or []]
+    for row in rows:
+        pictures = [Image.open(here / name).convert("RGB") for name in row["images"] or []]
         counts.append(tokens_of(direct, pictures))
         others.append(tokens_of(free, pictures))
     assert [sample["input_ids"].count(token) for sample in samples] == counts != others

@@ -121,7 +121,9 @@ class ScoreArguments:
         "(comma-separated)",
     )
     reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
-    reward_pretrain: Optional[str] = arg(None, "reward model folders (comma-separated), as train_rm writes them")
+    reward_pretrain: Optional[str] = arg(
+        None, "reward model or adapter folders (comma-separated), as train_rm writes them"
+    )
     offload_reward: bool = arg(False, "keep the reward models' weights in host memory while they are not in use")
     reward_weights: Optional[list[float]] = arg(
         None, "weights of the reward functions or models (default: 1 each)", type=float, nargs="+"
@@ -324,7 +326,9 @@ class KLArguments:
 class CriticArguments:
     """Critic"""
 
-    critic_pretrain: Optional[str] = arg(None, "gae: model folder that the critic starts from (default: --pretrain)")
+    critic_pretrain: Optional[str] = arg(
+        None, "gae: model or adapter folder that the critic starts from (default: --pretrain)"
+    )
     critic_learning_rate: float = arg(9e-6, "peak learning rate of the critic", type="NonNegativeFloat")
     offload_critic: bool = arg(
         False, "keep weights, master weights and optimizer states of the critic in host memory during generation"

@@ -36,6 +36,24 @@ class AdapterFacts:
     config: dict[str, Any]  # the fields in USED, for peft's LoraConfig
 
 
+def adapter_here(name: Optional[str]) -> Optional[str]:
+    """The folder of an adapter that is in the cache of Hugging Face under this hub name, else `name` as it is."""
+    return _cached(name, ADAPTER_CONFIG) or name
+
+
+def _cached(name: Optional[str], file: str) -> Optional[str]:
+    """The snapshot folder of a hub name that holds `file`; None if the cache has no such file. It asks no network."""
+    if not name or os.path.exists(name) or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # only who names no folder waits for it
+
+    try:
+        found = try_to_load_from_cache(name, file)
+    except ValueError:  # no name of a repository
+        return None
+    return os.path.dirname(found) if isinstance(found, str) else None
+
+
 def is_adapter(name: Optional[str]) -> bool:
     """Whether `name` is the folder of an adapter, and not of a whole model that keeps an adapter's config."""
     held = os.listdir(name) if name and os.path.isdir(name) else []
@@ -93,12 +111,13 @@ def _facts(config: dict[str, Any]) -> AdapterFacts:
 
 
 def base_folder(folder: str, flag: str) -> str:
-    """The folder of an adapter's base model. A file grants no network, so it must be on this machine.
+    """The folder of an adapter's base model, also one in the cache under its hub name. A file grants no network.
 
     Raises:
         UserError: the adapter names none, or none that is a model folder here.
     """
     base = read_adapter(folder, flag).base
+    base = _cached(base, "config.json") or base
     if base and os.path.isdir(base) and not is_adapter(base):
         return base
     found = f"{folder} names the base model {base}, which is no model folder here"

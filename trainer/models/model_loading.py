@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationCo
 
 from trainer.errors import UserError, one_line
 from trainer.limits import MB, is_inside, limit, too_large
-from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, base_folder, is_adapter, read_adapter
+from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
@@ -43,7 +43,10 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     if os.path.exists(name) or name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     try:
-        return _readable(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS), flag)
+        folder = snapshot_download(name, allow_patterns=WEIGHT_PATTERNS)
+        if is_adapter(folder):
+            raise UserError(flag, f"{name} is an adapter, which is now in the cache", instead="Give the command again.")
+        return _readable(folder, flag)
     except UserError:
         raise
     except Exception as error:  # the hub raises a dozen error types: not found, gated, offline, bad name
@@ -53,6 +56,7 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
 
 def resolve_adapted_model(name: str, flag: str) -> tuple[str, Optional[str]]:
     """`resolve_model_folder` of a model or of the base of an adapter folder, and that adapter folder or None."""
+    name = adapter_here(name)
     if not is_adapter(name):
         return resolve_model_folder(name, flag), None
     _refuse_special_files(name, flag)

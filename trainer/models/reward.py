@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trainer.datasets.batches.packing import model_inputs
 from trainer.errors import UserError
+from trainer.model_folders.adapter_tensors import read_tensors
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.model_loading import load_tokenizer
 
@@ -96,6 +97,19 @@ def make_initial_reward_model(
     with open(os.path.join(folder, INDEX), "w") as file:
         json.dump({"metadata": {}, "weight_map": weight_map}, file)
     _save_config(config, source, folder, trust_remote_code)
+
+
+def lacks_head(base: str, adapter: str, flag: str) -> bool:
+    """Whether the base model of a reward adapter has no head, so that one must be made for the adapter's own to replace.
+
+    Raises UserError if neither of the two has a head.
+    """
+    if HEAD in _weight_map(base, flag):
+        return False
+    if f"base_model.model.{HEAD}" not in read_tensors(adapter, flag):
+        found = f"{adapter} has no {HEAD}, and neither has its base model {base}"
+        raise UserError(flag, found, "an adapter of a reward model, as train_rm --lora_rank saves it")
+    return True
 
 
 def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) -> torch.Tensor:

@@ -12,7 +12,7 @@ from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments,
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
-from trainer.model_folders.adapter_folder import base_folder, is_adapter, read_adapter
+from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name
 from trainer.runs import output_folders
 from trainer.runs.start_line import resolve_dtype
@@ -66,12 +66,14 @@ def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
 
     Raises UserError for an adapter that is not usable, and for flags that contradict it.
     """
-    if is_adapter(model.pretrain):
+    if is_adapter(adapter_here(model.pretrain)):
         if lora.lora_adapter:
             raise UserError("--pretrain", f"{model.pretrain} is an adapter, too", "the base model of --lora_adapter")
-        lora.lora_adapter, model.pretrain = model.pretrain, base_folder(model.pretrain, "--pretrain")
+        lora.lora_adapter = adapter_here(model.pretrain)
+        model.pretrain = base_folder(lora.lora_adapter, "--pretrain")
     if lora.lora_adapter is None:
         return
+    lora.lora_adapter = adapter_here(lora.lora_adapter)
     facts = read_adapter(lora.lora_adapter, "--lora_adapter")
     if lora.merge_adapter:
         return

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,10 @@ from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
-from trainer.model_folders.adapter_folder import is_adapter, read_adapter
+from trainer.model_folders.adapter_folder import adapter_here, is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
-from trainer.models.model_loading import resolve_adapted_model, resolve_model_folder
+from trainer.models.model_loading import resolve_adapted_model
 from trainer.planning.versions import version_of
 from trainer.runs.outputs import KERNELS, versions
 from trainer.runs.preference_runs import needs_reference
@@ -66,7 +66,8 @@ def contents(run, flags) -> dict[str, dict]:
     hashes = {path: weights_hash(path) for path in set(frozen.values())}
     for flag, path in frozen.items():
         found[flag]["weights"] = hashes[path]
-    for flag, adapter in {"teacher": known.teacher, "ref_model": known.ref_model or known.lora_adapter}.items():
+    for flag, name in adapters_of(known).items():
+        adapter = adapter_here(name)
         if flag in frozen and is_adapter(adapter):
             found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": weights_hash(adapter)}
     if setup.rolls_out:
@@ -79,6 +80,19 @@ def contents(run, flags) -> dict[str, dict]:
     return found
 
 
+def adapters_of(known) -> dict[str, Optional[str]]:
+    """{flag: name that may be an adapter} of the models whose weights stay as they are."""
+    names = {"teacher": known.teacher, "ref_model": known.ref_model or known.lora_adapter}
+    names["critic_pretrain"] = known.critic_pretrain
+    return names | rewards_of(known)
+
+
+def rewards_of(known) -> dict[str, str]:
+    """{flag: name} of each reward model of --reward_pretrain."""
+    names = map(str.strip, (known.reward_pretrain or "").split(","))
+    return {"reward_pretrain" + f" {number + 1}" * bool(number): name for number, name in enumerate(names) if name}
+
+
 def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
     """{flag: folder} of the models whose weights stay as they are. The reference has the flag ref_model."""
     found = {"pretrain": pretrain} if known.lora_rank else {}
@@ -87,14 +101,10 @@ def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
         found["teacher"] = resolve_adapted_model(known.teacher, "--teacher")[0]
     elif has_reference:
         found["ref_model"] = resolve_adapted_model(known.ref_model, "--ref_model")[0] if known.ref_model else pretrain
-    for number, name in enumerate((known.reward_pretrain or "").split(",")):
-        if name.strip():
-            found["reward_pretrain" + f" {number + 1}" * bool(number)] = resolve_model_folder(
-                name.strip(), "--reward_pretrain"
-            )
+    found |= {flag: resolve_adapted_model(name, "--reward_pretrain")[0] for flag, name in rewards_of(known).items()}
     if known.lora_rank and command == "train_ppo" and known.advantage_estimator == "gae":
         named = known.critic_pretrain
-        found["critic_pretrain"] = resolve_model_folder(named, "--critic_pretrain") if named else pretrain
+        found["critic_pretrain"] = resolve_adapted_model(named, "--critic_pretrain")[0] if named else pretrain
     return found
 
 

@@ -83,7 +83,7 @@ METHOD_NAMES = (
     PeerName("model.ipo_enable", "O", "--loss ipo", "", (DPO, ONLINE)),
     PeerName("use_dft_loss enable_dft_loss use_asft_loss asft_alpha use_eaft* eaft_*", "LSA", "", "the loss is -log p of the answer; --pretrain_mode changes which tokens", (SFT,)),
     PeerName("ppo_whiten_rewards ppo_buffer_size", "L", "", "--normalize_reward is a running mean and deviation, which is ppo_score_norm", (PPO,)),
-    PeerName("reward_model_adapters reward_model_type ref_model_quantization_bit reward_model_quantization_bit", "L", "", "merge the adapter first; see --reward_pretrain", RL),
+    PeerName("reward_model_adapters reward_model_type ref_model_quantization_bit reward_model_quantization_bit", "L", "", "--reward_pretrain takes an adapter folder; nothing is quantized", RL),
     # reinforcement learning
     PeerName("beta actor.kl_loss_coef algorithm.kl_ctrl.kl_coef kl.init_coef", "TVO", "--init_kl_coef", "and --use_kl_loss if it is a term of the loss", (PPO,)),
     PeerName("algorithm.use_kl_in_reward", "V", "--use_kl_loss false", "the default; its weight is --init_kl_coef", (PPO,), "leave it out; without --use_kl_loss, --init_kl_coef 0 means no KL"),

@@ -7,7 +7,7 @@ from trainer.flags.generating_flags import EvaluateArguments
 from trainer.flags.groups import flat, from_flat
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import PPOArguments
-from trainer.model_folders.adapter_folder import is_adapter
+from trainer.model_folders.adapter_folder import adapter_here, is_adapter
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.output_folders import holds_run
 from trainer.runs.rl.rl_checks import check_rewards, check_rollouts, eval_metrics, facts_of_rollouts
@@ -35,7 +35,7 @@ def as_ppo(args: EvaluateArguments) -> PPOArguments:
     """The same flags for the code of `train_ppo`. A batch, of reward models, has some samples of each rank."""
     num_ranks, each = int(os.environ.get("WORLD_SIZE", 1)), args.engine.micro_rollout_batch_size
     batch = {"train_batch_size": num_ranks * each, "micro_train_batch_size": each}
-    merged = {"merge_adapter": is_adapter(args.sets.pretrain)}  # as engines take it
+    merged = {"merge_adapter": is_adapter(adapter_here(args.sets.pretrain))}  # as engines take it
     own = {"advantage_estimator": "reinforce", "no_save": True}
     return from_flat(PPOArguments, flat(args) | batch | merged | own)
 

@@ -1,16 +1,17 @@
 """Who scores in a run of RL: reward functions, reward models, servers, environments."""
 
+import os
 from collections.abc import Callable
 
 from transformers import AutoModelForSequenceClassification
 
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
-from trainer.distributed.collectives import rank_0_first
+from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.roles import reward_scores
-from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-from trainer.models.reward import return_token_scores, scoring_pad
+from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
+from trainer.models.reward import lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
 from trainer.rollout.placement import share
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import (
@@ -22,14 +23,14 @@ from trainer.rollout.rewards.reward_functions import (
 )
 from trainer.rollout.scoring import TextScores
 from trainer.runs.run_models import frozen_model, load_model
-from trainer.runs.run_setup import Setup
+from trainer.runs.run_setup import Setup, tokenizer_folder
 
 
 def build_reward(run, make_batches: Callable) -> Callable:
     """Return `score(samples, group_size)`, which sets the score of every sample on every rank (collective)."""
     args, setup, functions = run.args, run.setup, run.functions
     if args.scores.reward_pretrain:
-        return _reward_models(args, setup, make_batches)
+        return _reward_models(args, setup, run.output_dir, make_batches)
     if args.scores.remote_rm_url:
         key = read_key("--remote_rm_api_key", args.scores.remote_rm_api_key) if args.scores.remote_rm_api_key else None
         scorer = remote_scorer(
@@ -55,20 +56,34 @@ def _score_nothing(samples: list, _group_size: int) -> None:
         sample.score = 0.0
 
 
-def _reward_models(args: PPOArguments, setup: Setup, make_batches: Callable) -> Callable:
-    """Return `score(samples, group_size)` with the weighted scores of frozen reward models. They read the policy's tokens."""
+def _with_head(base: str, adapter: str, folder: str, args: PPOArguments) -> str:
+    """The folder of the classifier that a reward adapter changes: `base`, or the new `folder` with a head (rank 0)."""
+    if not lacks_head(base, adapter, "--reward_pretrain"):
+        return base
+    options = {"trust_remote_code": args.model.trust_remote_code, "flag": "--reward_pretrain"}
+    rank_0_alone(lambda: make_initial_reward_model(base, folder, args.batch.seed, **options))
+    return folder
 
-    models = []
-    for name in args.scores.reward_pretrain.split(","):
-        folder = rank_0_first(lambda name=name: resolve_model_folder(name.strip(), "--reward_pretrain"))
-        tokenizer = load_tokenizer(folder, args.model.trust_remote_code)
+
+def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batches: Callable) -> Callable:
+    """Return `score(samples, group_size)` with the weighted scores of frozen reward models. They read the policy's tokens.
+
+    Of an adapter, the model is its base with the update and the head added.
+    """
+
+    models, remote_code = [], args.model.trust_remote_code
+    for number, name in enumerate(args.scores.reward_pretrain.split(",")):
+        folder, adapter = rank_0_first(lambda name=name: resolve_adapted_model(name.strip(), "--reward_pretrain"))
+        if adapter:
+            folder = _with_head(folder, adapter, os.path.join(output_dir, f"initial_reward_{number}"), args)
+        tokenizer = load_tokenizer(tokenizer_folder(folder, adapter), remote_code)
         if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             found = f"{name} has another vocabulary than --pretrain, so it cannot read the policy's tokens"
             raise UserError(
                 "--reward_pretrain", found, "serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url"
             )
         model = load_model(
-            args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", trained=False
+            args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", False, adapter
         )
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")

@@ -13,7 +13,7 @@ from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.ppo_state import Roles
-from trainer.models.model_loading import load_tokenizer, resolve_adapted_model, resolve_model_folder
+from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import move, trained_by
@@ -125,9 +125,8 @@ def build_critic(run: RLRun) -> tuple:
     args, setup, source, flag = run.args, run.setup, run.setup.folder, "--pretrain"
     adapter = args.lora.lora_adapter  # the critic begins as the policy does
     if args.critic.critic_pretrain:
-        adapter = None
         flag = "--critic_pretrain"
-        source = rank_0_first(lambda: resolve_model_folder(args.critic.critic_pretrain, flag))
+        source, adapter = rank_0_first(lambda: resolve_adapted_model(args.critic.critic_pretrain, flag))
     initial, options = os.path.join(run.output_dir, "initial_critic"), (args.batch.seed, args.model.trust_remote_code)
     rank_0_alone(lambda: make_initial_reward_model(source, initial, *options, flag=flag))
     model = load_model(args.model, setup, initial, AutoModelForSequenceClassification, flag, adapter=adapter)
