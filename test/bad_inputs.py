@@ -1,4 +1,4 @@
-"""279 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
+"""280 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
 
     python test/bad_inputs.py [FIRST WORDS OF CASES ... | --every N]
 
@@ -299,6 +299,7 @@ verify_run
 verify_run nowhere
 verify_run demo
 serve_rm --reward_pretrain nowhere
+serve_rm --reward_pretrain demo/model
 serve_rm --reward_pretrain demo/model --port 99999
 serve_rm --reward_pretrain demo/model --port x
 serve_rm

@@ -16,6 +16,7 @@ from trainer.flags.parse_flags import parse_arguments
 from trainer.model_folders.adapter_folder import adapter_here, base_folder
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.models.reward import lacks_head, make_initial_reward_model
+from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.runs.flag_checks import start_from_adapter
 
 Z3 = ["--backend", "deepspeed", "--zero_stage", "3"]
@@ -100,6 +101,10 @@ def test_what_no_score_can_be_read_from_is_one_line(models, tmp_path):
     write_adapter(AutoModelForCausalLM.from_pretrained(base), base, tmp_path / "policy", "CAUSAL_LM")
     assert not lacks_head(str(models / "rm"), str(tmp_path / "policy"), "--reward_pretrain")
     assert lacks_head(base, str(models / "adapter"), "--reward_pretrain")
+    with pytest.raises(
+        UserError, match=r"model is no reward model: it has no score.weight \(allowed: a model that train_rm"
+    ):
+        ModelScorer(base, dtype=torch.float32)
     with pytest.raises(UserError, match=r"--reward_pretrain: .*policy has no score.weight, and neither has its base"):
         lacks_head(base, str(tmp_path / "policy"), "--reward_pretrain")
     config = json.loads((tmp_path / "policy/adapter_config.json").read_text()) | {"base_model_name_or_path": "gone"}

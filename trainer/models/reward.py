@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from trainer.datasets.batches.packing import model_inputs
 from trainer.errors import UserError
 from trainer.model_folders.adapter_tensors import read_tensors
-from trainer.model_folders.folder_names import INDEX, SINGLE
+from trainer.model_folders.folder_names import INDEX, SINGLE, find_weights
 from trainer.models.model_loading import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -97,6 +97,12 @@ def make_initial_reward_model(
     with open(os.path.join(folder, INDEX), "w") as file:
         json.dump({"metadata": {}, "weight_map": weight_map}, file)
     _save_config(config, source, folder, trust_remote_code)
+
+
+def check_head(folder: str, flag: str) -> None:
+    """Raise UserError if the model that `flag` named has no score head. transformers would make a random one."""
+    if find_weights(folder, flag) == "safetensors" and HEAD not in _weight_map(folder, flag):
+        raise UserError(flag, f"{folder} is no reward model: it has no {HEAD}", "a model that train_rm has trained")
 
 
 def lacks_head(base: str, adapter: str, flag: str) -> bool:

@@ -13,7 +13,7 @@ from trainer.distributed.mesh import resolve_device
 from trainer.errors import UserError
 from trainer.models.cpu_matmul import choose_cpu_matmul
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-from trainer.models.reward import scoring_pad
+from trainer.models.reward import check_head, scoring_pad
 
 FLAG = "--reward_pretrain"
 
@@ -36,6 +36,7 @@ class ModelScorer:
         Raises UserError if there is no such model, or if it has more than one score.
         """
         folder = resolve_model_folder(folder, FLAG)
+        check_head(folder, FLAG)
         self.batch_size, self.max_len, self.tokenizer = batch_size, max_len, load_tokenizer(folder, trust_remote_code)
         options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = AutoModelForSequenceClassification.from_pretrained(folder, **options)

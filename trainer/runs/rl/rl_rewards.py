@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.roles import reward_scores
 from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
-from trainer.models.reward import lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
+from trainer.models.reward import check_head, lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
 from trainer.rollout.placement import share
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import (
@@ -76,6 +76,7 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
         folder, adapter = rank_0_first(lambda name=name: resolve_adapted_model(name.strip(), "--reward_pretrain"))
         if adapter:
             folder = _with_head(folder, adapter, os.path.join(output_dir, f"initial_reward_{number}"), args)
+        check_head(folder, "--reward_pretrain")
         tokenizer = load_tokenizer(tokenizer_folder(folder, adapter), remote_code)
         if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             found = f"{name} has another vocabulary than --pretrain, so it cannot read the policy's tokens"
