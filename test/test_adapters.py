@@ -15,13 +15,19 @@ from test_parity import assert_same_steps, assert_same_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli import train_sft
+from trainer.compare.certificates.plain_replay import planned_batches
+from trainer.compare.certificates.verification import missing_rights
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.flags.groups import flat
 from trainer.model_folders.adapter_tensors import initial_tensors, merge_adapter
 from trainer.model_folders.model_folder import all_tensors
 from trainer.models.lora import LoraOptions, add_adapter
+from trainer.runs.flag_checks import start_from_adapter
 
 STEPS = ["--max_steps", "2", "--max_samples", "24", "--learning_rate", "1e-3", "--weight_decay", "0.1"]
 GOES_ON = ["fsdp2-dp2", "fsdp2-tp2", "z1-dp2", "z3-dp2"]
+ON_MERGED = ["fsdp2-tp2", "z3-dp2"]
 MERGED = ["fsdp2-tp2", "z2-dp2", "z3-dp2"]
 PAIRS = ["fsdp2-tp2", "z3-dp2"]
 DORA = ["fsdp2-sp2", "fsdp2-recompute", "z2-packed"]
@@ -61,6 +67,8 @@ def runs(tmp_path_factory, shared_data):
     lines = [line(name, folder, shared_data, saved) for name in GOES_ON]
     lines += [line(name, folder, shared_data, saved, "--merge_adapter", run=f"{name}-merged") for name in MERGED]
     lines += [line(name, folder, shared_data, base, *DORA_FLAGS, run=f"{name}-dora") for name in DORA]
+    anew = ["--merge_adapter", "--lora_rank", "2"]
+    lines += [line(name, folder, shared_data, saved, *anew, run=f"{name}-anew") for name in ON_MERGED]
     resume = ["--verify_resume", "1"]
     lines += [line(name, folder, shared_data, saved, *resume, run=f"{name}-again") for name in ("fsdp2-dp2", "z3-dp2")]
     again = folder / "fsdp2-sp2-dora" / "model"
@@ -105,6 +113,22 @@ def test_a_merged_adapter_is_trained_as_whole_weights(runs, shared_data):
         assert (runs / f"{name}-merged" / "model" / "model.safetensors").exists()
 
 
+def test_a_new_adapter_is_trained_on_the_merged_model_as_peft_does(runs, shared_data):
+    """The merged model is in the run folder, and the new adapter names it. Its weights are those that peft merges."""
+    line_of_peft = line("reference", runs, shared_data, runs / "whole", "--lora_rank", "2", run="reference-anew")
+    run_reference("reference.py", line_of_peft)
+    base = AutoModelForCausalLM.from_pretrained(f"{shared_data}/models/stories260K-hf")
+    expected = PeftModel.from_pretrained(base, runs / "first" / "model").merge_and_unload().state_dict()
+    for name in ON_MERGED:
+        run = runs / f"{name}-anew"
+        assert_same_steps(run, runs / "reference-anew", 1e-5, 1e-4)
+        assert_same_tensors(run, runs / "reference-anew", "weights_final", 1e-4)
+        config = json.loads((run / "model/adapter_config.json").read_text())
+        assert (config["r"], config["base_model_name_or_path"]) == (2, str(run / "base"))
+        written = load_file(run / "base/model.safetensors")
+        assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in written.items())
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_adapter_is_a_reference(runs, name):
     """--ref_model ADAPTER is the merged model; the default of --pretrain ADAPTER is that adapter, not its base."""
@@ -141,6 +165,28 @@ def test_engines_get_what_peft_merges(base, tmp_path, kind):
     plain = AutoModelForCausalLM.from_pretrained(base)
     expected = PeftModel.from_pretrained(plain, tmp_path).merge_and_unload().state_dict()
     assert all((merged[name] - expected[name]).norm() <= 1e-6 * expected[name].norm() for name in merged)
+
+
+def test_verify_run_reads_the_data_with_the_template_of_the_adapter(tmp_path):
+    """Not with that of its base. An adapter that is not here is named, and the order is then not checked."""
+    make_demo(str(tmp_path))
+    base, adapter, data = tmp_path / "model", tmp_path / "adapter", tmp_path / "sft.jsonl"
+    make_adapter(str(base), adapter, r=2, lora_alpha=4, target_modules=["q_proj"])
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>", "<|im_start|>= ")
+    tokenizer.save_pretrained(adapter)
+    args, _ = train_sft.parse(["--pretrain", str(adapter), "--dataset", str(data), "--apply_chat_template"])
+    start_from_adapter(args.model, args.lora)
+    content = {"command": "train_sft", "arguments": flat(args)}
+    samples, _ = planned_batches(content, args.model.pretrain)
+    messages = json.loads(data.read_text().splitlines()[0])["messages"]
+    expected = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    assert samples[0]["input_ids"] == expected[: len(samples[0]["input_ids"])] and len(expected) < 128
+    others = AutoTokenizer.from_pretrained(base).apply_chat_template(messages, tokenize=False)
+    assert others != tokenizer.apply_chat_template(messages, tokenize=False)
+    assert missing_rights(content, {}, False) == []
+    content["arguments"]["lora_adapter"] = "gone"
+    assert missing_rights(content, {}, False) == ["--lora_adapter: gone is not here, and is not fetched unasked"]
 
 
 # --- flags and folders
@@ -183,7 +229,6 @@ def test_the_adapter_sets_flags_that_a_config_repeats(base, tmp_path):
         (["--use_dora"], {}, "--use_dora: True, but .*adapter has False"),
         (["--tensor_parallel_size", "2"], {"use_dora": True}, "--use_dora with --tensor_parallel_size 2"),
         (["--zero_stage", "3", "--backend", "deepspeed"], {"use_dora": True}, "--use_dora with --zero_stage 3"),
-        (["--merge_adapter", "--lora_rank", "8"], {}, "--merge_adapter with --lora_rank 8"),
         ([], {"peft_type": "IA3"}, "is an adapter of the kind IA3. Merge it"),
         ([], {"use_qalora": True}, "has use_qalora True, which is not built. Merge it: python -m trainer.cli.export"),
         ([], {"init_lora_weights": "pissa"}, "has init_lora_weights pissa"),

@@ -71,7 +71,10 @@ class LoraArguments:
     lora_adapter: Optional[str] = arg(
         None, "adapter folder to go on training, on the base --pretrain; --pretrain ADAPTER names both"
     )
-    merge_adapter: bool = arg(False, "add the adapter of --pretrain to the weights first, then train these")
+    merge_adapter: bool = arg(
+        False,
+        "add the adapter of --pretrain to the weights first, then train these, or with --lora_rank a new adapter on them",
+    )
     load_in_4bit: bool = arg(False, "QLoRA: keep the frozen layers in 4 bits (bitsandbytes)")
 
 

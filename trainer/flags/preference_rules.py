@@ -27,7 +27,7 @@ def _is_kto(f) -> bool:
 
 # fmt: off
 LOSS_RULES = (
-    Rule("ref_offload", lambda f: f.lora_rank and not (f.ref_model or f.lora_adapter), "with --lora_rank",
+    Rule("ref_offload", lambda f: f.lora_rank and not (f.ref_model or (f.lora_adapter and not f.merge_adapter)), "with --lora_rank",
          "the reference is the model without its adapter", REMOVE),
     Rule("ref_model ref_offload precompute_ref_logps", lambda f: f.loss_has_reference is False, "with --loss {loss}",
          "this loss has no reference", REMOVE),
@@ -72,7 +72,7 @@ DPO_RULES = (
     *LOSS_RULES,
     Rule("ref_model ref_offload precompute_ref_logps", lambda f: f.load_in_4bit, "with --load_in_4bit",
          "the reference is the model without its adapter", REMOVE),
-    Rule("lora_adapter", lambda f: f.load_in_4bit and f.loss_has_reference, "with --load_in_4bit",
+    Rule("lora_adapter", lambda f: f.load_in_4bit and f.loss_has_reference and not f.merge_adapter, "with --load_in_4bit",
          "the reference is the model with this adapter, in full precision", "Remove --load_in_4bit."),
     Rule("precompute_ref_logps", _is_kto, "with --loss kto", "kto pairs prompts and answers again in every epoch",
          "Remove the flag, or use --ref_offload."),

@@ -130,7 +130,7 @@ KL_RULES = (
          "Add both flags, or remove the flag."),
     Rule("kl_horizon", lambda f: f.kl_target is None, "without --kl_target", "the weight of the KL is constant",
          "Add --kl_target, or remove the flag."),
-    Rule("offload_ref", lambda f: f.lora_rank and not (f.ref_model or f.lora_adapter), "with --lora_rank",
+    Rule("offload_ref", lambda f: f.lora_rank and not (f.ref_model or (f.lora_adapter and not f.merge_adapter)), "with --lora_rank",
          "the reference is the policy without its adapter", REMOVE),
 )
 # fmt: on

@@ -114,9 +114,8 @@ SHARED_RULES = (
 LORA_RULES = (
     Rule("merge_adapter", lambda f: not f.lora_adapter, "without an adapter", "there is nothing to merge",
          "Give --pretrain ADAPTER, or remove the flag."),
-    Rule("merge_adapter", lambda f: f.lora_rank, "with --lora_rank {lora_rank}",
-         "the new adapter would name a base model without the merged one",
-         "Merge it first: python -m trainer.cli.export ADAPTER MODEL, then --pretrain MODEL."),
+    Rule("merge_adapter", lambda f: f.lora_rank and f.has_images, "with --lora_rank and rows that have images",
+         "the merged base would be a model of text only", "Remove --merge_adapter or --lora_rank."),
     Rule("lora_alpha lora_dropout use_dora use_rslora target_modules load_in_4bit lora_experts", lambda f: f.lora_rank is None,
          "without --lora_rank", "no adapter is trained", "Add --lora_rank, or remove the flag."),
     Rule("lora_dropout", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",

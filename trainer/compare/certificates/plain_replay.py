@@ -15,7 +15,7 @@ from trainer.reports import certificate
 from trainer.runs.feature import Feature
 from trainer.runs.preference_runs import load_dpo, load_scored_pairs
 from trainer.runs.run_data import load_sft, part_of
-from trainer.runs.run_setup import prepared_tokenizer
+from trainer.runs.run_setup import prepared_tokenizer, tokenizer_folder
 
 # (loss, gradient norm): rounding of bf16 and fp16 moves the norm too much to judge it against fp32
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, None), "fp16": (1e-2, None)}
@@ -111,7 +111,9 @@ def planned_batches(
     flags = flags | {"trust_remote_code": trust_remote_code, "pretrain": model_folder}
     known = {field.name for field, _ in flags_of(COMMANDS[command])}
     args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
-    tokenizer = prepared_tokenizer(model_folder, args.model.trust_remote_code, args.data)
+    tokenizer = prepared_tokenizer(
+        tokenizer_folder(model_folder, args.lora.lora_adapter), args.model.trust_remote_code, args.data
+    )
     trained = args.data.dataset, args.data.dataset_split, "--dataset", part_of(args.data, args.batch.seed)
     samples, _ = LOADERS[command](args, tokenizer, *trained)
     size = args.batch.train_batch_size

@@ -82,7 +82,7 @@ def missing_rights(content: dict, places: dict[str, str | None], trust_remote_co
     arguments, lines = content["arguments"], []
     if arguments.get("trust_remote_code") and not trust_remote_code:
         lines += ["--trust_remote_code: the run used code of its model folder; order is checked only with this flag"]
-    for name, value in places.items():
+    for name, value in {**places, "lora_adapter": None}.items():
         certified = arguments.get(name)
         there = isinstance(certified, str) and all(_is_here(part) for part in certified.split(","))
         if not value and certified and not there:

@@ -19,6 +19,7 @@ from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import freeze_vision, images_of, use_images
+from trainer.runs.features.merged_base import MERGED_BASE
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_frozen import frozen_rollouts
 from trainer.training.ema import WeightAverage
@@ -126,6 +127,7 @@ RL_FEATURES = (
     Feature(
         "frozen rollouts", lambda run: run.args.rollout.rollouts_from, with_data=read_frozen, with_loss=train_frozen
     ),
+    MERGED_BASE,
     Feature("adapter", lambda run: run.args.lora.lora_rank, with_model=adapt),
     Feature(
         "routers", lambda run: run.args.rollout.routing_replay, with_data=record_experts, with_roles=replay_experts
