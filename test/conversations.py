@@ -69,7 +69,7 @@ class Script:
 
 
 def environments(make, tokenizer, max_turns=4, timeout=20.0) -> Environments:
-    return Environments(make, Caller("--env x.py", timeout, 4), "--env x.py", tokenizer, max_turns, 4096)
+    return Environments(lambda task: make(), Caller("--env x.py", timeout, 4), "--env x.py", tokenizer, max_turns, 4096)
 
 
 def sampling_of(tokenizer, name: str, most: int = 400, temperature: float = 1.0) -> Sampling:

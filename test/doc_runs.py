@@ -152,7 +152,8 @@ def _short_flags(command: Command) -> list[str]:
         if value_of(argv, "--teacher_answers") is not None:
             added["--generate_max_len"] = SMALL_PPO["--generate_max_len"]
     if argv[0] == "train_ppo" or "--online" in argv:
-        added |= SMALL_PPO
+        own = {"--prompt_max_len"} & {*argv}  # tools make prompts long
+        added |= {flag: value for flag, value in SMALL_PPO.items() if flag not in own}
         if value_of(argv, "--overlong_buffer_len") is not None:
             added["--overlong_buffer_len"] = "4"
         if value_of(argv, "--freezing_actor_steps") is not None:
@@ -167,7 +168,7 @@ def resources(command: Command, inputs: set[str]) -> set[str]:
     """Names of files, folders and ports that a command reads or writes, without those that every page has from the start."""
     if command.kind == "train":
         values = [value_of(command.argv, flag) for flag in PATH_FLAGS]
-        found = {part for value in values if value for part in value.split(",")}
+        found = {part.rpartition("=")[2] for value in values if value for part in value.split(",")}
         found |= {f"port{port}" for word in command.argv for port in re.findall(r"http://[\w.]+:(\d+)", word)}
     elif command.kind == "file":
         found = {command.block.note}

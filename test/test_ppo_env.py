@@ -44,6 +44,9 @@ def folder(tmp_path_factory):
     make_demo(str(folder / "demo"))
     (folder / "talker.py").write_text(TALKER)
     (folder / "lossy.py").write_text(LOSSY)
+    takes_turns = "class Environment:\n    def __init__(self, turns):\n        self.turns = turns\n\n"
+    short = TALKER.replace("class Environment:\n", takes_turns).replace("== 3", "== self.turns")
+    (folder / "short.py").write_text(short)
     return folder
 
 
@@ -112,9 +115,15 @@ def test_layouts_replay_and_resume(folder):
         "sandbox": ["--env_sandbox", "--sample_pages", "2", "--max_steps", "2"],
         "lossy": ["--env", f"{folder}/lossy.py", "--max_failed_share", "0.9", "--max_steps", "1"],
         "lossy-lockstep": ["--env", f"{folder}/lossy.py", "--max_failed_share", "0.9", "--max_steps", "1"],
+        "chosen": ["--dataset", f"{folder}/chosen.jsonl", "--env_key", "kind", "--env_last_turn_text", "Last turn."],
         "gae": ["--advantage_estimator", "gae", "--critic_learning_rate", "1e-3", "--max_steps", "2"],
     }
     runs["lossy-lockstep"].append("--env_lockstep")
+    prompts = [json.loads(line) for line in (folder / "demo/prompts.jsonl").read_text().splitlines()]
+    rows = [json.dumps(row | {"kind": ("long", "short")[n % 2]}) for n, row in enumerate(prompts)]
+    (folder / "chosen.jsonl").write_text("\n".join(rows))
+    several = f"long={folder}/talker.py,short={folder}/short.py"
+    runs["chosen"] += ["--env", several, "--env_args", "{short: {turns: 2}}", "--env_sandbox", "--max_steps", "1"]
     lines = [["train_ppo", *flags(folder, name, *GROUP, *more)] for name, more in runs.items()]
     for line in lines:
         if frozen[0] in line:
@@ -140,6 +149,15 @@ def test_layouts_replay_and_resume(folder):
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name
         assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in first], rel=1e-4), name
     assert len(read_steps(folder / "gae")) == 2
+    rows = [json.loads(line) for line in (folder / "chosen/rollouts.jsonl").read_text().splitlines()]
+    for row in rows:
+        most = (3, 2)[row["row"] % 2]
+        assert len(row["turns"]) <= most and row["end"] in (
+            ("done",) if len(row["turns"]) == most else ("answer", "tokens")
+        )
+    assert {(row["row"] % 2, row["end"]) for row in rows} >= {(0, "done"), (1, "done")}
+    shares = {name: value for name, value in read_steps(folder / "chosen")[0].items() if name.startswith("end_")}
+    assert shares["end_done"] == sum(row["end"] == "done" for row in rows) / 16 and sum(shares.values()) == 1
     for name in ("lossy", "lossy-lockstep"):
         [step] = read_steps(folder / name)
         rows = [json.loads(line) for line in (folder / name / "rollouts.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs import episodes
 from trainer.rollout.envs.env_process import ProcessEnvironment
-from trainer.rollout.envs.environments import Response, load_environment
+from trainer.rollout.envs.environments import Response, Source, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
 
 ENVIRONMENT = """
@@ -71,7 +71,7 @@ def play(folder, *does: str, inside: bool = True, timeout: float = 20.0, made: l
     turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TURNS["qwen3"]]
 
     def make():
-        env = ProcessEnvironment(path, 1024, timeout) if inside else load_environment(path)()
+        env = ProcessEnvironment(Source(path), 1024, timeout) if inside else load_environment(path)()
         if made is not None:
             made.append(env)
         return env
@@ -121,7 +121,7 @@ class Environment:
 def test_a_task_of_an_environment_outlives_a_call(folder):
     """As a rollout of the package `verifiers` does."""
     (folder / "task.py").write_text(TASK)
-    env = ProcessEnvironment(str(folder / "task.py"), 1024, 20.0)
+    env = ProcessEnvironment(Source(str(folder / "task.py")), 1024, 20.0)
     assert env.reset({}) == [{"role": "user", "content": "How much is 2 + 3?"}]
     assert env.step(Response("5", "5", [], True)) == ([], 1.0, True)
     env.close()
@@ -129,7 +129,7 @@ def test_a_task_of_an_environment_outlives_a_call(folder):
 
 def test_kill_between_two_turns(folder):
     """SIGKILL from outside, while the model writes."""
-    env = ProcessEnvironment(str(folder / "env.py"), 1024, 20.0)
+    env = ProcessEnvironment(Source(str(folder / "env.py")), 1024, 20.0)
     assert env.reset({"nested": [], "does": "well"})[0]["role"] == "user" and env.tools
     os.kill(env._process.pid, signal.SIGKILL)
     assert select.select([env._process.connection], [], [], 20)[0]  # the kernel ends the sandbox after its supervisor

@@ -18,14 +18,18 @@ from tiny_models import make_model
 
 from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.conversations.tool_formats import tool_calls
+from trainer.datasets.conversations.turns import continuation_ids
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import Failed, UserError
+from trainer.methods.rollout_facts import sample_facts
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs import environments as environments_module
 from trainer.rollout.envs import episodes
-from trainer.rollout.envs.environments import Caller, load_environment
+from trainer.rollout.envs.environments import Caller, Source, Step, load_environment, read_sources
 from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.envs.long_answers import LEFT_OUT, LongAnswers
+from trainer.rollout.envs.one_episode import ENDS
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.rollouts_file import as_row, read_rollouts, sample_of
 from trainer.rollout.samples import Sample
@@ -185,8 +189,8 @@ def test_a_stop_token_takes_the_place_of_the_templates(tmp_path):
 def run_one(make, turns=2, **options):
     tokenizer = byte_tokenizer("qwen3")
     ids = tokenizer("hi<|im_end|>")["input_ids"]
-    lockstep = options.pop("lockstep", False)
-    envs = replace(environments(make, tokenizer, max_turns=turns, **options), lockstep=lockstep)
+    own = {name: options.pop(name) for name in ("lockstep", "long_answers", "last_turn_text") if name in options}
+    envs = replace(environments(make, tokenizer, max_turns=turns, **options), **own)
     return generate_episodes(envs, Script([ids] * 9), [PROMPT], 2, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
 
 
@@ -326,6 +330,106 @@ def test_what_an_environment_may_do():
 
     run_one(broken((1, True), reset=reset))
     assert tasks == [{"sum": 5, "nested": [1, 2]}] * 2, "each one has its own copy of the row"
+
+
+def test_an_environment_knows_how_many_turns_are_left_and_the_model_reads_of_the_last_one():
+    left = []
+    make = broken(lambda response: left.append(response.turns_left) or [{"role": "user", "content": "more"}])
+    for sample in run_one(make, turns=3, last_turn_text="Answer now.", lockstep=True):
+        *_, first, last = byte_tokenizer("qwen3").decode(sample.response_ids).split("user\n")
+        assert first.startswith("more<|im_end|>") and last.startswith("more\n\nAnswer now.<|im_end|>")
+    assert left == [2, 2, 1, 1, 0, 0]
+
+
+DIGITS = "0123456789" * 100  # of one token each
+
+
+def answers_with(text):
+    return broken(lambda response: [{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("keep, most", [("start", None), ("end", None), ("both", None), ("start", 100)])
+def test_a_long_answer_is_cut_to_half_of_the_room_or_to_its_limit(keep, most):
+    """Every character of it is one token, so the number of those that are kept is known beforehand."""
+    tokenizer = byte_tokenizer("qwen3")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    nothing = continuation_ids(tokenizer, ASKED, [{"role": "user", "content": LEFT_OUT}], stop_token=end)
+    for sample in run_one(answers_with(DIGITS), long_answers=LongAnswers(keep, most)):
+        (_, first), (second, _) = sample.turns
+        kept = min((400 - first) // 2, most or 400) - len(nothing)
+        start = {"start": kept, "end": 0, "both": kept - kept // 2}[keep]
+        shown = DIGITS[:start] + LEFT_OUT + DIGITS[len(DIGITS) - (kept - start) :]
+        expected = continuation_ids(tokenizer, ASKED, [{"role": "user", "content": shown}], stop_token=end)
+        assert sample.response_ids[first:second] == expected and len(expected) == len(nothing) + kept
+        assert sample.end == "turns" and sample.metrics == {"answers_cut": 1.0}
+
+
+def test_the_cause_of_each_end_is_recorded():
+    unfinished = Script([[65]])
+    unfinished.generate = lambda prompts, *_: [Completion([65], [-1.0], False) for _ in prompts]
+    tokenizer = byte_tokenizer("qwen3")
+    [cut] = generate_episodes(
+        environments(answers_with("more"), tokenizer),
+        unfinished,
+        [PROMPT],
+        1,
+        sampling_of(tokenizer, "qwen3"),
+        seed=0,
+        rollout=0,
+    )
+    found = {
+        "done": run_one(broken((1.0, True)))[0],
+        "turns": run_one(answers_with("more"))[0],
+        "answer": run_one(answers_with(DIGITS))[0],
+        "tokens": cut,
+        "lost": run_one(broken(Step()))[0],
+    }
+    assert {sample.end: name for name, sample in found.items()} == {end: end for end in ENDS}
+    assert [name for name, sample in found.items() if sample.finished] == ["done"]
+    assert all(read_back(sample).end == name for name, sample in found.items())
+    facts = sample_facts([replace(found[name], score=1.0) for name in ("done", "turns", "turns", "lost")])
+    assert {name: facts[name] for name in facts if name.startswith("end_")} == {
+        "end_done": 0.25,
+        "end_lost": 0.25,
+        "end_turns": 0.5,
+    }
+    # an answer beyond its limit ends the episode too, however much room there is
+    assert run_one(answers_with(DIGITS[:50]), long_answers=LongAnswers("none", 40))[0].end == "answer"
+
+
+@pytest.mark.parametrize(
+    "arguments, by_name, expected",
+    [
+        (("a.py", None), False, {"": Source("a.py")}),
+        (("a.py:Game", "{size: 3, name: x}"), False, {"": Source("a.py:Game", {"size": 3, "name": "x"})}),
+        (("a=x.py, b=y:Z", '{"b": {"k": [1]}}'), True, {"a": Source("x.py"), "b": Source("y:Z", {"k": [1]})}),
+        (("a.py", None), True, "NAME=FILE"),
+        (("a=x.py,a=y.py", None), True, "NAME=FILE"),
+        (("a=x.py", "{c: {}}"), True, "no environment c in --env"),
+        (("a=x.py", "{a: 3}"), True, "a: 3"),
+        (("a.py", "[1]"), False, "--env_args: [1] (allowed: a mapping"),
+        (("a.py", "{a: 2020-01-01}"), False, "not JSON serializable"),
+        (("a.py", "{a: "), False, "--env_args: {a: : while parsing"),
+    ],
+)
+def test_several_environments_and_their_arguments(arguments, by_name, expected):
+    if isinstance(expected, dict):
+        assert read_sources(*arguments, by_name) == expected
+        return
+    with pytest.raises(UserError) as error:
+        read_sources(*arguments, by_name)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_arguments_that_an_environment_does_not_take_are_refused_before_the_run(tmp_path):
+    body = "    def reset(self, task): pass\n    def step(self, response): pass\n"
+    (tmp_path / "sized.py").write_text(f"class Environment:\n    def __init__(self, size): self.size = size\n{body}")
+    name = str(tmp_path / "sized.py")
+    Source(name, {"size": 3}).check()
+    assert Source(name, {"size": 3}).make().size == 3
+    for arguments in ({}, {"size": 3, "other": 4}):
+        with pytest.raises(UserError, match="--env_args: "):
+            Source(name, arguments).check()
 
 
 def test_an_environment_in_the_form_of_gymnasium():

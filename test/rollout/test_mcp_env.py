@@ -14,6 +14,7 @@ from launch import ROOT
 
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.rollout.envs.env_process import ProcessEnvironment
+from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.envs.mcp_env import MAX_PAGES, MCPServer, from_mcp
 
@@ -113,7 +114,7 @@ def test_servers_of_episodes(tmp_path):
     assert len(own) == 2 and len(servers(from_mcp(COMMAND, right, shared=True))) == 1
     (tmp_path / "env.py").write_text(ENV_FILE.format(command=COMMAND))
     others = set(servers_left())
-    boxed = servers(lambda: ProcessEnvironment(f"{tmp_path}/env.py", 2048, 20.0))
+    boxed = servers(lambda: ProcessEnvironment(Source(f"{tmp_path}/env.py"), 2048, 20.0))
     assert len(boxed) == 2
     deadline = time.monotonic() + 10  # a process that is killed needs a moment to go
     while going := [name for name in own if is_going(name.split("-")[0])] or set(servers_left()) - others:

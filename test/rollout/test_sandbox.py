@@ -15,7 +15,7 @@ from launch import ROOT
 from trainer.errors import UserError
 from trainer.rollout.envs import nursery
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
-from trainer.rollout.envs.environments import Failure, Response, Step
+from trainer.rollout.envs.environments import Failure, Response, Source, Step
 from trainer.rollout.envs.sandbox import Box, _calls
 
 PLAIN_USER = 65534
@@ -246,7 +246,7 @@ def _attacked(folder: Path):
 
 
 def step_of(folder: Path, does: str, timeout: float = 20.0, **box):
-    env = ProcessEnvironment(str(folder / "env/env.py"), 1024, timeout, Box(**box))
+    env = ProcessEnvironment(Source(str(folder / "env/env.py")), 1024, timeout, Box(**box))
     found = env.reset({"does": does})
     assert found == [{"role": "user", "content": "?"}], found
     try:
@@ -325,10 +325,10 @@ class Environment:
         return 1.0, True
 """
     (folder / "env/reads.py").write_text(code)
-    env = ProcessEnvironment(str(folder / "env/reads.py"), 1024, 20.0, Box(paths=(str(tmp_path),)))
+    env = ProcessEnvironment(Source(str(folder / "env/reads.py")), 1024, 20.0, Box(paths=(str(tmp_path),)))
     assert env.reset({}) == [{"role": "user", "content": "data 30"}]
     env.close()
-    hidden = ProcessEnvironment(str(folder / "env/reads.py"), 1024, 20.0)
+    hidden = ProcessEnvironment(Source(str(folder / "env/reads.py")), 1024, 20.0)
     assert "FileNotFoundError" in hidden.reset({}).found
     hidden.close()
 
@@ -346,16 +346,16 @@ def test_a_machine_without_namespaces_is_refused_in_one_line(folder, monkeypatch
     with pytest.raises(
         UserError, match=r"--env_sandbox: this machine allows no sandbox: no user, pid, .*not permitted"
     ):
-        check_sandbox(str(folder / "env/env.py"), Box())
+        check_sandbox(Source(str(folder / "env/env.py")), Box())
     patched.unlink()
     monkeypatch.setattr(nursery.Nursery, "_here", None)
-    check_sandbox(str(folder / "env/env.py"), Box())
+    check_sandbox(Source(str(folder / "env/env.py")), Box())
 
 
 def test_code_that_cannot_be_loaded_is_one_line_and_runs_in_the_sandbox_only(tmp_path):
     (tmp_path / "env.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     with pytest.raises(UserError, match=r"--env: .*env\.py cannot be imported: OSError"):
-        check_sandbox(str(tmp_path / "env.py"), Box())
+        check_sandbox(Source(str(tmp_path / "env.py")), Box())
     assert not (tmp_path / "executed").exists()
 
 

@@ -214,7 +214,7 @@ def test_episodes_are_those_of_the_embedded_engine(engines):
             return [{"role": "tool", "content": "3"}, {"role": "user", "content": str(len(response))}], 1.0, False
 
     engine, embedded, model, tokenizer = engines
-    environments = Environments(Talker, Caller("--env x", 20, 4), "--env x", tokenizer, 3, 64)
+    environments = Environments(lambda task: Talker(), Caller("--env x", 20, 4), "--env x", tokenizer, 3, 64)
     prompts = [{"row": 0, "label": None}]
     sampling = Sampling(0.7, 150, tuple(range(3, 60)))
     found, expected = (

@@ -175,7 +175,23 @@ class EnvironmentArguments:
         "Python file or module with a class Environment that talks with the model over several turns, and rewards it; "
         "see docs/environments.md",
     )
+    env_key: Optional[str] = arg(
+        None,
+        "column whose values choose the environment of a row; then --env is NAME=FILE, or several (comma-separated)",
+    )
+    env_args: Optional[str] = arg(
+        None,
+        "arguments of --env as a YAML or JSON mapping, such as '{limit: 3}'; with --env_key, a mapping for each NAME",
+    )
     env_max_turns: int = arg(8, "turns of the model in an episode", type="PositiveInt")
+    env_last_turn_text: Optional[str] = arg(None, "text that is added to the messages that open the last turn")
+    env_answer_max_len: Optional[int] = arg(
+        None, "tokens of an answer of --env; a longer one is as one without room", type="PositiveInt"
+    )
+    env_long_answers: Literal["none", "start", "end", "both"] = arg(
+        "none",
+        "what is kept of an answer of --env without room: its start, its end, both, or none, which ends the episode",
+    )
     env_timeout: float = arg(60.0, "time limit of a call of --env, in seconds", type="PositiveFloat")
     env_concurrency: int = arg(64, "environments that a rank calls at a time", type="PositiveInt")
     env_lockstep: bool = arg(

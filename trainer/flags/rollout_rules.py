@@ -166,7 +166,7 @@ REWARD_RULES = (
          "it limits a call of a reward function", REMOVE),
     Rule("remote_rm_timeout remote_rm_retries remote_rm_api_key", lambda f: not f.remote_rm_url,
          "without --remote_rm_url", "no server scores", "Add --remote_rm_url, or remove the flag."),
-    Rule("env_max_turns env_timeout env_concurrency env_lockstep env_sandbox env_memory_mb env_processes "
+    Rule("env_key env_args env_last_turn_text env_answer_max_len env_long_answers env_max_turns env_timeout env_concurrency env_lockstep env_sandbox env_memory_mb env_processes "
          "env_disk_mb env_cpu_seconds env_paths", lambda f: not f.env, "without --env",
          "there is no environment", "Add --env, or remove the flag."),
     Rule("env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths", lambda f: not f.env_sandbox, "without --env_sandbox",

@@ -67,6 +67,8 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
     if any(size.turns for size in sizes):
         facts["turns"] = sum(size.turns for size in sizes) / len(samples)
         facts["env_tokens"] = sum(size.response for size in sizes) / len(samples) - facts["response_length"]
+    for end in sorted({sample.end for sample in samples} - {""}):
+        facts[f"end_{end}"] = sum(sample.end == end for sample in samples) / len(samples)
     for name in dict.fromkeys(name for sample in samples for name in sample.metrics):
         values = [sample.metrics[name] for sample in samples if name in sample.metrics]  # not every call returns it
         facts[f"reward_{name}"] = sum(values) / len(values)

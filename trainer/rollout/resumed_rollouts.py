@@ -38,8 +38,8 @@ def origin_of(flags: dict) -> str:
     for name, value in sorted(flags.items()):
         if name not in PLACES:
             digest.update(f"{name}={value!r}\n".encode())
-            for part in str(value).split(","):  # FILE.py:NAME, or several
-                path = Path(part.split(":")[0].strip())
+            for part in str(value).split(","):  # FILE.py:NAME, or several, or NAME=FILE.py
+                path = Path(part.split(":")[0].split("=")[-1].strip())
                 with contextlib.suppress(OSError):  # most values are no path
                     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
                         facts = (file.name, file.stat().st_size, file.stat().st_mtime_ns)

@@ -34,6 +34,8 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
     row["score"] = None if sample.failed or math.isnan(sample.score) else sample.score
     if sample.failed:
         row["failed"] = sample.failed
+    if sample.end:
+        row["end"] = sample.end
     if sample.kept_ids:
         row["kept_ids"] = sample.kept_ids
     if sample.turns:
@@ -53,7 +55,14 @@ def sample_of(row: dict) -> Sample:
     experts = decoded(*row["experts"]) if row.get("experts") else None
     sets, turns = row.get("kept_ids", []), row.get("turns", [])
     of_all = {key: row[key] for key in KEYS} | {"score": math.nan if row["score"] is None else row["score"]}
-    own = {"failed": row.get("failed", ""), "kept_ids": sets, "turns": turns, "versions": versions, "experts": experts}
+    own = {
+        "failed": row.get("failed", ""),
+        "end": str(row.get("end", "")),
+        "kept_ids": sets,
+        "turns": turns,
+        "versions": versions,
+        "experts": experts,
+    }
     sample = Sample(**of_all, **own)
     if not all(type(token) is int for token in chain(sample.prompt_ids, sample.response_ids, *sets)):
         raise ValueError("a token that is no whole number")

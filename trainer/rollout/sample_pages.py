@@ -66,7 +66,7 @@ class SamplePages:
         facts = {"score": f"{sample.score:.4g}", "finished": sample.finished, "label": sample.label}
         facts |= {"advantage": f"{sum(advantages) / len(advantages):.4g}"} if advantages else {}
         facts |= {"scores of its prompt": ", ".join(f"{score:.4g}" for score in group)} if len(group) > 1 else {}
-        facts |= {"failed": sample.failed or None}
+        facts |= {"failed": sample.failed or None, "end": sample.end or None}
         facts |= {"turns": len(sample.turns) or None, "version": sample.version, **sample.metrics}
         row = "".join(
             f"<td>{html.escape(str(name))}: <b>{html.escape(str(v))}</b></td>"

@@ -53,6 +53,8 @@ class Sample:
     experts: Optional[torch.Tensor] = field(default=None, compare=False)
     # why an environment or a server gave no score. Such a sample is as if it had not been sampled; its score is NaN
     failed: str = ""
+    # --env: what ended the episode: one of `one_episode.ENDS`
+    end: str = ""
     held: Held = field(default_factory=Held, compare=False)
 
     @property

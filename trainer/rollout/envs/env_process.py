@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 from trainer.datasets.conversations.messages import tools_of
 from trainer.errors import UserError
-from trainer.rollout.envs.environments import Failure, Response, Step, read_opening, read_step
+from trainer.rollout.envs.environments import Failure, Response, Source, Step, read_opening, read_step
 from trainer.rollout.envs.nursery import Born, Nursery
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer, read_frame, read_metrics, read_object, send_frame
@@ -23,13 +23,13 @@ PROBE_SECONDS = 120.0
 
 
 class ProcessEnvironment:
-    """The environment of `--env NAME`, with `reset`, `step` and `close`. Its process begins at `reset`."""
+    """An environment of `--env`, with `reset`, `step` and `close`. Its process begins at `reset`."""
 
-    def __init__(self, name: str, memory_mb: int, timeout: float, box: Optional[Box] = None):
+    def __init__(self, source: Source, memory_mb: int, timeout: float, box: Optional[Box] = None):
         """`timeout` is for a whole call, in seconds. `box` has further limits; its memory is `memory_mb`."""
         own = {"memory_mb": memory_mb}
         self._box = Box(**((vars(box) if box else {}) | own))
-        self._name, self._timeout = name, timeout
+        self._source, self._timeout = source, timeout
         self._process: Optional[Born] = None
         self.tools: Optional[list] = None
         self.metrics: dict[str, float] = {"lost": 0.0}
@@ -48,7 +48,7 @@ class ProcessEnvironment:
         """The answer of a new process to `reset`, or None if it is lost."""
         self.close()
         try:
-            self._process = Nursery.here().bear(self._name, self._box)
+            self._process = Nursery.here().bear(self._source, self._box)
         except (OSError, ValueError):  # somebody killed the nursery; the next one is new
             return None
         return self._ask({"reset": task}, deadline, _read_opening)
@@ -56,7 +56,7 @@ class ProcessEnvironment:
     def step(self, response: Response) -> Any:
         """What the environment's `step` gave, or the end of the episode if the process is lost."""
         asked = {"text": str(response), "raw": response.raw, "calls": response.tool_calls}
-        request = {"step": {**asked, "finished": response.finished}}
+        request = {"step": {**asked, "finished": response.finished, "turns_left": response.turns_left}}
         answer = self._ask(request, time.monotonic() + self._timeout, _read_step)
         if answer is None:
             return self.lose()
@@ -108,10 +108,10 @@ def _read_step(answer: dict) -> dict:
     return {"messages": messages, "reward": float(reward), "done": done, "metrics": read_metrics(answer["metrics"])}
 
 
-def check_sandbox(name: str, box: Box) -> None:
+def check_sandbox(source: Source, box: Box) -> None:
     """Start one sandbox, and make the environment in it. Raises UserError where either fails, in one line."""
     try:
-        born = Nursery.here().bear(name, box)
+        born = Nursery.here().bear(source, box)
         try:
             deadline = time.monotonic() + PROBE_SECONDS
             send_frame(born.connection, b'{"probe": true}', deadline)
@@ -119,9 +119,9 @@ def check_sandbox(name: str, box: Box) -> None:
         finally:
             born.end()
     except (OSError, EOFError, ValueError) as error:
-        found = f"the process of {name} is lost before its first answer ({type(error).__name__})"
+        found = f"the process of {source.name} is lost before its first answer ({type(error).__name__})"
         raise UserError("--env_sandbox", found, "a larger --env_memory_mb") from None
     if "parts" in answer:
         raise UserError(*answer["parts"])
     if "error" in answer:
-        raise UserError(f"--env {name}", answer["error"].strip())
+        raise UserError(f"--env {source.name}", answer["error"].strip())

@@ -6,11 +6,14 @@ Every failure of that code becomes one UserError, as with reward functions. One 
 import asyncio
 import functools
 import inspect
+import json
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Optional
+
+import yaml
 
 from trainer.datasets.conversations.messages import messages_of
 from trainer.errors import Failed, UserError
@@ -28,10 +31,11 @@ class Response(str):
     raw: str  # with special tokens
     tool_calls: list[dict]  # [{"name": ..., "arguments": {...}}], a malformed one with an "error" and no arguments
     finished: bool  # whether a stop token or stop text ended the turn, not the limit of tokens
+    turns_left: int  # turns that the model may still have: with 1, the answer to this one opens the last turn
 
-    def __new__(cls, text: str, raw: str, tool_calls: list[dict], finished: bool):
+    def __new__(cls, text: str, raw: str, tool_calls: list[dict], finished: bool, turns_left: int = 0):
         self = super().__new__(cls, text)
-        self.raw, self.tool_calls, self.finished = raw, tool_calls, finished
+        self.raw, self.tool_calls, self.finished, self.turns_left = raw, tool_calls, finished, turns_left
         return self
 
 
@@ -62,6 +66,62 @@ def load_environment(name: str) -> Callable[[], Any]:
     if missing:
         raise UserError(FLAG, f"{name} has no method {missing[0]}", "reset(task) and step(response)")
     return factory
+
+
+@dataclass(frozen=True)
+class Source:
+    """One environment of --env: where its code is, and the arguments of its constructor."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        return load_environment(self.name)(**self.arguments)
+
+    def check(self) -> None:
+        """Raises UserError if the code cannot be loaded, or does not take the arguments."""
+        factory = load_environment(self.name)
+        try:
+            inspect.signature(factory).bind(**self.arguments)
+        except TypeError as error:
+            raise UserError(f"{FLAG} {self.name}", f"--env_args: {error}", "the arguments of its constructor") from None
+        except ValueError:  # a class that is not written in Python
+            pass
+
+
+def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, Source]:
+    """{NAME: environment} of --env NAME=FILE,NAME=FILE with `by_name`; else {"": environment}.
+
+    Raises UserError if --env or --env_args has another form.
+    """
+    names = {"": env}
+    if by_name:
+        pairs = [part.strip().partition("=") for part in env.split(",")]
+        names = {name: source for name, mark, source in pairs if mark and name and source}
+        if len(names) < len(pairs):
+            raise UserError(FLAG, env, "NAME=FILE, or several of different names (comma-separated), for --env_key")
+    arguments = _mapping("--env_args", env_args) if env_args else {}
+    if not by_name:
+        return {"": Source(env, arguments)}
+    if unknown := arguments.keys() - names:
+        raise UserError("--env_args", f"no environment {min(unknown)} in --env", ", ".join(names))
+    return {name: Source(source, _checked(name, arguments.get(name) or {})) for name, source in names.items()}
+
+
+def _mapping(flag: str, text: str) -> dict[str, Any]:
+    """A mapping in YAML or JSON, with values that JSON has too."""
+    try:
+        value = yaml.safe_load(text)
+        json.dumps(value)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(flag, f"{text}: {' '.join(str(error).split())}", "a mapping such as '{limit: 3}'") from None
+    return _checked("", value)
+
+
+def _checked(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UserError("--env_args", f"{name + ': ' if name else ''}{value}", "a mapping such as '{limit: 3}'")
+    return value
 
 
 class Caller:

@@ -24,8 +24,20 @@ from trainer.datasets.samples.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
-from trainer.rollout.envs.environments import Response, Step, read_opening, read_step, reset
-from trainer.rollout.envs.one_episode import Closing, Environments, Episode, closed_after_an_error
+from trainer.rollout.envs.environments import Response, read_opening, read_step, reset
+from trainer.rollout.envs.long_answers import fitting
+from trainer.rollout.envs.one_episode import (
+    ANSWER,
+    DONE,
+    LOST,
+    TOKENS,
+    TURNS,
+    Closing,
+    Environments,
+    Episode,
+    Went,
+    closed_after_an_error,
+)
 from trainer.rollout.placement import exchange_objects, share
 from trainer.rollout.rewards.reward_functions import check_scores
 from trainer.rollout.samples import Sample
@@ -152,8 +164,7 @@ def _play_freely(
                             called[_start(environments, episode)] = (episode, None)
                             continue
                     else:
-                        is_last = len(episode.turns) == environments.max_turns
-                        episode.go_on(*_stepped(environments, episode, completion, value, sampling, is_last))
+                        episode.go_on(_stepped(environments, episode, completion, value, sampling))
                     if not episode.over:
                         first_ready = first_ready if ready else time.monotonic()
                         ready.append(episode)
@@ -163,7 +174,7 @@ def _play_freely(
                 ready.sort(key=lambda episode: episode.number)  # whoever was first
                 started = time.monotonic()
                 for episode, completion in zip(ready, _turns(engine, ready, sampling, seed, rollout)):
-                    response = episode.add_turn(environments.tokenizer, completion)
+                    response = episode.add_turn(environments, completion)
                     called[call.start(functools.partial(episode.env.step, response))] = (episode, completion)
                 ready, patience = [], max(SOON_SECONDS, SOON_SHARE * (time.monotonic() - started))
         closing.wait()
@@ -185,19 +196,18 @@ def _play(
         opened, _ = exchanged(lambda: _open(environments, episodes))
         for episode, found in zip(episodes, opened):
             episode.begin(*found)
-        for turn in range(environments.max_turns):
+        for _ in range(environments.max_turns):
             going = [episode for episode in episodes if not episode.over]
             completions, problem = [], None
             try:
                 completions = _turns(engine, going, sampling, seed, rollout) if going else []
             except UserError as error:
                 problem = error
-            responses = [e.add_turn(environments.tokenizer, completion) for e, completion in zip(going, completions)]
-            is_last = turn + 1 == environments.max_turns
-            answer = functools.partial(_answer, environments, going, completions, responses, sampling, is_last)
+            responses = [e.add_turn(environments, completion) for e, completion in zip(going, completions)]
+            answer = functools.partial(_answer, environments, going, completions, responses, sampling)
             answered, any_going = exchanged(answer, problem)
             for episode, found in zip(going, answered):
-                episode.go_on(*found)
+                episode.go_on(found)
             if not any_going:
                 break
     return episodes
@@ -223,7 +233,7 @@ def _next_try(environments: Environments, episode: Episode) -> Callable[[], Any]
     number, task = episode.tries, copy.deepcopy(columns_of(episode.prompt))  # samples of a prompt share its lists
 
     def begin() -> Any:
-        env = environments.make()
+        env = environments.make(task)
         if number == episode.tries:
             episode.env = env
             return reset(env, task)
@@ -271,62 +281,79 @@ def _answer(
     completions: list[Completion],
     responses: list[Response],
     sampling: Sampling,
-    is_last: bool,
-) -> list[tuple[list[int], float, bool, dict, str]]:
-    """Give each response to its environment. Returns what `_stepped` gives."""
+) -> list[Went]:
+    """Give each response to its environment."""
     values = environments.call("step", [functools.partial(e.env.step, r) for e, r in zip(going, responses)])
     answers = [
-        _stepped(environments, episode, completion, value, sampling, is_last)
+        _stepped(environments, episode, completion, value, sampling)
         for episode, completion, value in zip(going, completions, values)
     ]
     closing = Closing(environments.call)
-    for episode, (next_ids, *_, failed) in zip(going, answers):
-        if not next_ids:
-            episode.failed = failed
+    for episode, went in zip(going, answers):
+        if not went.next_ids:
+            episode.failed = went.failed
             closing.add([episode])
     closing.wait()
     return answers
 
 
 def _stepped(
-    environments: Environments, episode: Episode, completion: Completion, value: Any, sampling: Sampling, is_last: bool
-) -> tuple[list[int], float, bool, dict, str]:
-    """(ids that follow, reward, done, metrics, why it failed) of the `value` that `step` gave. No ids end an episode."""
+    environments: Environments, episode: Episode, completion: Completion, value: Any, sampling: Sampling
+) -> Went:
+    """What follows from the `value` that `step` gave."""
     if isinstance(value, Failed):
-        return [], 0.0, False, {}, str(value)
+        return Went([], 0.0, "", {}, str(value))
     with _named(environments, "step", episode):
-        step, ids = read_step(value), []
+        step = read_step(value)
+        ids, end = [], DONE if step.done else LOST
         try:
-            if step.messages and not is_last:
-                ids = _next_ids(environments.tokenizer, episode, completion, step, sampling)
+            if step.messages:
+                ids, end = _next_ids(environments, episode, completion, step.messages, sampling)
         except UserError:  # the template refuses the messages
             if not hasattr(episode.env, "lose"):
                 raise
-            step = episode.env.lose()  # a sandbox may send anything, and loses its own episode only
-        # the next turn needs room for at least one token
-        ids = ids if completion.finished and len(episode.ids) + len(ids) < sampling.max_new_tokens else []
-    return ids, step.reward, step.done, _metrics(environments, episode), ""
+            step, end = episode.env.lose(), LOST  # a sandbox may send anything, and loses its own episode only
+    return Went(ids, step.reward, end, _metrics(environments, episode))
 
 
-def _next_ids(tokenizer: Any, episode: Episode, completion: Completion, step: Step, sampling: Sampling) -> list[int]:
+def _next_ids(
+    environments: Environments, episode: Episode, completion: Completion, messages: list[dict], sampling: Sampling
+) -> tuple[list[int], str]:
+    """(ids until the next turn, what ends the episode if there are none)."""
+    if not completion.finished:
+        return [], TOKENS
+    if not episode.response.turns_left:
+        return [], TURNS
     last, calls = completion.token_ids[-1], episode.response.tool_calls
-    return continuation_ids(
-        tokenizer,
-        episode.opening,
-        step.messages,
-        tools=episode.tools,
-        call=calls[0]["name"] if calls else None,
-        stop_token=last if last in sampling.stop_ids else None,
-    )
+
+    def render(messages: list[dict]) -> list[int]:
+        if environments.last_turn_text and episode.response.turns_left == 1:
+            *before, message = messages
+            messages = [*before, {**message, "content": f"{message['content']}\n\n{environments.last_turn_text}"}]
+        return continuation_ids(
+            environments.tokenizer,
+            episode.opening,
+            messages,
+            tools=episode.tools,
+            call=calls[0]["name"] if calls else None,
+            stop_token=last if last in sampling.stop_ids else None,
+        )
+
+    room = sampling.max_new_tokens - len(episode.ids)
+    ids, was_cut = fitting(render, messages, room, environments.long_answers)
+    episode.num_cut += was_cut
+    return ids, "" if ids else ANSWER
 
 
 def _metrics(environments: Environments, episode: Episode) -> dict[str, float]:
-    """The dict `metrics` of an environment, if it has one: a number for each name."""
-    metrics = getattr(episode.env, "metrics", None)
+    """The dict `metrics` of an environment, if it has one: a number for each name. Also how many answers were cut."""
+    metrics, own = getattr(episode.env, "metrics", None), {}
+    if environments.long_answers.keep != "none":
+        own["answers_cut"] = float(episode.num_cut)
     if not isinstance(metrics, dict):
-        return {}
+        return own
     _, checked = check_scores(environments.where, ([0.0], metrics), 1)
-    return {name: value for name, [value] in checked.items()}
+    return {name: value for name, [value] in checked.items()} | own
 
 
 @contextlib.contextmanager

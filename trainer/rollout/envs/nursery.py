@@ -16,6 +16,7 @@ import sys
 import threading
 
 from trainer.entry import end_with_parent
+from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.sandbox import Box, confine, unshare_all, variables, visible_paths
 from trainer.rollout.envs.serving import refuse, serve
 
@@ -69,10 +70,10 @@ class Nursery:
         its_end.close()
         self._socket.settimeout(START_SECONDS)
 
-    def bear(self, name: str, box: Box) -> Born:
+    def bear(self, source: Source, box: Box) -> Born:
         """Start the processes of an environment."""
         ours, its_end = socket.socketpair()
-        asked = {"name": name, "box": dataclasses.asdict(box), "here": os.getcwd()}
+        asked = {"source": dataclasses.asdict(source), "box": dataclasses.asdict(box), "here": os.getcwd()}
         with self._asks, its_end:
             socket.send_fds(self._socket, [json.dumps(asked).encode()], [its_end.fileno()])
             return Born(int(self._socket.recv(64)), ours)
@@ -94,20 +95,20 @@ def main(control: socket.socket) -> None:
             control.close()
             asked = json.loads(request)
             try:
-                supervise(descriptors[0], asked["name"], Box(**asked["box"]), asked["here"])
+                supervise(descriptors[0], Source(**asked["source"]), Box(**asked["box"]), asked["here"])
             finally:
                 os._exit(1)
         os.close(descriptors[0])
         control.send(str(child).encode())
 
 
-def supervise(descriptor: int, name: str, box: Box, here: str) -> None:
+def supervise(descriptor: int, source: Source, box: Box, here: str) -> None:
     """Start the environment in its sandbox, watch it, and end it with the trainer or with the connection."""
     end_with_parent()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(here)
-    visible = visible_paths(name.partition(":")[0], box.paths)
+    visible = visible_paths(source.name.partition(":")[0], box.paths)
     printed, prints = os.pipe()
     try:
         unshare_all()
@@ -116,7 +117,7 @@ def supervise(descriptor: int, name: str, box: Box, here: str) -> None:
         return
     number, child = os.getpid(), os.fork()
     if not child:
-        _be_inside(descriptor, prints, name, box, visible, number)
+        _be_inside(descriptor, prints, source, box, visible, number)
     os.close(prints)
     _watch(child, descriptor, printed)
     os._exit(0)
@@ -128,7 +129,7 @@ def no_sandbox(error: OSError) -> dict:
     return {"error": f": {found}", "parts": ["--env_sandbox", found, allowed]}
 
 
-def _be_inside(descriptor: int, prints: int, name: str, box: Box, visible: list[str], number: int) -> None:
+def _be_inside(descriptor: int, prints: int, source: Source, box: Box, visible: list[str], number: int) -> None:
     """Process 1 of the namespace. Does not return."""
     try:
         os.dup2(prints, 1)
@@ -140,7 +141,7 @@ def _be_inside(descriptor: int, prints: int, name: str, box: Box, visible: list[
             refuse(connection, no_sandbox(error))
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        serve(connection, name)
+        serve(connection, source)
     finally:
         os._exit(0)
 

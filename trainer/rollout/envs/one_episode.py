@@ -5,16 +5,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, Future
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from trainer.datasets.conversations.thoughts import opens_thoughts
 from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.errors import Failed
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs.environments import Caller, Response
+from trainer.rollout.envs.long_answers import LongAnswers
 from trainer.rollout.samples import Sample
 
 THOUGHT_TOKENS = 32  # so many tokens of a header hold the mark that opens thoughts
+# what ends an episode: the environment, --env_max_turns, a turn that --generate_max_len cuts, an answer without room, or a
+# sandbox that is lost
+ENDS = DONE, TURNS, TOKENS, ANSWER, LOST = "done", "turns", "tokens", "answer", "lost"
 CLOSE_SECONDS = 10.0  # for environments to close after an error
 
 
@@ -22,13 +26,25 @@ CLOSE_SECONDS = 10.0  # for environments to close after an error
 class Environments:
     """How a run makes and calls its environments."""
 
-    make: Callable[[], Any]
+    make: Callable[[dict], Any]  # of a row's columns
     call: Caller
     where: str  # of errors: --env NAME
     tokenizer: Any
     max_turns: int
     prompt_max_len: int
     lockstep: bool = False  # all episodes of a rollout wait for the slowest one after each turn
+    long_answers: LongAnswers = LongAnswers()
+    last_turn_text: str = ""  # added to the messages that open the last turn
+
+
+class Went(NamedTuple):
+    """How an episode goes on after a turn."""
+
+    next_ids: list[int]  # tokens until the next turn; none at the end of the episode
+    reward: float
+    end: str  # one of ENDS, if it ends
+    metrics: dict[str, float]
+    failed: str = ""
 
 
 @dataclass
@@ -48,19 +64,21 @@ class Episode:
     turns: list[list[int]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     score: float = 0.0
-    done: bool = False  # the environment has ended it
-    over: bool = False  # it is done, or has no tokens or turns left
+    end: str = ""  # one of ENDS
+    over: bool = False  # it has ended or failed
     metrics: dict[str, float] = field(default_factory=dict)
+    num_cut: int = 0  # answers of which parts were left out; only on the rank that calls it
     tries: int = 0  # of `reset`, so far
     failed: str = ""  # as in `Sample`
 
-    def add_turn(self, tokenizer: Any, completion: Completion) -> Response:
+    def add_turn(self, environments: Environments, completion: Completion) -> Response:
         """Append the tokens of a turn. Returns the turn as the environment gets it."""
+        tokenizer, left = environments.tokenizer, environments.max_turns - len(self.turns) - 1
         raw, start = tokenizer.decode(completion.token_ids), len(self.ids)
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         header = tokenizer.decode((self.prompt_ids + self.ids)[-THOUGHT_TOKENS:])
         calls = tool_calls(raw, self.tools, opens_thoughts(header))
-        self.response = Response(text, raw, calls, completion.finished)
+        self.response = Response(text, raw, calls, completion.finished, left)
         self.ids += completion.token_ids
         self.turns.append([start, len(self.ids)])
         self.log_probs += completion.log_probs
@@ -68,11 +86,10 @@ class Episode:
         self.versions += [[start + at, version] for at, version in completion.versions]
         return self.response
 
-    def go_on(self, next_ids: list[int], reward: float, done: bool, metrics: dict[str, float], failed: str) -> None:
-        """Append what `_stepped` gave."""
-        self.score, self.done, self.over = self.score + reward, done, not next_ids
-        self.ids += next_ids
-        self.metrics, self.failed = metrics, failed
+    def go_on(self, went: Went) -> None:
+        self.score, self.end, self.over = self.score + went.reward, went.end, not went.next_ids
+        self.ids += went.next_ids
+        self.metrics, self.failed = went.metrics, went.failed
 
     def begin(self, prompt_ids: list[int], failed: str) -> None:
         self.prompt_ids, self.failed, self.over = prompt_ids, failed, bool(failed)
@@ -86,7 +103,7 @@ class Episode:
             prompt_ids=self.prompt_ids or list(self.prompt["prompt_ids"]),
             response_ids=[stop] if is_empty else self.ids,
             log_probs=[0.0] if is_empty else self.log_probs,
-            finished=self.done,
+            finished=self.end == DONE,
             label=self.prompt["label"],
             score=math.nan if self.failed else self.score,
             metrics=self.metrics,
@@ -94,6 +111,7 @@ class Episode:
             turns=[[0, 1]] if is_empty else self.turns,
             versions=self.versions,
             failed=self.failed,
+            end=self.end,
         )
 
 

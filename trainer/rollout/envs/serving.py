@@ -8,17 +8,17 @@ import socket
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.rollout.envs.environments import Response, load_environment, read_opening, read_step, reset
+from trainer.rollout.envs.environments import Response, Source, read_opening, read_step, reset
 from trainer.rollout.peers import read_frame, send_frame
 from trainer.rollout.user_code import describe_error, is_passing
 
 REQUEST_BYTES = 1 << 30
 
 
-def serve(connection: socket.socket, name: str) -> None:
+def serve(connection: socket.socket, source: Source) -> None:
     """Answer requests. Returns when the trainer closes the connection."""
     try:
-        env = load_environment(name)()
+        env = source.make()
     except UserError as error:
         refuse(connection, {"error": str(error), "parts": [error.where, error.found, error.allowed]})
         return
@@ -53,7 +53,7 @@ def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
         messages = read_opening(_result(reset(env, request["reset"]), runner))
         return {"messages": messages, "tools": getattr(env, "tools", None)}
     asked = request["step"]
-    response = Response(asked["text"], asked["raw"], asked["calls"], asked["finished"])
+    response = Response(asked["text"], asked["raw"], asked["calls"], asked["finished"], asked["turns_left"])
     value = _result(env.step(response), runner)
     try:
         step = read_step(value)

@@ -13,7 +13,7 @@ from trainer.flags.rl_flags import (
     RolloutArguments,
     ScoreArguments,
 )
-from trainer.rollout.envs.environments import load_environment
+from trainer.rollout.envs.environments import read_sources
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
 from trainer.rollout.rewards.reward_functions import needs_labels
 from trainer.rollout.shares import sizes_of_pass
@@ -69,8 +69,10 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
     if needs_source and not (scores.reward_func or scores.reward_pretrain or scores.remote_rm_url or environment.env):
         others = "--reward_pretrain, --remote_rm_url, --env"
         raise UserError("--reward_func", "missing", f"math, exact_match, a Python file; or {others}")
-    if environment.env and not environment.env_sandbox:  # a sandbox loads its code itself
-        load_environment(environment.env)
+    if environment.env:
+        sources = read_sources(environment.env, environment.env_args, bool(environment.env_key))
+        for source in sources.values() if not environment.env_sandbox else ():  # a sandbox loads its code itself
+            source.check()
     if scores.remote_rm_url:
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:

@@ -4,28 +4,29 @@ import functools
 import logging
 import os
 import warnings
+from typing import Any
 
 import torch
 
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.turns import check_call_format
+from trainer.datasets.samples.prompts import COLUMN
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
-from trainer.flags.rl_flags import EnvironmentArguments
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.vllm_server import VLLMServerEngine
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
-from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, load_environment
+from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, Source, load_environment, read_sources
 from trainer.rollout.envs.episodes import continue_episodes
+from trainer.rollout.envs.long_answers import LongAnswers
 from trainer.rollout.envs.one_episode import Environments
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.episode_queue import QueuedRollouts
 from trainer.rollout.rewards.remote_rewards import read_key
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_options import engine_tp_size
-from trainer.runs.run_setup import Setup
 
 
 def build_engine(run):
@@ -122,25 +123,55 @@ def rollouts_ahead(run) -> RolloutsAhead:
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 
-def build_environments(flags: EnvironmentArguments, prompt_max_len: int, setup: Setup) -> Environments:
-    """The environments of --env. Raises UserError if the tokenizer has no chat template."""
+def build_environments(run) -> Environments:
+    """The environments of --env. Raises UserError if the tokenizer has no chat template, or a row has no environment."""
+    flags, setup = run.args.environment, run.setup
     chat_template(setup.tokenizer)  # raises if there is none
-    where = f"--env {flags.env}"
-    timeout = flags.env_timeout
-    if flags.env_sandbox:
-        box = Box(
-            flags.env_memory_mb,
-            flags.env_processes,
-            flags.env_disk_mb,
-            flags.env_cpu_seconds,
-            tuple(flags.env_paths or ()),
-        )
-        check_sandbox(flags.env, box)
-        make = functools.partial(ProcessEnvironment, flags.env, flags.env_memory_mb, timeout, box)
-        timeout += SPARE_SECONDS  # a process that hangs is lost before its call is late
-    else:
-        make = load_environment(flags.env)
-        tools = getattr(make, "tools", None)  # those of a class; tools that `reset` finds are checked there
+    timeout, sources, makers = flags.env_timeout, read_sources(flags.env, flags.env_args, bool(flags.env_key)), {}
+    if flags.env_key:
+        check_choice(flags.env_key, sources, {"--dataset": run.samples, "--eval_dataset": run.eval_samples})
+    box = Box(
+        flags.env_memory_mb,
+        flags.env_processes,
+        flags.env_disk_mb,
+        flags.env_cpu_seconds,
+        tuple(flags.env_paths or ()),
+    )
+    for name, source in sources.items():
+        if flags.env_sandbox:
+            check_sandbox(source, box)
+            makers[name] = functools.partial(ProcessEnvironment, source, flags.env_memory_mb, timeout, box)
+            continue
+        tools = getattr(load_environment(source.name), "tools", None)  # of a class; others are checked in `reset`
         check_call_format(setup.tokenizer, tools if isinstance(tools, list) else None)
-    call = Caller(where, timeout, flags.env_concurrency)
-    return Environments(make, call, where, setup.tokenizer, flags.env_max_turns, prompt_max_len, flags.env_lockstep)
+        makers[name] = source.make
+
+    def make(task: dict) -> Any:
+        return makers[str(task[flags.env_key]) if flags.env_key else ""]()
+
+    where = f"--env {flags.env}"
+    # a process that hangs is lost before its call is late
+    call = Caller(where, timeout + SPARE_SECONDS * flags.env_sandbox, flags.env_concurrency)
+    return Environments(
+        make,
+        call,
+        where,
+        setup.tokenizer,
+        flags.env_max_turns,
+        run.args.prompts.prompt_max_len,
+        flags.env_lockstep,
+        LongAnswers(flags.env_long_answers, flags.env_answer_max_len),
+        flags.env_last_turn_text or "",
+    )
+
+
+def check_choice(key: str, sources: dict[str, Source], sets: dict[str, Any]) -> None:
+    """Raise UserError if the prompts of a set lack the column `key`, or one has a value that names no environment."""
+    for flag, prompts in sets.items():
+        if prompts is None:
+            continue
+        if COLUMN + key not in prompts.column_names:
+            raise UserError(f"--env_key {key}", f"no such column in {flag}", "a column that names environments")
+        for row, value in zip(prompts["row"], prompts[COLUMN + key]):
+            if str(value) not in sources:
+                raise UserError(f"{flag} row {row + 1}: {key}", f"{value}, no environment of --env", ", ".join(sources))

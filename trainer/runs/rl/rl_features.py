@@ -74,7 +74,7 @@ def keep_average(run) -> None:
 
 
 def talk(run) -> None:
-    run.roles.environment = build_environments(run.args.environment, run.args.prompts.prompt_max_len, run.setup)
+    run.roles.environment = build_environments(run)
 
 
 def generate_ahead(run) -> None:
