@@ -54,14 +54,17 @@ def continuation_ids(
             break
     else:
         raise UserError("the chat template", "does not show the text of an assistant turn", "another template")
-    ids = ids_behind(tokenizer, after, MARK)
-    end = next((i for i, token in enumerate(ids) if is_stop_token(tokenizer, token)), None)
+    ids, own = ids_behind(tokenizer, after, MARK), ids_behind(tokenizer, before, MARK)
+    ends = [place for place, token in enumerate(ids) if is_stop_token(tokenizer, token)]
+    # a call may end with marks of its own, as LFM2's with <|tool_call_end|>: the last token of the turn ends it
+    ends = [place for place in ends if place < len(os.path.commonprefix([ids, own]))][-1:] or ends  # noqa: RUF071
+    end = ends[0] if ends else None
     if end is None:
         raise UserError("the chat template", "ends no assistant turn with a special token", "a template that does")
     if stop_token is None:
         return ids[end:]
     # GLM has no token for the end of a turn: the first token of the next message ends it
-    own_end = any(is_stop_token(tokenizer, token) for token in ids_behind(tokenizer, before, MARK))
+    own_end = any(is_stop_token(tokenizer, token) for token in own)
     return ids[end + 1 :] if own_end or ids[end] == stop_token else ids[end:]
 
 
