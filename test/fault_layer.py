@@ -1,7 +1,8 @@
-"""A layer between a process and the files below a folder: operation number n fails, or kills the process.
+"""A layer between a process and the files below a folder: operation number n fails, kills, or comes as the clock jumps.
 
 Operations are opens, writes, fsyncs, renames, and new folders and links, in the order in which Python asks for them.
-What Rust writes (safetensors' `save_file`, tokenizers) is not seen.
+What Rust writes (safetensors' `save_file`, tokenizers) is not seen. After a jump, `time.time` and the times of written
+files are of the new clock. `time.monotonic` is not: no clock of Linux that it reads can be set.
 """
 
 import builtins
@@ -9,10 +10,12 @@ import errno
 import io
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-KINDS = ("ENOSPC", "EIO", "kill")
+JUMPS = {"an hour back": -3600.0, "a day on": 86400.0}  # in seconds
+KINDS = ("ENOSPC", "EIO", "kill", *JUMPS)
 READ = "open to read"  # a full disk does not fail it
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -23,12 +26,16 @@ class FaultLayer:
     def __init__(self, folder: Path, kind: str = "", at: int = 0):
         self.folder, self.kind, self.at = os.path.realpath(folder), kind, at
         self.seen: list[tuple[str, str]] = []  # (operation, path)
+        self.jump = 0.0  # of the clock, in seconds
 
     def point(self, operation: str, path: str, half: Callable[[], object] = lambda: None) -> None:
         """One operation. `half` does a part of it, which a fault leaves behind."""
         self.seen.append((operation, os.path.relpath(path, self.folder)))
         is_full = self.kind == "ENOSPC" and operation not in (READ, "fsync", "rename") and len(self.seen) > self.at > 0
         if len(self.seen) != self.at and not is_full:
+            return
+        if self.kind in JUMPS:
+            self.jump = JUMPS[self.kind]
             return
         half()
         if self.kind == "kill":
@@ -62,6 +69,8 @@ class FaultLayer:
             return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
 
         builtins.open = io.open = open_file
+        real_time = time.time
+        time.time, time.time_ns = lambda: real_time() + self.jump, lambda: int(1e9 * (real_time() + self.jump))
         os.write = self._write(os.write)
         os.fsync = self._fsync(os.fsync)
         os.open = self._named("open", os.open)
@@ -108,3 +117,8 @@ class _File(io.FileIO):
         part = memoryview(data).cast("B")
         self._layer.point("write", self.name, lambda: super(_File, self).write(part[: len(part) // 2]))
         return super().write(data)
+
+    def close(self) -> None:
+        if self._layer.jump and not self.closed:
+            os.utime(self.fileno(), (time.time(), time.time()))
+        super().close()

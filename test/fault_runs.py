@@ -1,10 +1,12 @@
 """Each operation on the files of a run fails once: python test/fault_runs.py fsdp2|deepspeed [--ranks N --rank R]
 
 A run resumes from step 2, trains two steps, saves step 4, removes step 2 and ends. For each number n, its operation
-number n in the run folder fails with ENOSPC, with EIO, and by SIGKILL; see fault_layer.py. Then:
+number n in the run folder fails with ENOSPC, with EIO, and by SIGKILL; see fault_layer.py. At the same n, the clock
+jumps an hour back, and a day on, which brings no save by --save_interval_minutes. Then:
 
 - The run ends well, or with exit code 2 and one line, or by the kill. With several ranks, the fault is on rank R only.
   All ranks go on, or all end: as under torchrun, a rank that fails ends the others by SIGTERM.
+- A run whose clock jumps ends well, and keeps its newest checkpoint only.
 - An intact checkpoint is there: the old one, or the new one.
 - The same command, without a fault, resumes and ends. Its losses and weights are bitwise those of an undisturbed run.
 
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
-from fault_layer import KINDS, READ, FaultLayer
+from fault_layer import JUMPS, KINDS, READ, FaultLayer
 from launch import read_steps
 
 from trainer import entry
@@ -170,6 +172,9 @@ class Runs:
         self.endings["goes on"] += goes_on
         root = str(self.run / "checkpoints")
         names = [os.path.basename(path) for path in store.list_checkpoints(root) if not store.find_damage(path)]
+        if kind in JUMPS:
+            saves_early = "step_3" in (self.folder / "operations.json").read_text()
+            assert goes_on and names == ["step_4"] and not saves_early, f"exit codes {codes}, left: {names}"
         assert set(names) & {"step_2", "step_4"} and (not goes_on or "step_4" in names), f"left: {os.listdir(root)}"
 
     def result(self) -> tuple:
@@ -201,6 +206,7 @@ def main(argv: list[str]) -> None:
         flags = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/sft.jsonl", "--apply_chat_template"]
         flags += ["--max_len", "64", "--max_samples", "16", "--train_batch_size", "2"]
         flags += ["--micro_train_batch_size", "1", "--max_steps", "4", "--save_steps", "2", "--max_ckpt_num", "1"]
+        flags += ["--save_interval_minutes", "600"]  # a clock that jumps makes no save
         flags += ["--no_save", "--learning_rate", "1e-3", "--load_checkpoint", "--backend", args.backend, *args.flags]
         runs = Runs(folder, flags, args.ranks, args.rank)
         runs.all(args.kinds, args.sample, args.seed)

@@ -177,6 +177,18 @@ def test_flags_are_not_read_by_getattr():
                 assert not (isinstance(node.args[0], ast.Name) and node.args[0].id == "args"), f"{name}:{node.lineno}"
 
 
+def test_only_dates_come_from_the_clock_that_can_be_set():
+    """Deadlines and durations come from time.monotonic, time.perf_counter or the CPU's time."""
+    clock = re.compile(r"\btime\.time(_ns)?\b|\bfrom time import|\bdatetime\.(now|utcnow|today)\b|\.getmtime\b")
+    found = {name: clock.findall(path.read_text()) for name, path in modules().items()}
+    assert {name for name, uses in found.items() if uses} == {
+        "trainer.checkpoints.checkpoint_store",  # `written_at`: order only among checkpoints of older versions
+        "trainer.entry",  # the form of torchrun's file
+        "trainer.reports.live_view",  # the first look at a file
+        "trainer.rollout.timeline",  # when a span begins, which ranks share
+    }
+
+
 def test_files_and_functions_are_small():
     for name, path in modules().items():
         limit = 500 if name in ("trainer.strategies.deepspeed", "trainer.strategies.fsdp2") else 400

@@ -14,7 +14,13 @@ from trainer import entry
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
 @pytest.mark.parametrize("ranks", [(), ("--ranks", "2", "--rank", "1")])
 def test_a_checkpoint_is_there_after_a_fault_and_the_run_goes_on(backend, ranks):
-    own = [backend, "--sample", "3", "--seed", "3", *ranks]
+    own = [backend, "--sample", "3", "--seed", "3", *ranks, "--kinds", "ENOSPC", "EIO", "kill"]
+    code, output = forked(1, str(ROOT / "test/fault_runs.py"), *own, timeout=200)
+    assert code == 0 and "3 faults" in output and "0 failures" in output, output[-6000:]
+
+
+def test_a_clock_that_jumps_moves_no_checkpoint():
+    own = ["fsdp2", "--sample", "3", "--kinds", "an hour back", "a day on"]
     code, output = forked(1, str(ROOT / "test/fault_runs.py"), *own, timeout=200)
     assert code == 0 and "3 faults" in output and "0 failures" in output, output[-6000:]
 

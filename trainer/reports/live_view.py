@@ -31,8 +31,26 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def view(run: RunRows, width: int, now: float):
-    """The content of the screen, for rich. `now` is the time in seconds since the epoch."""
+class LastRow:
+    """The age of a run's last row, by a clock that nobody sets. Only the first look needs the time of the file."""
+
+    def __init__(self, folder: str):
+        self._path, self._seen, self._since = os.path.join(folder, "metrics.jsonl"), None, 0.0
+
+    def age(self) -> float:
+        """Seconds since the file has changed, or 0 without a file."""
+        try:
+            facts = os.stat(self._path)
+        except OSError:
+            return 0.0
+        if (facts.st_mtime_ns, facts.st_size) != self._seen:
+            before = max(0.0, time.time() - facts.st_mtime) if self._seen is None else 0.0
+            self._seen, self._since = (facts.st_mtime_ns, facts.st_size), time.monotonic() - before
+        return time.monotonic() - self._since
+
+
+def view(run: RunRows, width: int, age: float):
+    """The content of the screen, for rich. `age`: seconds since the last row."""
     # rich is an optional package
     from rich.console import Group
     from rich.panel import Panel
@@ -64,7 +82,7 @@ def view(run: RunRows, width: int, now: float):
         if values:
             cells = [f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values))]
             table.add_row(key, *cells[: len(names)], Curve(values))
-    state = progress(run, now)
+    state = progress(run, age)
     parts = [Text(facts, style="dim"), Text(state, style="bold red" if "hang" in state else "bold green"), table]
     parts.append(Text(memory(run)))
     for sample in last_samples(run.folder, SHOWN_SAMPLES):
@@ -97,7 +115,7 @@ def memory(run: RunRows) -> str:
     return f"peak memory in GiB: {words}{most}"
 
 
-def progress(run: RunRows, now: float) -> str:
+def progress(run: RunRows, age: float) -> str:
     """One line: how far the run is, how long it needs, and whether it still writes."""
     step, total = max(run.steps, default=0), run.start.get("total_steps")
     times = run.series("step_time")[1][-20:]
@@ -108,8 +126,6 @@ def progress(run: RunRows, now: float) -> str:
         return f"{line}, ended"
     if last["event"] == "stop":
         return f"{line}, {printable(str(last.get('reason')))}"
-    path = os.path.join(run.folder, "metrics.jsonl")
-    age = now - (os.path.getmtime(path) if os.path.exists(path) else now)
     if total and mean:
         line += f", {_duration((total - step) * mean)} left"
     line += f", last row {_duration(age)} ago"
@@ -143,8 +159,8 @@ def run(argv: list[str]) -> None:
         raise UserError("watch", "needs rich, which is not installed", "pip install rich") from None
     if args.interval <= 0:
         raise UserError("--interval", f"{args.interval:g}", "a number above 0")
-    console = Console()
-    shown = view(read_rows(args.run), console.width, time.time())
+    console, last_row = Console(), LastRow(args.run)
+    shown = view(read_rows(args.run), console.width, last_row.age())
     if args.once:
         console.print(shown)
         return
@@ -152,6 +168,6 @@ def run(argv: list[str]) -> None:
         try:
             while True:
                 time.sleep(args.interval)
-                live.update(view(read_rows(args.run), console.width, time.time()), refresh=True)
+                live.update(view(read_rows(args.run), console.width, last_row.age()), refresh=True)
         except KeyboardInterrupt:
             return

@@ -27,12 +27,12 @@ def span(name: str):
     if not _recording.is_set():
         yield
         return
-    started = time.time_ns()
+    started, begin = time.time_ns(), time.perf_counter_ns()
     try:
         yield
     finally:
         thread = int(threading.current_thread() is not threading.main_thread())
-        duration = (time.time_ns() - started) / 1000
+        duration = (time.perf_counter_ns() - begin) / 1000
         _spans.append({"name": name, "ph": "X", "ts": started / 1000, "dur": duration, "tid": thread})
 
 
