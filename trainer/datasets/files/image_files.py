@@ -13,7 +13,7 @@ import tarfile
 from typing import Any
 
 from datasets import Dataset
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainer.errors import UserError
 from trainer.limits import MB, limit, opened, too_large
@@ -127,7 +127,9 @@ def decode(source: str | bytes, content: bytes | None = None):
         where = source if isinstance(source, str) and not source.startswith("data:") else f"column {COLUMN}"
         if isinstance(error, UserError):
             raise UserError(where, error.found, error.allowed) from None
-        raise UserError(where, f"no image that can be read ({' '.join(str(error).split())[:200]})") from None
+        unknown = isinstance(error, UnidentifiedImageError)  # its text names the object in memory
+        why = "of no known format" if unknown else " ".join(str(error).split())[:200]
+        raise UserError(where, f"no image that can be read ({why})") from None
 
 
 def identity(source: str | bytes) -> list:
