@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import lzma
+import mmap
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -113,6 +115,18 @@ def test_no_format_that_starts_a_program_is_read():
     content = io.BytesIO()
     Image.new("RGB", (4, 4)).save(content, "PNG")
     assert image_files.decode(content.getvalue()).size == (4, 4)
+
+
+def test_a_limit_of_memory_lets_addresses_be_reserved(monkeypatch):
+    """As CUDA reserves them: in any thread, at any time, more than the machine has."""
+    monkeypatch.setitem(limits._raised, "template_mb", 64)
+    before, private = resource.getrlimit(resource.RLIMIT_DATA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with limits.memory_limit("template_mb", "here"):
+        mmap.mmap(-1, 1 << 38, flags=private, prot=mmap.PROT_READ).close()
+        mmap.mmap(-1, 32 << 20, flags=private).close()
+    with pytest.raises(UserError, match="takes too much memory"), limits.memory_limit("template_mb", "here"):
+        bytearray(128 << 20)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_large_image_file_is_not_read(tmp_path, monkeypatch):
