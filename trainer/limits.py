@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +126,8 @@ def memory_limit(name: str, where: str) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
     try:
         yield
-    except MemoryError:
+    except MemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # else the new error holds all that the frames hold
         raise too_large(where, "takes too much memory", name) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

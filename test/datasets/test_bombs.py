@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import tarfile
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -127,6 +128,21 @@ def test_a_limit_of_memory_lets_addresses_be_reserved(monkeypatch):
     with pytest.raises(UserError, match="takes too much memory"), limits.memory_limit("template_mb", "here"):
         bytearray(128 << 20)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_what_took_too_much_memory_is_freed(monkeypatch):
+    """Else a second try of the same would begin with it, and the limit would be of each try."""
+    monkeypatch.setitem(limits._raised, "template_mb", 64)
+    held = []
+
+    def grow() -> None:
+        large = {"first"}
+        held.append(weakref.ref(large))
+        bytearray(128 << 20)
+
+    with pytest.raises(UserError) as error, limits.memory_limit("template_mb", "here"):
+        grow()
+    assert error.value and held[0]() is None
 
 
 def test_a_large_image_file_is_not_read(tmp_path, monkeypatch):
