@@ -307,8 +307,30 @@ def nothing(_: Path) -> None:
     pass
 
 
+def code(folder: Path) -> None:
+    """A module of a tokenizer that leaves a file when it is imported."""
+    mark = f"open({str(folder.parent / 'executed')!r}, 'w').close()"
+    (folder / "own.py").write_text(f"from transformers import PreTrainedTokenizerFast as Own\n{mark}\n")
+
+
+def executed(read: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Whether code of the folder ran while it was read."""
+
+    def look(folder: Path) -> str:
+        mark = folder.parent / "executed"
+        mark.unlink(missing_ok=True)
+        try:
+            read(folder)
+        finally:
+            ran = mark.exists()
+        return "executed" if ran else ""
+
+    return look
+
+
 # --- the table
 
+CODE = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
 SINGLE, CARD = "model.safetensors", "tokenizer.json"
 
 
@@ -413,8 +435,9 @@ CASES = {
     "tokenizer: negative number of a token": Case(of_demo(add_token(-1)), trained(), "."),
     "tokenizer: expression that backtracks": Case(of_demo(split_by("^(([0-9 ])+)+$x")), trained(), "."),
     "tokenizer: broken expression": Case(of_demo(split_by("(((")), trained(), "."),
-    "tokenizer: code": Case(
-        of_demo(edited("tokenizer_config.json", auto_map={"AutoTokenizer": ["a.T", None]}, tokenizer_class="T")), trained(), GOOD),
+    "tokenizer: code": Case(of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained()), GOOD),
+    "tokenizer: code that is allowed": Case(
+        of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained("--trust_remote_code")), "^executed$"),
     "tokenizer: class that is no tokenizer": Case(of_demo(edited("tokenizer_config.json", tokenizer_class="Popen")), trained(), GOOD),
     "template: loops": Case(
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"), trained(), "did not end in time"),
