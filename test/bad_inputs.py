@@ -1,19 +1,28 @@
 """280 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
 
-    python test/bad_inputs.py [FIRST WORDS OF CASES ... | --every N]
+    python test/bad_inputs.py [FIRST WORDS OF CASES ...] [--every N]
+    python test/bad_inputs.py --ranks torchrun|trainer [--sample]      each on 2 ranks, which are started for real
 
-One process imports the libraries, and forks for each case. test_bad_inputs.py runs some of the cases.
+Without --ranks, one process imports the libraries, and forks for each case. test_bad_inputs.py runs some of the cases.
 """
 
+import argparse
+import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
+
+from launch import LAUNCHER, run_process
+
+from trainer.cli.__main__ import RANKED
 
 SECONDS = 60  # of one case
 SIZES = "--train_batch_size 4 --micro_train_batch_size 4 --max_steps 1 --param_dtype fp32"
@@ -307,6 +316,15 @@ serve_engine --pretrain nowhere
 serve_engine --port 99999
 serve_engine
 """
+# for real ranks: found before torch is imported, in a model folder, in a loaded model, in rows, in a rollout
+SAMPLE = (
+    "sft --learning_rat 1",
+    "@sft --pretrain cut_weights",
+    "@sft --lora_rank 4 --target_modules nothing",
+    "@dpo --dataset same_pair.jsonl",
+    "@kd --teacher nowhere",
+    "@ppo --reward_func raises.py",
+)
 REWARDS = {
     "syntax": "def score(:\n",
     "empty": "",
@@ -437,19 +455,72 @@ def fault(code: int | None, output: str) -> str:
     return ""
 
 
-def main(chosen: list[str]) -> None:
-    from trainer.compare.machines.forked_ranks import import_libraries
+def run_on_ranks(case: str, folder: Path, launcher: str) -> tuple[int | None, str, list[int]]:
+    """(exit code, output, processes left) of a case on 2 ranks, which real torchrun or the command `trainer` starts."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    name, *flags = words_of(case)
+    start = [sys.executable, "-m", "trainer.cli", name, "--nproc", "2"]
+    if launcher == "torchrun":
+        start = [*LAUNCHER, "2", "-m", f"trainer.cli.{RANKED[name]}"]
+    mark = {"BAD_INPUT": uuid.uuid4().hex}
+    try:
+        code, output = run_process([*start, *flags], timeout=2 * SECONDS, cwd=folder, **mark)
+    except AssertionError as error:
+        code, output = None, str(error)
+    time.sleep(0.5)  # a process that has closed its output ends
+    return (
+        code,
+        output,
+        [process for process in map(int, filter(str.isdigit, os.listdir("/proc"))) if has(process, mark)],
+    )
 
-    import_libraries()
+
+def has(process: int, mark: dict[str, str]) -> bool:
+    """Whether a process has this variable in its environment."""
+    with contextlib.suppress(OSError):  # it may end, or belong to another user
+        [(name, value)] = mark.items()
+        return f"{name}={value}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def fault_on_ranks(code: int | None, output: str, left: list[int], launcher: str) -> str:
+    """As `fault`. torchrun ends with 1 whatever its ranks end with: its table says 2. The one traceback is its own."""
+    if left:
+        return f"processes {left} are left"
+    if launcher == "torchrun":
+        own = re.findall(r'^ *File ".*/trainer/.*$', output, re.MULTILINE)
+        if code != 1 or not re.search(r"exitcode +: 2 ", output) or own:
+            return f"exit code {code}, table {re.findall('exitcode.*', output)}, own frames {own[:1]}"
+        code, output = 2, output.replace("Traceback", "")
+    return fault(code, output)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", help="run only the cases that begin with one of these")
+    parser.add_argument("--every", type=int, default=1, help="run every Nth of them")
+    parser.add_argument("--sample", action="store_true", help="run only those of SAMPLE")
+    parser.add_argument("--ranks", choices=("torchrun", "trainer"), help="start each on 2 ranks, by this command")
+    options = parser.parse_args(argv)
+    wanted = [case for case in cases() if not options.words or case.startswith(tuple(options.words))]
+    if options.ranks:
+        wanted = [case for case in wanted if words_of(case)[0] in RANKED and "--nproc" not in case]
+    wanted = [case for case in wanted if case in SAMPLE or not options.sample][:: options.every]
     folder = Path(tempfile.mkdtemp())
     try:
+        if not options.ranks:
+            from trainer.compare.machines.forked_ranks import import_libraries
+
+            import_libraries()
         make_files(folder)
         started, faults = time.monotonic(), 0
-        wanted = [case for case in cases() if not chosen or case.startswith(tuple(chosen))]
-        wanted = cases()[:: int(chosen[1])] if chosen[:1] == ["--every"] else wanted
         for case in wanted:
-            code, output = run_case(case, folder)
-            found = fault(code, output)
+            if options.ranks:
+                code, output, left = run_on_ranks(case, folder, options.ranks)
+                found = fault_on_ranks(code, output, left, options.ranks)
+            else:
+                code, output = run_case(case, folder)
+                found = fault(code, output)
             faults += bool(found)
             last = output.strip().splitlines()[-1:] or [""]
             print(f"{'FAULT' if found else 'ok'} | {case} | {found or last[0][:300]}", flush=True)
