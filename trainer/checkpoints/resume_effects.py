@@ -37,13 +37,13 @@ EFFECTS: dict[str, str] = {
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
-        dynamic_filtering_range reward_range reward_weights reward_clip_range normalize_reward overlong_buffer_len
+        dynamic_filtering_range reward_range judge_model judge_range judge_args reward_weights reward_clip_range normalize_reward overlong_buffer_len
         overlong_penalty_factor env_max_turns env_last_turn_text env_answer_max_len env_long_answers env_args env_key
         advantage_estimator gamma lambd policy_lambd policy_lambd_alpha positive_nll_coef no_advantage_std_norm advantage_batch_std
         policy_loss sapo_temperatures cov_share cov_range kl_cov_coef loss_agg mask_truncated eps_clip eps_clip_high dual_clip tis_cap tis_level tis_mask
         tis_floor tis_mask_range tis_mask_level rejected_tokens off_policy_mask_threshold top_entropy_quantile rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef init_kl_coef use_kl_loss kl_unbiased kl_in_score
         kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",
-    CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func env",
+    CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func judge_rubric env",
     SAMPLES: """
         image_max_pixels image_min_pixels
         dataset_split dataset_probs max_samples eval_fraction input_template apply_chat_template tokenizer_chat_template max_len
@@ -52,7 +52,7 @@ EFFECTS: dict[str, str] = {
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
-        reduce_dtype exact deterministic trust_remote_code limits remote_rm_url reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
+        reduce_dtype exact deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_split max_eval_samples best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
@@ -62,7 +62,7 @@ EFFECTS: dict[str, str] = {
         ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
         micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
         offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
-        remote_rm_api_key engine_api_key""",
+        remote_rm_api_key judge_key_env judge_concurrency engine_api_key""",
     OUTPUT: """
         allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate sign_key eval_steps evals_per_epoch saves_per_epoch logging_steps report_to use_wandb wandb_project run_name use_tensorboard parity_dump save_steps

@@ -10,6 +10,10 @@ from trainer.flags.training_rules import ONE, REMOVE
 SOURCES = ("reward_func", "reward_pretrain", "remote_rm_url", "env")  # of scores
 
 
+def _judges(f) -> bool:
+    return "judge" in (name.strip() for name in (f.reward_func or "").split(","))
+
+
 # fmt: off
 MODEL_RULES = (
     Rule("layout", lambda f: True, "with rollouts", "the plan knows one model, and no generation",
@@ -148,6 +152,11 @@ REWARD_RULES = (
     Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
          "it compares responses with the labels of prompts", "Add --label_key with the column of the answers.",
          which="that compares with labels"),
+    Rule("judge_url judge_model judge_rubric judge_range judge_args judge_key_env judge_timeout judge_retries "
+         "judge_concurrency judge_cache", lambda f: not _judges(f), "without judge in --reward_func", "nothing asks a judge",
+         "Add judge to --reward_func, or remove the flag."),
+    Rule("reward_func", lambda f: _judges(f) and not (f.judge_url and f.judge_model), "without --judge_url and --judge_model",
+         "a judge is a model on a server", "Add both flags.", which="with judge"),
     Rule("reward_weights", lambda f: f.remote_rm_url, "with --remote_rm_url {remote_rm_url}",
          "a server gives one score", REMOVE),
     Rule("reward_weights", lambda f: f.env, "with --env {env}", "an environment gives one score", REMOVE),

@@ -32,12 +32,12 @@ def read_key(flag: str, path: str) -> str:
     return key
 
 
-def split_urls(urls: str) -> list[str]:
-    """The addresses of --remote_rm_url. Raises UserError for one without http:// or https://."""
+def split_urls(urls: str, flag: str = FLAG) -> list[str]:
+    """The addresses of a flag. Raises UserError for one without http:// or https://."""
     found = [url.strip() for url in urls.split(",")]
     for url in found:
         if not url.startswith(("http://", "https://")):
-            raise UserError(FLAG, url or "an empty address", "http://... or https://..., or several (comma-separated)")
+            raise UserError(flag, url or "an empty address", "http://... or https://..., or several (comma-separated)")
     return found
 
 

@@ -27,6 +27,7 @@ BUILT_IN = {
     "multiple_choice": multiple_choice_reward,
 }
 WITHOUT_LABELS = ("format",)
+JUDGE = "judge"  # see judge.py
 FLAG = "--reward_func"
 OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
@@ -52,12 +53,15 @@ def needs_labels(reward_func: str | None) -> bool:
 
 
 def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
-    """The functions of --reward_func, by their names. Raises UserError if two have the same short name in the log."""
+    """The functions of --reward_func, by their names, except a judge.
+
+    Raises UserError if two have the same short name in the log.
+    """
     names = function_names(reward_func)
     taken = [*RESERVED_METRICS, *map(short_name, names)]
     if len(names) > 1 and len(set(taken)) < len(taken):
         raise UserError(FLAG, f"{reward_func}: the log needs different names", "files with names of their own")
-    return {name: load_reward_function(name) for name in names}
+    return {name: load_reward_function(name) for name in names if name != JUDGE}
 
 
 def short_name(name: str) -> str:
@@ -111,7 +115,9 @@ def load_reward_function(name: str) -> Callable:
         return BUILT_IN[name]
     path, own = path_and_function(name)
     if not (path.endswith(".py") and os.path.isfile(path)):
-        raise UserError(FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, FILE.py or FILE.py:FUNCTION")
+        raise UserError(
+            FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION"
+        )
     found = vars(import_code(path, FLAG))
     if own == OWN and OWN not in found:
         own = "compute_score"  # verl's name

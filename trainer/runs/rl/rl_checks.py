@@ -14,8 +14,16 @@ from trainer.flags.rl_flags import (
     ScoreArguments,
 )
 from trainer.rollout.envs.environments import read_sources
+from trainer.rollout.rewards.judge import (
+    FLAG,
+    JudgeOptions,
+    key_of_environment,
+    read_request,
+    read_rubric,
+    rewards_need_labels,
+)
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
-from trainer.rollout.rewards.reward_functions import needs_labels
+from trainer.rollout.rewards.reward_functions import JUDGE, function_names
 from trainer.rollout.shares import sizes_of_pass
 from trainer.runs.flag_checks import check_flags
 
@@ -44,7 +52,10 @@ def eval_metrics(evaluation: EvaluationArguments) -> tuple[str, ...]:
 
 def facts_of_rollouts(scores: ScoreArguments) -> dict:
     """What the table of rules may know before the run starts."""
-    return {"num_ranks": int(os.environ.get("WORLD_SIZE", 1)), "needs_labels": needs_labels(scores.reward_func)}
+    return {
+        "num_ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "needs_labels": rewards_need_labels(scores.reward_func, scores.judge_rubric),
+    }
 
 
 def check_rollouts(rollout: RolloutArguments) -> None:
@@ -77,8 +88,29 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:
             read_key("--remote_rm_api_key", scores.remote_rm_api_key)
+    if JUDGE in function_names(scores.reward_func):
+        judge_options(scores)
     check_bounds("--reward_range", scores.reward_range)
     check_bounds("--reward_clip_range", scores.reward_clip_range)
+
+
+def judge_options(scores: ScoreArguments) -> JudgeOptions:
+    """What the judge of --reward_func is asked. Raises UserError for a wrong address, rubric, key or number."""
+    if len(split_urls(scores.judge_url, FLAG)) > 1:
+        raise UserError(FLAG, scores.judge_url, "one address")
+    check_bounds("--judge_range", scores.judge_range)
+    return JudgeOptions(
+        scores.judge_url,
+        scores.judge_model,
+        read_rubric(scores.judge_rubric),
+        tuple(scores.judge_range),
+        read_request(scores.judge_args),
+        key_of_environment(scores.judge_key_env),
+        scores.judge_timeout,
+        scores.judge_retries,
+        scores.judge_concurrency,
+        scores.judge_cache,
+    )
 
 
 def check_bounds(flag: str, bounds: list[float] | None) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 
+import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
@@ -13,15 +14,19 @@ from trainer.methods.roles import reward_scores
 from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.models.reward import check_head, lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
 from trainer.rollout.placement import share
+from trainer.rollout.rewards.judge import FOLDER as CACHE
+from trainer.rollout.rewards.judge import Judge
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import (
     check_scores,
+    function_names,
     function_scorer,
     short_name,
     wanted_facts,
     weighted_scorer,
 )
 from trainer.rollout.scoring import TextScores
+from trainer.runs.rl.rl_checks import judge_options
 from trainer.runs.run_models import frozen_model, load_model
 from trainer.runs.run_setup import Setup, tokenizer_folder
 
@@ -36,13 +41,16 @@ def build_reward(run, make_batches: Callable) -> Callable:
         scorer = remote_scorer(
             args.scores.remote_rm_url, args.scores.remote_rm_timeout, args.scores.remote_rm_retries, key
         )
-    elif functions:
+    elif names := function_names(args.scores.reward_func):
+        options = {"timeout": args.scores.reward_timeout, "alone": len(names) == 1}
         scorers = {
-            short_name(name): function_scorer(name, f, args.scores.reward_timeout, alone=len(functions) == 1)
-            for name, f in functions.items()
+            short_name(name): function_scorer(name, functions[name], **options)
+            if name in functions
+            else Judge(judge_options(args.scores), os.path.join(run.output_dir, CACHE), dist.get_rank())
+            for name in names
         }
         [scorer, *others] = scorers.values()
-        if others or args.scores.reward_weights:
+        if others or args.scores.reward_weights or not functions:
             scorer = weighted_scorer(scorers, args.scores.reward_weights or [1.0] * len(scorers))
     elif args.kl.teacher and not args.environment.env:
         return _score_nothing

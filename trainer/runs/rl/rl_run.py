@@ -23,8 +23,9 @@ from trainer.rollout.evaluation import groups_of_rows
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
 from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.formulas import can_compare
+from trainer.rollout.rewards.judge import rewards_need_labels
 from trainer.rollout.rewards.math_reward import MATH_REWARDS
-from trainer.rollout.rewards.reward_functions import function_names, load_reward_functions, needs_labels, wanted_columns
+from trainer.rollout.rewards.reward_functions import function_names, load_reward_functions, wanted_columns
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
 from trainer.runs.feature import apply
@@ -123,7 +124,10 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
     options = text_options(args.data) | {"flag": flag, "part": part, "max_len": args.prompts.prompt_max_len}
     options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
-    options |= {"needs_labels": needs_labels(args.scores.reward_func), "drop_answer": bool(args.kl.teacher)}
+    options |= {
+        "needs_labels": rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric),
+        "drop_answer": bool(args.kl.teacher),
+    }
     options["taken"] = [name for name in columns if name != TEMPLATE_ARGS]
     tokenize = tokenizer_of_rows(args, rows, tokenize_prompts)
     prompts, ledger = tokenize(rows, tokenizer, **options)
