@@ -120,31 +120,20 @@ class ScoreArguments:
         "format (<think> and <answer>), judge (--judge_url), or FILE.py or FILE.py:FUNCTION, also of TRL, OpenRLHF and verl; or several of these "
         "(comma-separated)",
     )
-    judge_url: Optional[str] = arg(
-        None,
-        "judge: address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; /chat/completions follows",
-    )
+    judge_url: Optional[str] = arg(None, "judge: an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
     judge_model: Optional[str] = arg(None, "judge: name of the model there")
     judge_rubric: Optional[str] = arg(
-        None, "judge: file with the text that it gets, with {prompt}, {response} and {label} (default: a built-in one)"
+        None, "judge: file with its text: {prompt}, {response}, {label} (default: built-in)"
     )
     judge_range: list[float] = arg(
-        [0.0, 10.0],
-        "judge: scores that it gives at the lowest and the highest; they become 0 and 1",
-        type=float,
-        nargs=2,
+        [0.0, 10.0], "judge: its lowest and highest score; they become 0 and 1", type=float, nargs=2
     )
-    judge_args: Optional[str] = arg(
-        None,
-        "judge: JSON object of more keys of a request, such as max_tokens (1024) and temperature (0)",
-    )
+    judge_args: Optional[str] = arg(None, "judge: JSON object of more keys of a request, such as max_tokens (1024)")
     judge_key_env: Optional[str] = arg(None, "judge: name of the environment variable that holds its key")
     judge_timeout: float = arg(60.0, "judge: seconds for a whole answer", type="PositiveFloat")
     judge_retries: int = arg(3, "judge: number of retries; the pause before each one doubles", type="NonNegativeInt")
     judge_concurrency: int = arg(32, "judge: requests that a rank sends at a time", type="PositiveInt")
-    judge_cache: int = arg(
-        10000, "judge: scores that a rank keeps, in judge_cache/ of the run; 0: none", type="NonNegativeInt"
-    )
+    judge_cache: int = arg(10000, "judge: scores that a rank keeps, in judge_cache/ of the run", type="NonNegativeInt")
     reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(
         None, "reward model or adapter folders (comma-separated), as train_rm writes them"
