@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from launch import forked, train_many
 from safetensors.torch import save_file
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from trainer.compare.locate.locate_report import locate_folders
 from trainer.compare.runs.exact_bits import bits_of, first_difference
@@ -30,6 +32,8 @@ from trainer.exact.exact_sums import (
 from trainer.exact.fixed_tree import num_pieces, tree_sum
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
+from trainer.exact.split_rows import SplitRows, give_whole_rows
+from trainer.models.attention import exact_attention
 
 self_test.ask_for_fixed_kernels()  # before any product of this process
 
@@ -180,6 +184,12 @@ class OneOf:
     def size(self) -> int:
         return self.ranks
 
+    def rank(self) -> int:
+        return 0
+
+
+ALONE = exact_products.Ranks(OneOf(1), SplitRows(OneOf(1)))
+
 
 def _copy_into(found: torch.Tensor, gathered: torch.Tensor, part: torch.Tensor, group) -> None:
     gathered.copy_(found)
@@ -209,11 +219,53 @@ def test_products_in_pieces_are_those_of_a_linear_layer(kind, has_bias):
     seed = torch.randn(5, 20, dtype=torch.float64)
     expected = F.linear(*tensors)
     given = [*tensors, None][:3]
-    found = exact_products.PRODUCTS[kind].apply(*given, OneOf(1))
+    found = exact_products.PRODUCTS[kind].apply(*given, ALONE)
     torch.testing.assert_close(found, expected)
     grads = [torch.autograd.grad(output, tensors, seed) for output in (found, expected)]
     for ours, theirs in zip(*grads):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch):
+    inputs, weight = spread_values(37 * 40, seed=8).view(1, 37, 40), spread_values(96 * 40, seed=9).view(96, 40)
+
+    def found(start: int, end: int) -> list[torch.Tensor]:
+        leaf = inputs[:, start:end].clone().requires_grad_()
+        output = exact_products.PRODUCTS["columns"].apply(leaf, weight, None, ALONE)
+        return [output, torch.autograd.grad(output.square().sum(), leaf)[0]]
+
+    whole = found(0, 37)
+    for parts in zip(*(found(*cut) for cut in itertools.pairwise((0, 1, 3, 14, 37)))):
+        assert torch.equal(torch.cat(parts, 1), whole.pop(0))
+    monkeypatch.setattr(self_test, "gather_objects", lambda value: [value])
+    self_test.self_test(splits_rows=True)
+    plain = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: plain(x, *rest) * (1 + 1e-6 * (len(x) == exact_products.ROWS)))
+    with pytest.raises(UserError, match=r"--exact: a product with 64 x 96 changes .* Set --ring_attn_size to 1"):
+        self_test.self_test(splits_rows=True)
+
+
+@pytest.mark.parametrize("length", (7, 8, 9))
+def test_a_split_window_has_the_mask_of_transformers(length):
+    of_transformers = sdpa_mask(
+        1, length, length, mask_function=sliding_window_causal_mask_function(8), local_size=8, allow_is_causal_skip=True
+    )
+    ours = exact_attention._window_mask(length, 8)
+    assert (ours is None) == (of_transformers is None) == (length < 8)
+    assert ours is None or torch.equal(ours, of_transformers)
+
+
+def test_what_splits_samples_and_is_not_proved_is_refused_in_one_line(monkeypatch):
+    mesh, split = OneOf(1), SplitRows(OneOf(2))
+    with pytest.raises(UserError, match="--exact: with --ring_attn_size: Linear has no plan that keeps every bit"):
+        exact_products.fix_products(torch.nn.Linear(2, 2), {}, mesh, split)
+    with pytest.raises(UserError, match=r"--exact: the layer mixer, Conv1d, may add up the tokens of split samples"):
+        give_whole_rows(torch.nn.ModuleDict({"mixer": torch.nn.Conv1d(2, 2, 1)}), split, {}, set())
+    heads = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(UserError, match=r"--exact: ulysses over 2 ranks, which do not divide the 3 KV heads"):
+        exact_attention.exact_attention("ulysses", split)(torch.nn.Module(), heads, heads, heads)
+    with pytest.raises(UserError, match=r"--exact: equal bits of split samples are not proved for soft caps"):
+        exact_attention.exact_attention("ring", split)(torch.nn.Module(), heads, heads, heads, softcap=1.0)
 
 
 def test_an_activation_rounds_an_element_in_the_same_way_at_the_end_of_a_tensor():
@@ -254,6 +306,8 @@ def line(name: str, folder, data, *more: str) -> list[str]:
     flags += ["--micro_train_batch_size", "4" if "mb4" in name else "1"]
     flags += ["--packing_samples"] if "packed" in name else []
     flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
+    for mode in re.findall("ring|ulysses", name):
+        flags += ["--ring_attn_size", name[name.index(mode) + len(mode)], "--sp_mode", mode]
     flags += ["--gradient_checkpointing"] if "recomputed" in name else []
     return [*flags, *more, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
@@ -271,9 +325,12 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     alone, lora = ["f-mb4-packed", "z2-mb1"], ["z0-lora", "f-lora-mb4", "z2-lora-recomputed", "z3-lora"]
     train_many(1, [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")], tmp_path, 300)
     pair = ["f-mb1", "z0-mb4-packed", "z1-tp2", "z3-mb4-recomputed", "f-tp2-recomputed"]
+    pair += ["f-ring2-mb4", "z1-ring2-packed", "z3-ulysses2-recomputed"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later], tmp_path, 300)
-    for names, resumed_name in (([*alone, *pair], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
+    four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4"]
+    train_many(4, list(map(of, four)), tmp_path, 300)
+    for names, resumed_name in (([*alone, *pair, *four], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
         expected = bits_of(tmp_path / names[0])
         assert len(expected.tensors) == 2 and all(expected.tensors.values())
         assert expected.steps == 4 and len({row["loss"] for row in expected.rows.values()}) == 4
@@ -307,6 +364,7 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
         flags = ["--pretrain", f"{shared_data}/models/stories260K-hf", *data, "--max_len", "160", "--max_steps", "3"]
         flags += ["--learning_rate", "1e-3", "--no_save", "--exact", "--param_dtype", "fp32"]
         flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
+        flags += ["--ring_attn_size", "2"] if "ring2" in name else []
         flags += [*BACKENDS[name.split("-")[0]], "--micro_train_batch_size", "2" if "mb2" in name else "1"]
         flags += ["--packing_samples"] if "packed" in name else []
         teacher = ["--teacher", f"{shared_data}/models/stories260K-hf", "--output_key", "chosen", "--kd_coef", "0.5"]
@@ -316,6 +374,7 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
 
     train_many(1, [of("train_dpo", "z1"), of("train_rm", "f"), of("train_kd", "f")], tmp_path, 300)
     on_two = [
+        of("train_dpo", "z2-ring2"),
         of("train_dpo", "f-mb2-packed"),
         of("train_dpo", "z3-tp2"),
         of("train_rm", "z3-mb2"),
@@ -325,6 +384,7 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
     pairs = [
         ("train_dpo-z1", "train_dpo-f-mb2-packed"),
         ("train_dpo-z1", "train_dpo-z3-tp2"),
+        ("train_dpo-z1", "train_dpo-z2-ring2"),
         ("train_rm-f", "train_rm-z3-mb2"),
     ]
     for alone, pair in (*pairs, ("train_kd-f", "train_kd-z2-mb2-packed")):

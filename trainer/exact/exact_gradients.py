@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainer.distributed.sharded_tensors import to_local_if_dtensor
 from trainer.exact.exact_reduction import Cut, flat_cut, gather_parts, sum_parts, sums_of_squares
 from trainer.exact.exact_sums import GRADIENT_LIMIT, add_to, from_grid, power_of_two_above, to_grid
+from trainer.exact.split_rows import SplitRows
 
 
 class ExactGradients:
@@ -23,9 +24,12 @@ class ExactGradients:
     as with a gradient that is not finite. Then no weight changes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tp_group: dist.ProcessGroup):
-        """`group` are the ranks that share out the samples of a global batch. Those of `tp_group` have the same ones."""
-        self.group, self.tp_group = group, tp_group
+    def __init__(self, group: dist.ProcessGroup, tp_group: dist.ProcessGroup, sp_group: dist.ProcessGroup):
+        """`group` are the ranks that share out the tokens of a global batch. Those of `tp_group` have the same ones.
+
+        Those of `sp_group` share out the tokens of each sample.
+        """
+        self.group, self.tp_group, self.split = group, tp_group, SplitRows(sp_group)
         self.reached: set[str] = set()  # parameters that got a gradient in any sample
         self.norm = math.nan  # of the last complete gradient
         self.watch: Callable[[str, torch.Tensor], None] | None = None  # gets each gradient of a sample on the grid
@@ -49,10 +53,12 @@ class ExactGradients:
                 if gradient is None:
                     continue
                 self.reached.add(name)
+                if not self.split.counts(name):
+                    continue
                 self._largest = max(self._largest, add_to(self._sums[name], gradient))
                 if self.watch:
                     self.watch(name, to_grid(gradient))
-        self._num_samples += 1
+        self._num_samples += self.split.rank == 0
 
     @torch.no_grad()
     def reduce(

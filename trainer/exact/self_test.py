@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
+from trainer.exact.exact_products import ROWS
 
 PRODUCTS = (
     (1, 64, 96),
@@ -31,8 +32,11 @@ def ask_for_fixed_kernels() -> None:
     os.environ.setdefault("MKL_CBWR", "AUTO")
 
 
-def self_test() -> None:
-    """Raise UserError if the kernels in use lack a property that --exact needs (collective, well under a second)."""
+def self_test(splits_rows: bool = False) -> None:
+    """Raise UserError if the kernels in use lack a property that --exact needs (collective, well under a second).
+
+    With `splits_rows`, ranks compute products of some rows of a sample each.
+    """
     plain = dict(_results(_aligned))
     _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
     _compare(plain, dict(_results(_shifted)), "with the place in memory", "Take another --cpu_matmul, or remove it.")
@@ -42,6 +46,8 @@ def self_test() -> None:
         alone = dict(_results(_aligned))
         torch.set_num_threads(threads)
         _compare(plain, alone, f"between {threads} threads and 1", "Set OMP_NUM_THREADS=1 in the environment.")
+    if splits_rows:
+        _compare_rows()
     for rank, other in enumerate(gather_objects(plain)):
         _compare(plain, other, f"between this rank and rank {rank}", "Take ranks with processors of one kind.")
 
@@ -50,6 +56,17 @@ def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: st
     for name, digest in plain.items():
         if other[name] != digest:
             raise UserError("--exact", f"{name} changes on this machine {how}", instead=instead)
+
+
+def _compare_rows() -> None:
+    for _, inner, outer in PRODUCTS:
+        generator = torch.Generator().manual_seed(0)
+        rows, weight = (torch.randn(shape, generator=generator) for shape in ((8 * ROWS, inner), (outer, inner)))
+        for factor in (weight, weight.T.contiguous().T):  # as in forward, and as in backward
+            parts = [F.linear(part, factor) for part in rows.split([ROWS, 5 * ROWS, 2 * ROWS])]
+            if not torch.equal(F.linear(rows, factor), torch.cat(parts)):
+                found = f"a product with {inner} x {outer} changes on this machine with the number of rows"
+                raise UserError("--exact", found, instead="Set --ring_attn_size to 1.")
 
 
 def _aligned(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

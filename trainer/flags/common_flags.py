@@ -280,9 +280,7 @@ class LayoutArguments:
     check_replicas_every: Optional[int] = arg(
         None, "every N steps, check that replicas on different ranks are bitwise equal", type="PositiveInt"
     )
-    exact: bool = arg(
-        False, "the same bits on every data-parallel layout: samples run one by one, and sums are exact (CPU, fp32)"
-    )
+    exact: bool = arg(False, "the same bits on every layout: samples run one by one, and sums are exact (CPU, fp32)")
     deterministic: bool = arg(True, "on CUDA: kernels that give the same bits in every run (false may be faster)")
 
 

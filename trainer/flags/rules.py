@@ -13,7 +13,7 @@ from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rl_rules import PPO_RULES
 from trainer.flags.rollout_rules import ROLLOUT_RULES
 from trainer.flags.rule import Rule, first_refusal
-from trainer.flags.training_rules import EXACT_RULES, NEVER, TRAINING_RULES, exact_without_tp
+from trainer.flags.training_rules import EXACT_RULES, NEVER, TRAINING_RULES, exact_on_whole_samples
 
 COMMANDS: dict[str, type] = {
     "train_sft": SFTArguments,
@@ -26,11 +26,11 @@ COMMANDS: dict[str, type] = {
 
 OWN_RULES: dict[str, tuple[Rule, ...]] = {
     "train_sft": EXACT_RULES,
-    "train_rm": (*EXACT_RULES, exact_without_tp("train_rm"), *REWARD_RULES),
+    "train_rm": (*EXACT_RULES, *exact_on_whole_samples("train_rm"), *REWARD_RULES),
     "train_dpo": (*EXACT_RULES, *DPO_RULES),
     "train_ppo": (*PPO_RULES, *ROLLOUT_RULES),
     "train_dpo --online": (*ONLINE_RULES, *ROLLOUT_RULES),
-    "train_kd": (*EXACT_RULES, exact_without_tp("train_kd"), *KD_RULES),
+    "train_kd": (*EXACT_RULES, *exact_on_whole_samples("train_kd"), *KD_RULES),
 }
 RULES: dict[str, tuple[Rule, ...]] = {
     command: (*NEVER.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()

@@ -231,8 +231,15 @@ EXACT_RULES = (
     Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.parity_trace,
          "with --tensor_parallel_size and --parity_trace", "a rank has only a part of a sample's gradient",
          "Set --tensor_parallel_size to 1."),
-    Rule("exact", lambda f: f.ring_attn_size > 1, "with --ring_attn_size {ring_attn_size}",
-         "a split sequence adds up its keys in another order", "Set it to 1, and take more data-parallel ranks."),
+    Rule("exact", lambda f: f.ring_attn_size not in (1, 2, 4), "with --ring_attn_size {ring_attn_size}",
+         "equal bits are proved for these sizes only", "Take 1, 2 or 4."),
+    Rule("exact", lambda f: f.ring_attn_size > 1 and f.cpu_matmul == "onednn",
+         "with --ring_attn_size and --cpu_matmul onednn", "only large products take it, and a split sample has smaller ones",
+         "Take --cpu_matmul mkl."),
+    Rule("exact", lambda f: f.ring_attn_size > 1 and f.lora_rank, "with --ring_attn_size and --lora_rank",
+         "equal bits are not proved for adapters of split sequences", "Set --ring_attn_size to 1."),
+    Rule("exact", lambda f: f.ring_attn_size > 1 and f.parity_trace, "with --ring_attn_size and --parity_trace",
+         "a rank has only a part of a sample's gradient", "Set --ring_attn_size to 1."),
     Rule("exact", lambda f: f.expert_parallel_size > 1, "with --expert_parallel_size {expert_parallel_size}",
          "the tokens of an expert then come in another order", "Set it to 1."),
     Rule("exact", lambda f: f.lora_dropout, "with --lora_dropout {lora_dropout}",
@@ -290,10 +297,15 @@ def _not_exact(command: str) -> Rule:
     return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
 
 
-def exact_without_tp(command: str) -> Rule:
-    why = "equal bits of tensor parallelism are proved for train_sft and train_dpo"
-    return Rule("exact", lambda f: f.tensor_parallel_size > 1, f"with --tensor_parallel_size and {command}", why,
-                "Set --tensor_parallel_size to 1.")  # fmt: skip
+def exact_on_whole_samples(command: str) -> tuple[Rule, Rule]:
+    why = "equal bits of its split products are proved for train_sft and train_dpo"
+    return tuple(
+        Rule("exact", condition, f"with --{flag} and {command}", why, f"Set --{flag} to 1.")
+        for flag, condition in (
+            ("tensor_parallel_size", lambda f: f.tensor_parallel_size > 1),
+            ("ring_attn_size", lambda f: f.ring_attn_size > 1),
+        )
+    )
 
 
 def _no_new_tokens(command: str, why: str) -> Rule:

@@ -76,7 +76,7 @@ def set_up(
         strategy.print(line)
     if is_packed or args.layout.ring_attn_size > 1:
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
-        kind["trust_remote_code"] = args.model.trust_remote_code
+        kind |= {"trust_remote_code": args.model.trust_remote_code, "exact": args.layout.exact}
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
     where = tokenizer_folder(folder, args.lora.lora_adapter)
     tokenizer = prepared_tokenizer(where, args.model.trust_remote_code, args.data)

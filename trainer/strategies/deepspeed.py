@@ -72,7 +72,8 @@ class DeepspeedStrategy:
         mesh.start_process_group(self.device)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if self.options.exact:
-            self.exact = ExactGradients(self.meshes.loss.get_group(), self.meshes.root["tp"].get_group())
+            groups = (self.meshes.root[axis].get_group() for axis in ("tp", "sp"))
+            self.exact = ExactGradients(self.meshes.loss.get_group(), *groups)
         self._tp_group = self.meshes.root["tp"].get_group()
         mesh.seed_everything(self.seed, self.options.deterministic, self.device)
         logger.setLevel(logging.ERROR)
@@ -161,7 +162,7 @@ class DeepspeedStrategy:
         kinds = tensor_parallel.split_layers(model) if self.options.exact else {}
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         if self.options.exact:
-            fix_products(model, kinds, self.meshes.params["tp"])
+            fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:
@@ -222,7 +223,7 @@ class DeepspeedStrategy:
         offload = offload and self.device.type != "cpu"
         prepared = zero_loading.prepare_frozen(model, config, offload=offload, **facts)
         if self.options.exact:
-            fix_products(model, kinds, self.meshes.params["tp"])
+            fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
         return prepared
 
     def _restore_masters(self, model, weights) -> None:

@@ -69,7 +69,8 @@ class FSDP2Strategy:
         mesh.start_process_group(self.device, host_tensors=options.adam_offload)
         self.meshes = mesh.build_meshes(self.sizes, self.device)
         if options.exact:
-            self.exact = ExactGradients(self.meshes.loss.get_group(), self.meshes.root["tp"].get_group())
+            groups = (self.meshes.root[axis].get_group() for axis in ("tp", "sp"))
+            self.exact = ExactGradients(self.meshes.loss.get_group(), *groups)
         mesh.seed_everything(self.seed, options.deterministic, self.device)
 
     def setup_ring_attn(self) -> dist.ProcessGroup:
@@ -141,7 +142,8 @@ class FSDP2Strategy:
         if self.sizes.tp > 1:
             options["shard_placement_fn"] = self._apply_tp(model)
         if self.options.exact:
-            fix_products(model, tensor_parallel.split_layers(model), self.meshes.params["tp"])
+            kinds = tensor_parallel.split_layers(model)
+            fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
         if self.options.exact and any(p.requires_grad for p in model.parameters()):
             options["reshard_after_forward"] = False  # a rank has the whole gradient anyway
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:

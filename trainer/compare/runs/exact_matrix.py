@@ -31,12 +31,22 @@ def _tensor(replicas: int, tp: int) -> Choice:
     return Choice(f"dp{replicas}-tp{tp}", ("--tensor_parallel_size", str(tp)), ranks=replicas * tp)
 
 
+def _sequence(replicas: int, mode: str, sp: int, tp: int = 1) -> Choice:
+    flags = ("--ring_attn_size", str(sp), "--sp_mode", mode, "--tensor_parallel_size", str(tp))
+    return Choice(f"dp{replicas}-{mode}{sp}" + f"-tp{tp}" * (tp > 1), flags, ranks=replicas * sp * tp)
+
+
+SEQUENCES = tuple(_sequence(*sizes) for sizes in itertools.product((1, 2), ("ring", "ulysses"), (2,)))
 BACKENDS = (*ZERO, FSDP2, FSDP2_STAGE_2)
 RANKS = tuple(Choice(f"{n}r", ranks=n) for n in (1, 2, 4))
 PRODUCTS = (
     (BACKENDS, RANKS, ((_micro(1),), (_micro(2), PACKED))),
     ((*ZERO, FSDP2), (_tensor(1, 2), _tensor(2, 2), _tensor(1, 4)), ((_micro(1),),)),
     ((ZERO[3], FSDP2), (_tensor(4, 2), _tensor(2, 4)), ((_micro(2), PACKED),)),
+    ((*ZERO, FSDP2), SEQUENCES, ((_micro(1),),)),
+    ((ZERO[3], FSDP2), (_sequence(1, "ring", 4), _sequence(1, "ulysses", 4)), ((_micro(2), PACKED),)),
+    ((ZERO[1], FSDP2), (_sequence(1, "ring", 2, 2), _sequence(1, "ulysses", 2, 2)), ((_micro(2), PACKED),)),
+    ((ZERO[3], FSDP2), (_sequence(2, "ring", 2, 2), _sequence(2, "ring", 4)), ((_micro(1),),)),
     (BACKENDS, (Choice("8r", ranks=8),), ((_micro(1),), (_micro(1), PACKED))),
     ((ZERO[3], FSDP2), (_hybrid(2, 2), _hybrid(2, 4), _hybrid(4, 2)), ((_micro(1),), (_micro(1), PACKED))),
     ((ZERO[3], FSDP2), RANKS[:2], ((_micro(4), Choice("recomputed", ("--gradient_checkpointing",))),)),

@@ -10,6 +10,7 @@ from trainer.metrics import layer_configs
 from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention import ring_package
 from trainer.models.attention.attention_call import read_call
+from trainer.models.attention.exact_attention import exact_attention
 from trainer.models.attention.flash_limits import validate_flash_attention, validate_flash_model, validate_head_dims
 from trainer.models.attention.ring import ring_attention
 from trainer.models.attention.ulysses import ulysses_attention, validate_ulysses
@@ -71,6 +72,7 @@ def setup_attention(
     sp_mode: str,
     ring_attn_kernel: str,
     trust_remote_code: bool,
+    exact: bool = False,
 ) -> tuple[str, Optional[dist.ProcessGroup]]:
     """Return (name of the attention function, ranks that split each sequence or None).
 
@@ -92,6 +94,9 @@ def setup_attention(
         return register_ring_attention(sp_group, "ring_package", packed), sp_group
     if sp_mode == "ulysses":
         validate_heads(config, strategy.sizes.sp, strategy.sizes.tp)
+    if exact:
+        AttentionInterface.register(sp_mode, exact_attention(sp_mode, strategy.exact.split))
+        return sp_mode, sp_group
     return register_ring_attention(sp_group, sp_mode, packed), sp_group
 
 

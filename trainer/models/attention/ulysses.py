@@ -48,21 +48,21 @@ def ulysses_attention(
         sinks = sinks.chunk(group.size())[group.rank()]
     cu_seqlens = torch.tensor(bounds)
     out, _ = varlen_attention_forward(
-        module, *(_gather_tokens(tensor, group) for tensor in (query, key, value)), None,
+        module, *(gather_tokens(tensor, group) for tensor in (query, key, value)), None,
         cu_seqlens=cu_seqlens, cu_seqlens_host=HostBounds(bounds), sliding_window=window, scaling=scale,
         softcap=softcap, s_aux=sinks,
     )  # fmt: skip
-    return _gather_heads(out, group)
+    return gather_heads(out, group)
 
 
-def _gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Zigzag order (rows, heads, tokens / sp, head_dim) -> token order (rows, heads / sp, tokens, head_dim)."""
     by_rank = torch.stack(tensor.chunk(group.size(), dim=1))
     received = AllToAll.apply(by_rank, group, None, None)  # (sp, rows, heads / sp, tokens / sp, head_dim)
     return natural_order(torch.cat(received.unbind(), dim=2), group.size(), dim=2)
 
 
-def _gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Token order (rows, tokens, heads / sp, head_dim) -> zigzag order (rows, tokens / sp, heads, head_dim)."""
     by_rank = torch.stack(zigzag_order(tensor, group.size()).chunk(group.size(), dim=1))
     received = AllToAll.apply(by_rank, group, None, None)  # (sp, rows, tokens / sp, heads / sp, head_dim)

@@ -34,7 +34,15 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
 
 
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
-    """Run one forward pass. Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE."""
+    """Run one forward pass. Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE.
+
+    With --exact, `rounded` of the micro-batch is a function for them; they are fp64 then.
+    """
+    log_probs = _label_log_probs(model, micro_batch)
+    return micro_batch["rounded"](log_probs) if "rounded" in micro_batch else log_probs
+
+
+def _label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     labels, head = micro_batch["labels"], model.get_output_embeddings()
     kept = places_of_labels(micro_batch)
     # an adapter on the head, a vocabulary that DeepSpeed splits over tp, or a product of its own (--exact)

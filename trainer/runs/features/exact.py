@@ -8,20 +8,25 @@ from trainer.runs.feature import Feature
 
 
 def run_single_samples(run) -> None:
-    """Make each sample a micro-batch of its own, without padding. Only so does no neighbour change its gradient."""
+    """Make each sample a micro-batch of its own, without padding. Only so does no neighbour change its gradient.
+
+    Auto takes MKL for all products: with oneDNN for large ones, a row would depend on the number of rows.
+    """
     ask_for_fixed_kernels()
-    run.args = with_flags(run.args, micro_train_batch_size=1, max_tokens_per_micro_batch=None, packing_samples=False)
+    fixed = {"micro_train_batch_size": 1, "max_tokens_per_micro_batch": None, "packing_samples": False}
+    fixed |= {"cpu_matmul": "mkl"} if run.args.layout.cpu_matmul == "auto" else {}
+    run.args = with_flags(run.args, **fixed)
 
 
 def check_machine(run) -> None:
-    self_test()
+    self_test(splits_rows=run.setup.sp_group is not None)
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
 
 
 def fix_sums(run) -> None:
     """Fix the order of sums in backward, also in the layers of an adapter, and sum losses exactly."""
     add_within_modules_first(run.model)
-    run.loss_fn = with_exact_sums(run.loss_fn)
+    run.loss_fn = with_exact_sums(run.loss_fn, run.setup.strategy.exact.split)
 
 
 EXACT = Feature(
