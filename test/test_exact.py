@@ -33,6 +33,8 @@ from trainer.exact.fixed_tree import num_pieces, tree_sum
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
 from trainer.exact.split_rows import SplitRows, give_whole_rows
+from trainer.flags.rule import UNKNOWN, defaults_of, first_broken
+from trainer.flags.rules import COMMANDS, RULES
 from trainer.models.attention import exact_attention
 
 self_test.ask_for_fixed_kernels()  # before any product of this process
@@ -266,6 +268,29 @@ def test_what_splits_samples_and_is_not_proved_is_refused_in_one_line(monkeypatc
         exact_attention.exact_attention("ulysses", split)(torch.nn.Module(), heads, heads, heads)
     with pytest.raises(UserError, match=r"--exact: equal bits of split samples are not proved for soft caps"):
         exact_attention.exact_attention("ring", split)(torch.nn.Module(), heads, heads, heads, softcap=1.0)
+
+
+UNPROVED = [
+    ({"tensor_parallel_size": 2, "sequence_parallel": True}, "with --use_hf_tp_plan or --sequence_parallel"),
+    ({"ring_attn_size": 2, "dp_replicate_size": 2}, "with --ring_attn_size and --dp_replicate_size"),
+    ({"ring_attn_size": 8}, "with --ring_attn_size 8"),
+    ({"ring_attn_size": 2, "cpu_matmul": "onednn"}, "with --ring_attn_size and --cpu_matmul onednn"),
+]
+
+
+@pytest.mark.parametrize(("flags", "found"), UNPROVED, ids=[found for _, found in UNPROVED])
+def test_a_layout_that_is_not_proved_is_refused_by_name(flags, found):
+    defaults = defaults_of(COMMANDS.values()) | UNKNOWN
+    proved = {**defaults, "exact": True, "param_dtype": "fp32"}
+    assert first_broken(RULES["train_sft"], proved, defaults) is None
+    assert str(first_broken(RULES["train_sft"], proved | flags, defaults)).startswith(f"--exact {found}: ")
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_refused():
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 7)})
+    expected = "--tensor_parallel_size: with --exact, 2 does not divide the vocabulary of 7"
+    with pytest.raises(UserError, match=expected):
+        exact_products.fix_products(model, {"head": "vocabulary"}, OneOf(2), SplitRows(OneOf(1)))
 
 
 def test_an_activation_rounds_an_element_in_the_same_way_at_the_end_of_a_tensor():
