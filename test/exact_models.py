@@ -1,4 +1,4 @@
-"""Tiny random models of four kinds, for the table of docs/exact.md: `python test/exact_models.py FOLDER TOKENIZER`.
+"""Tiny random models of seven kinds, for the table of docs/exact.md: `python test/exact_models.py FOLDER TOKENIZER`.
 
 The tokenizer of stories260K has 512 words. Norms and biases are random, since ones and zeros would hide a wrong factor.
 """
@@ -11,8 +11,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -24,6 +27,9 @@ CONFIGS = {
         **SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         query_pre_attn_scalar=8,
     ),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=8),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "gemma": lambda: GemmaConfig(**SIZES),
     "gpt2": lambda: GPT2Config(vocab_size=512, n_positions=512, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
 }  # fmt: skip
 
