@@ -239,14 +239,21 @@ def conversation(draw):
     return [{**dict.fromkeys(keys), **m} for m in messages]
 
 
+def in_file(messages: list[dict], form: str):
+    """The messages as public files have them: a list, its JSON, or an object of lists (Arrow's sequence of objects)."""
+    keys = dict.fromkeys(key for message in messages for key in message)
+    forms = {"list": messages, "JSON": json.dumps(messages)}
+    return (forms | {"object": {key: [message.get(key) for message in messages] for key in keys}})[form]
+
+
 def count(number: int) -> int:
     return max(EXAMPLES, number)
 
 
 @settings(max_examples=count(400), **SOME)
-@given(conversation(), st.sampled_from(WAYS), st.booleans())
-def test_a_conversation_for_sft(messages, way, multiturn):
-    found = outcome("sft", {"messages": messages}, way, train_on="all" if multiturn else "last")
+@given(conversation(), st.sampled_from(WAYS), st.booleans(), st.sampled_from(["list", "JSON", "object"]))
+def test_a_conversation_for_sft(messages, way, multiturn, form):
+    found = outcome("sft", {"messages": in_file(messages, form)}, way, train_on="all" if multiturn else "last")
     if found is None:
         return
     turns = understood(messages, multiturn)
