@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections import Counter
+from contextlib import nullcontext
 from itertools import islice
 
 import datasets
@@ -198,6 +199,13 @@ def test_what_does_not_combine_is_refused(demo, tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"--dataset rows from 129: cannot be read"):
         read(stream(demo, str(tmp_path / "bad.jsonl")))
+    tokenizer = load_tokenizer(str(demo / "model"), False)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
+    for flags, ends in (([], []), (["--allow_no_stop"], ["first rows: WARNING: no sample trains a stop token"])):
+        line = ["--pretrain", "model", "--dataset", plain, "--streaming", "--max_steps", "5", *flags]
+        with nullcontext() if ends else pytest.raises(UserError, match="no sample trains a stop token"):
+            lines = streamed_run.open_stream(train_sft.parse(line)[0], tokenizer).ledger.lines
+            assert [text for text in ends if any(text in said for said in lines)] == ends
     args, _ = train_sft.parse(["--pretrain", "model", "--dataset", plain, "--streaming"])
     with pytest.raises(UserError, match="--streaming without --max_steps"):
         refuse("train_sft", args)

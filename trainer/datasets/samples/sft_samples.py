@@ -172,8 +172,12 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
     ledger = Ledger(counts, SENTENCE, lines_of(samples) + control_note(samples, flag))
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
-        wanted = "answers that are not empty" if empty > cut else f"answers that fit into --max_len {max_len}"
-        found = f"no sample is left: {empty} answers are empty, {cut} are cut off ({ledger.summary()})"
+        wanted = (
+            "answers that are not empty, and that no key excludes"
+            if empty > cut
+            else f"answers that fit into --max_len {max_len}"
+        )
+        found = f"no sample is left: {empty} rows have no answer to train, {cut} are cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)
     ledger.lines += check_stops(counts, total("truncated", kept) == counts["num_samples"], flag, allow_no_stop)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
