@@ -518,8 +518,9 @@ CASES = {
 # --- the process that tries them
 
 
-def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20)
+def resident_mb(kind: str) -> float:
+    """Memory of this process in MB. `kind`: RssAnon, its own, or RssFile, pages of files."""
+    return int(Path("/proc/self/status").read_text().split(f"{kind}:")[1].split()[0]) / 1024
 
 
 def ending_of(case: Case, folder: Path) -> tuple[str, str]:
@@ -536,21 +537,25 @@ def ending_of(case: Case, folder: Path) -> tuple[str, str]:
 
 
 def tried(case: Case, folder: Path) -> dict:
-    """How the case ended in a fork, with its CPU seconds and the MB that its memory grew by."""
+    """How the case ended in a fork, with its CPU seconds and the MB that its memory grew by.
+
+    Pages of files do not count: a fork begins without them, and takes them again as it runs.
+    """
     folder.mkdir()
     case.make(folder)
-    before, started, result = resident_mb(), time.monotonic(), folder.parent / f"{folder.name}.result"
+    started, result = time.monotonic(), folder.parent / f"{folder.name}.result"
     if pid := os.fork():
         while not (found := os.wait4(pid, os.WNOHANG))[0]:
             if time.monotonic() - started > SECONDS:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
         _, status, used = found
-        kind, text = json.loads(result.read_text()) if result.exists() else ("killed", f"status {status}")
+        killed = ("killed", f"status {status}", 0)
+        kind, text, other = json.loads(result.read_text()) if result.exists() else killed
         shutil.rmtree(folder, ignore_errors=True)
-        return {"kind": kind, "text": text, "cpu": used.ru_utime + used.ru_stime, "mb": used.ru_maxrss / 1024 - before,
+        return {"kind": kind, "text": text, "cpu": used.ru_utime + used.ru_stime, "mb": used.ru_maxrss / 1024 - other,
                 "seconds": time.monotonic() - started}  # fmt: skip
-    ending = ("killed", "")
+    ending, before = ("killed", ""), resident_mb("RssAnon")
     try:
         handle = os.open(folder.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 1)
@@ -560,7 +565,7 @@ def tried(case: Case, folder: Path) -> dict:
             resource.setrlimit(kind, (most, most))
         ending = ending_of(case, folder)
     finally:
-        result.write_text(json.dumps(ending))
+        result.write_text(json.dumps([*ending, before + resident_mb("RssFile")]))
         os._exit(0)
 
 
