@@ -3,6 +3,7 @@
 `--limits NAME=VALUE` raises one. The table belongs to the process, since readers deep in libraries ask for it.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -128,6 +129,7 @@ def memory_limit(name: str, where: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         traceback.clear_frames(error.__traceback__)  # else the new error holds all that the frames hold
+        gc.collect()  # a template and its context are a circle
         raise too_large(where, "takes too much memory", name) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
