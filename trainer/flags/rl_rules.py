@@ -23,7 +23,8 @@ def _has_critic(f) -> bool:
 
 # fmt: off
 TEACHER_RULES = (
-    Rule("preset", lambda f: f.teacher and f.preset != "opd", "with --teacher", "a preset sets another advantage than the teacher's", ONE),
+    Rule("preset", lambda f: f.teacher and f.preset != "opd", "with --teacher", "a preset sets another advantage than the teacher's", ONE,
+         which="other than opd"),
     Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
          "Add --teacher MODEL.", values=("opd",)),
     Rule("teacher", lambda f: f.advantage_estimator != "distill", "with --advantage_estimator {advantage_estimator}",
