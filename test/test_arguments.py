@@ -40,6 +40,8 @@ def other_value(field, hints=HINTS):
         return ["7"], 7
     if "float" in hint:
         return ["0.625"], 0.625
+    if field.name.endswith("dataset_flags"):
+        return ["[]"], "[]"  # of no set
     assert "str" in hint, hint
     return ["some text"], "some text"
 

@@ -312,6 +312,23 @@ def test_an_image_in_an_answer_and_images_without_a_template_are_refused(here):
         load(here, [{**rows[0], "question": "Draw!", "answer": "<image>"}], *keys)
 
 
+def test_sets_with_images_and_without_are_one_run(here):
+    """A list of sets is the rows of one file: ids, masks, images, and the rows whose images exceed --max_len."""
+    talks = [talk("<image>Hi?", images=["pictures/0.png"]), talk("<image>" * 40 + "!", images=["pictures/1.png"] * 40)]
+    texts, more = [{"question": "Why?", "answer": "So."}], [talk("A <image>?", images=["pictures/1.png"])]
+    for name, rows in {"talks": talks, "texts": texts, "more": more}.items():
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ",".join(str(here / f"{name}.jsonl") for name in ("talks", "texts", "more"))
+    own = '[{}, {"input_key": "question", "output_key": "answer", "apply_chat_template": true}, {}]'
+    found, counts = load(here, None, "--dataset_flags", own, "--max_len", "200", data=names)
+    wanted, known = load(here, [*talks, talk("Why?", "So."), *more], "--max_len", "200")
+    assert counts.counts == known.counts and counts["num_unfit"] == 1
+    for one, other in zip(found, wanted, strict=True):
+        pictures = [[image.tobytes() for image in sample.pop("images")] for sample in (one, other)]
+        assert pictures[0] == pictures[1] and one == other
+    assert [len(sample["images"]) for sample in found] == [1, 0, 1]
+
+
 def load_pairs(here: Path, rows, *flags: str):
     path, folder = here / "pairs.jsonl", str(here / "qwen3_vl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,13 +3,12 @@
 A file in `public_shapes` has rows, and what they mean: [role, text, 1 if it is trained], in our own words.
 """
 
-import functools
 import json
 from pathlib import Path
 
 import datasets
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from shape_reference import DATA, FOLDER, MARKS, SHAPES, expected, tokenizer_of
 
 from trainer.datasets.conversations.messages import messages_of, tools_of
 from trainer.datasets.files.loading import load_rows
@@ -26,10 +25,7 @@ from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rules import refuse
 from trainer.runs.run_data import sft_options
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
-FOLDER = Path(__file__).parent / "public_shapes"
-SHAPES = sorted(path.stem for path in FOLDER.glob("*.json"))
 COMMON = {"flag": "--dataset", "input_template": None, "apply_chat_template": False, "max_len": 512}
 FLAGS = {
     "sft": {"input_key": None, "output_key": None, "train_on": None, "pretrain_mode": False},
@@ -40,48 +36,11 @@ FLAGS = {
 COMMANDS = {"sft": "train_sft", "pairs": "train_dpo", "answer": "train_dpo --loss kto", "prompt": "train_ppo"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TASKS = {"sft": tokenize_sft, "pairs": tokenize_preference, "answer": tokenize_unpaired, "prompt": tokenize_prompts}
-BODY = "{% for m in messages %}{{ HEAD + m.role + '\n' + m.content + END + '\n' }}{% endfor %}"
-BODY += "{% if add_generation_prompt %}{{ HEAD + 'assistant\n' }}{% endif %}"
-MARKS = {"BPE": ("<|im_start|>", "<|im_end|>"), "SentencePiece": ("# ", "</s>")}
-MARKS["BPE with another eos"] = MARKS["BPE"]
-
-
-@functools.cache
-def tokenizer_of(kind: str):
-    head, end = MARKS[kind]
-    template = BODY.replace("HEAD", f"'{head}'").replace("END", f"'{end}'")
-    if kind != "SentencePiece":
-        file = DATA / "tokenizers" / "torchtune-tiny-bpe-2k" / "tokenizer.json"
-        eos = "<|im_end|>" if kind == "BPE" else "<|endoftext|>"
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=eos)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(DATA / "models" / "stories260K-hf")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
-
-
-def expected(kind: str, turns: list, opened: bool = False) -> tuple[list[int], list[int]]:
-    """Ids and mask of turns, from the whole text and the places of its tokens."""
-    tokenizer, (head, end) = tokenizer_of(kind), MARKS[kind]
-    if turns[0][0] == "text":
-        ids = tokenizer(turns[0][1])["input_ids"]
-        return [*ids, tokenizer.eos_token_id], [0] + [1] * len(ids)
-    text, trained = "", []
-    for role, content, has_loss in turns:
-        text += f"{head}{role}\n"
-        if has_loss:
-            trained.append((len(text), len(text + content + end)))
-        text += f"{content}{end}\n"
-    text += f"{head}assistant\n" if opened else ""
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    places = found["offset_mapping"]
-    # a token that merges over the border belongs to the answer
-    return found["input_ids"], [int(any(a < stop and b > start for start, stop in trained)) for a, b in places]
 
 
 def tokenize(task: str, rows: list[dict], folder: Path, kind: str, **flags):

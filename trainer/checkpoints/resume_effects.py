@@ -46,7 +46,7 @@ EFFECTS: dict[str, str] = {
     CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func judge_rubric env",
     SAMPLES: """
         image_max_pixels image_min_pixels
-        dataset_split dataset_probs max_samples eval_fraction input_template apply_chat_template tokenizer_chat_template max_len
+        dataset_split dataset_probs dataset_flags max_samples eval_fraction input_template apply_chat_template tokenizer_chat_template max_len
         ignore_columns system template_args read_control_tokens input_key output_key prompt_max_len prompt_key chosen_key
         rejected_key completion_key""",
     COURSE: """
@@ -54,7 +54,7 @@ EFFECTS: dict[str, str] = {
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype exact deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
-        eval_dataset eval_split max_eval_samples best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
+        eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
         attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc
         cache_pixels micro_train_batch_size max_tokens_per_micro_batch packing_samples layout backend zero_stage

@@ -43,14 +43,14 @@ def run(argv: list[str]) -> None:
     from trainer.models.model_bounds import bounds_of
     from trainer.models.model_loading import resolve_model_folder
     from trainer.runs.output_folders import make_writable
-    from trainer.runs.run_data import files_in_errors, load_flag_rows, sft_options, with_files
+    from trainer.runs.run_data import files_in_errors, load_sets_of, options_of_sft, with_files
     from trainer.runs.run_setup import prepared_tokenizer
 
-    flags, data = flat(args) | sft_options(args.sft), args.data
+    flags, data = flat(args), args.data
     for name in ("pretrain", "dataset", "output_dir"):
         if not flags[name]:
             raise UserError(f"--{name}", "needed")
-    for name in ("eval_dataset", "eval_split", "eval_fraction", "max_eval_samples"):
+    for name in ("eval_dataset", "eval_dataset_flags", "eval_split", "eval_fraction", "max_eval_samples"):
         if flags[name] != getattr(DataArguments(), name):
             raise UserError(f"--{name}", "would do nothing here", "give it to train_sft")
     target = os.path.abspath(args.target.output_dir)
@@ -60,13 +60,17 @@ def run(argv: list[str]) -> None:
     folder, remote_code = resolve_model_folder(args.target.pretrain), args.target.trust_remote_code
     tokenizer = prepared_tokenizer(folder, remote_code, data)
     named = data, args.target.seed, data.dataset, data.dataset_split, "--dataset"
-    rows = load_flag_rows(*named)
+
+    def options_of(args) -> dict:
+        own = options_of_sft(args)
+        return {name: own[name] for name in OPTIONS} | {"train_on": own["train_on"] or "last"}
+
+    rows = load_sets_of(args, args.target.seed, options_of, *named[2:])
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}
     sizes["allow_no_stop"] = args.sft.allow_no_stop
     sizes["bounds"] = bounds_of(folder, remote_code)
-    options = {name: flags[name] for name in OPTIONS} | {"train_on": flags["train_on"] or "last"}
     with files_in_errors(*named):
-        ledger = prepare_rows(rows, tokenizer, target, options, **sizes)
+        ledger = prepare_rows(rows, tokenizer, target, options_of(args), **sizes)
     print(f"{with_files(ledger.report('data'), *named)}\nwritten to {target}")
 
 

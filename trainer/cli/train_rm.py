@@ -36,7 +36,7 @@ def run(argv: list[str]) -> None:
     from transformers import AutoModelForSequenceClassification
 
     from trainer.datasets.samples.preference import collate_pairs, render_pair
-    from trainer.runs.preference_runs import load_scored_pairs
+    from trainer.runs.preference_runs import load_pairs
     from trainer.runs.reward_model_runs import check_loss, initial_folder, make_loss, note_scores
     from trainer.runs.run import Method
     from trainer.runs.run_training import train
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> None:
     method = Method(
         COMMAND,
         eval_metrics=EVAL_METRICS,
-        load_data=load_scored_pairs,
+        load_data=load_pairs,
         render=render_pair,
         collate=lambda rows, packed: functools.partial(collate_pairs, packed=packed, collate=rows),
         loader_options={"sequences_per_sample": 2},

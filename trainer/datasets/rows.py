@@ -97,4 +97,4 @@ def within(where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{where}: {error.where}", error.found, error.allowed) from None
+        raise UserError(f"{where}: {error.where}", error.found, error.allowed, error.instead) from None

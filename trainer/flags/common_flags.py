@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.flags.groups import arg, group
+from trainer.flags.groups import arg, group, set_names
 
 # of transformers.get_scheduler, without those that need a metric of the run, or the gradients
 SCHEDULES = (
@@ -83,13 +83,21 @@ class DataArguments:
     """Data"""
 
     dataset: Optional[str] = arg(
-        None, "training data or prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows"
+        None, "training data or prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows",
+        type=set_names,
+    )  # fmt: skip
+    dataset_flags: Optional[str] = arg(
+        None,
+        "JSON list: flags of their own for the sets of --dataset; a list under dataset: in a file of --config gives it",
     )
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
     )
-    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples")
+    eval_dataset: Optional[str] = arg(
+        None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples", type=set_names
+    )
+    eval_dataset_flags: Optional[str] = arg(None, "like --dataset_flags, for the sets of --eval_dataset")
     eval_split: str = arg("train", "split of --eval_dataset")
     eval_fraction: Optional[float] = arg(
         None, "take this share of the rows of --dataset, by --seed, for evaluation only", type="OpenUnitInterval"

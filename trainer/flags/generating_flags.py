@@ -14,7 +14,7 @@ from trainer.flags.common_flags import (
     OutputArguments,
     VisionArguments,
 )
-from trainer.flags.groups import arg, group, some_flags
+from trainer.flags.groups import arg, group, set_names, some_flags
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import (
     EnvironmentArguments,
@@ -48,7 +48,11 @@ class SetArguments:
 
     pretrain: Optional[str] = arg(None, "model folder or hub name")
     eval_dataset: Optional[str] = arg(
-        None, "prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows", "dataset"
+        None, "prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows", "dataset",
+        type=set_names,
+    )  # fmt: skip
+    eval_dataset_flags: Optional[str] = arg(
+        None, "JSON list: flags of their own for the sets; a list under eval_dataset: in a file of --config gives it"
     )
     eval_split: str = arg("train", "split of --eval_dataset", "dataset_split")
 

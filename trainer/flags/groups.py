@@ -14,6 +14,13 @@ def arg(default, help: str, *aliases: str, type=None, **kwargs):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def set_names(value: Any) -> Any:
+    """The type of a flag with names of sets: a text, or a list in a file of --config. See `set_entries`."""
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"Got value: {value}")
+    return value
+
+
 def group(kind: type):
     """Make the field of a command that holds a group of flags."""
     return dataclasses.field(default_factory=kind)

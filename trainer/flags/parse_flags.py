@@ -15,7 +15,8 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse import typing as restricted
 
 from trainer.errors import LEFT_OUT, UserError, has_left_out
-from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, with_flags
+from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, set_names, with_flags
+from trainer.flags.names.set_entries import spread
 from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
 from trainer.help_texts import example_of, with_default
 
@@ -28,6 +29,7 @@ ALLOWED = {
     "NonNegativeFloat": "a number of 0 or more",
     "ClosedUnitInterval": "a number from 0 to 1",
     "OpenUnitInterval": "a number above 0 and below 1",
+    set_names: "a text, or in a file of --config a list of sets",
     str: "a text",
     int: "an integer",
     float: "a number",
@@ -123,7 +125,9 @@ def _parse(groups: list[type], command: str, description: Optional[str], argv: l
         namespace = parser.parse_args(argv)
     except Exception as error:  # jsonargparse raises several types, all for wrong user input
         raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), command, fields) from None
-    return {name: _plain(vars(namespace)[name]) for name in fields}
+    values = {name: _plain(vars(namespace)[name]) for name in fields}
+    hints = {name: hint for kind in groups for name, hint in typing.get_type_hints(kind).items()}
+    return spread(values, command, {name: (field, hints[name]) for name, field in fields.items()})
 
 
 def _check_config_files(argv: list[str], command: str, fields: dict[str, dataclasses.Field]) -> None:

@@ -104,6 +104,8 @@ KD_RULES = (
          "Take a number above 0, or train_sft.", values=(0,)),
     Rule("generate_max_len temperature micro_rollout_batch_size", lambda f: not f.teacher_answers,
          "without --teacher_answers", "the teacher answers nothing", "Add --teacher_answers, or remove the flag."),
+    Rule("dataset_flags", lambda f: f.teacher_answers, "with --teacher_answers",
+         "the teacher answers the prompts of all sets in the same way", "Take sets with the same columns."),
     Rule("output_key multiturn train_on pretrain_mode", lambda f: f.teacher_answers, "with --teacher_answers",
          "the answers in --dataset are not read", REMOVE),
     Rule("eval_dataset", lambda f: f.teacher_answers, "with --teacher_answers", "the teacher answers only --dataset",

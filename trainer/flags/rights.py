@@ -13,6 +13,8 @@ PLAIN_TEXTS = frozenset(
     [
         "dataset_split",
         "dataset_probs",
+        "dataset_flags",
+        "eval_dataset_flags",
         "eval_split",
         "input_template",
         "tokenizer_chat_template",

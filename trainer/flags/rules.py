@@ -3,10 +3,13 @@
 The commands, the strategies, `plan` and docs/flags.md read this table. README.md links to that page.
 """
 
+from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import OnlineDPOArguments
+from trainer.flags.groups import flat, with_flags
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES
+from trainer.flags.names.own_flags import flags_of_sets
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.preference_rules import DPO_RULES, KD_RULES, ONLINE_RULES, REWARD_RULES
 from trainer.flags.rl_flags import PPOArguments
@@ -41,11 +44,12 @@ BACKEND_RULES: dict[str, tuple[Rule, ...]] = {"fsdp2": FSDP2_RULES, "deepspeed":
 
 
 def refuse(command: str, args, **facts) -> None:
-    """Raise UserError for the first pair of flags in `args` that do not go together.
+    """Raise UserError for the first pair of flags in `args` that do not go together, for all sets or for one.
 
     `facts` are known by now besides the flags; `rule.UNKNOWN` lists them. The same rules are asked again when more is
     known.
     """
-    error = first_refusal(RULES[command], args, COMMANDS.values(), **facts)
-    if error:
-        raise error
+    for where, own in flags_of_sets(flat(args)):
+        error = first_refusal(RULES[command], with_flags(args, **own) if own else args, COMMANDS.values(), **facts)
+        if error:
+            raise UserError(f"{where}: {error.where}" if own else error.where, *error.args[1:])

@@ -55,6 +55,8 @@ SHARED_RULES = (
     Rule("adam_betas adam_eps", lambda f: f.optim == "adafactor", "with --optim adafactor",
          "they are those of AdamW", REMOVE),
     Rule("dataset_probs", lambda f: not f.dataset, "without --dataset", "it mixes the sets of --dataset", REMOVE),
+    Rule("dataset_flags", lambda f: f.streaming, "with --streaming", "a stream reads all sets in the same way",
+         "Take sets with the same columns, or no --streaming."),
     Rule("evals_per_epoch", lambda f: f.eval_steps, "with --eval_steps {eval_steps}", "both say when", ONE),
     Rule("saves_per_epoch", lambda f: f.save_steps, "with --save_steps {save_steps}", "both say when", ONE),
     Rule("evals_per_epoch saves_per_epoch", lambda f: f.streaming, "with --streaming",

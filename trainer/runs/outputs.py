@@ -189,7 +189,7 @@ CARD_FLAGS = (
 # what says how a method was run, where it is given
 METHOD_FLAGS = (
     "add_tokens warmup_steps preset advantage_estimator reward_func reward_pretrain env loss beta teacher ref_model lora_adapter merge_adapter lora_rank lora_alpha use_dora use_rslora target_modules "
-    "load_in_4bit fp8 eval_dataset eval_fraction"
+    "load_in_4bit fp8 dataset_probs dataset_flags eval_dataset eval_dataset_flags eval_fraction"
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 USAGE = """```python

@@ -4,7 +4,7 @@ from typing import Optional
 
 from trainer.datasets.samples.parts import WHOLE
 from trainer.datasets.samples.preference import tokenize_preference
-from trainer.datasets.samples.unpaired import tokenize_unpaired, unpair
+from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.preference_flags import PreferenceArguments
@@ -12,23 +12,22 @@ from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
 from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions, loss_names
 from trainer.models.model_loading import resolve_adapted_model
-from trainer.runs.run_data import load_flag_rows, text_options, tokenizer_of_rows
+from trainer.runs.run_data import load_sets_of, text_options, tokenized
 from trainer.runs.run_models import frozen_model
 
 # --- data
 
 
-def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, margin_key=None, mean_flag=None):
-    """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. See `tokenize_preference`."""
-    rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
-    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **vars(args.pairs)}
-    options |= {"margin_key": margin_key, "mean_flag": mean_flag}
-    return tokenizer_of_rows(args, rows, tokenize_preference)(rows, tokenizer, **options)
+def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, mean_flag=None):
+    """Return (tokenized pairs, ledger) of --dataset or --eval_dataset. With margins if --margin_key names a column."""
 
+    def options_of(args):
+        options = text_options(args.data) | {"max_len": args.length.max_len, **vars(args.pairs)}
+        margin_key = args.reward.margin_key if "reward" in vars(args) else None
+        return options | {"margin_key": margin_key, "mean_flag": mean_flag}
 
-def load_scored_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
-    """`load_pairs` of `train_rm`, with margins if a column has them."""
-    return load_pairs(args, tokenizer, names, split, flag, part, args.reward.margin_key)
+    rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
+    return tokenized(args, tokenizer, rows, tokenize_preference, options_of, flag, part)
 
 
 def load_dpo(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
@@ -44,18 +43,14 @@ def load_dpo(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
 
 def load_unpaired(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized answers, ledger) of rows with single answers, or of pairs split into single answers."""
-    rows, pairs, answers = load_flag_rows(args.data, args.batch.seed, names, split, flag), args.pairs, args.answers
-    keys = {pairs.chosen_key, pairs.rejected_key}
-    if answers.completion_key not in rows.column_names and keys <= set(rows.column_names):
-        part = part.of_pairs()
-        rows = unpair(rows, pairs.chosen_key, pairs.rejected_key, answers.completion_key, answers.label_key)
-    options = text_options(args.data) | {"flag": flag, "part": part, "max_len": args.length.max_len}
-    options |= {
-        "prompt_key": pairs.prompt_key,
-        "completion_key": answers.completion_key,
-        "label_key": answers.label_key,
-    }
-    return tokenizer_of_rows(args, rows, tokenize_unpaired)(rows, tokenizer, **options)
+    rows = load_sets_of(args, args.batch.seed, answer_options, names, split, flag)
+    return tokenized(args, tokenizer, rows, tokenize_unpaired, answer_options, flag, part)
+
+
+def answer_options(args):
+    """What `tokenize_unpaired` takes from the flags of a run, or of one set."""
+    answers = {"completion_key": args.answers.completion_key, "label_key": args.answers.label_key}
+    return text_options(args.data) | {"max_len": args.length.max_len, **vars(args.pairs), **answers}
 
 
 # --- losses of train_dpo, with and without --online

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.datasets.files.image_files import has_images
-from trainer.datasets.files.loading import load_rows, place_of_row
+from trainer.datasets.files.loading import load_rows, names_of_sets, place_of_row
+from trainer.datasets.files.mixing import parse_probs
 from trainer.datasets.images.image_processor import PixelLimits
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
 from trainer.datasets.samples.parts import WHOLE, Part
+from trainer.datasets.samples.sets import Sets
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArguments
 from trainer.flags.data_rules import has_evaluation
-from trainer.flags.groups import flat
+from trainer.flags.groups import flat, with_flags
+from trainer.flags.names.own_flags import FLAGS_OF, read
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -56,17 +59,44 @@ def with_files(text: str, data: DataArguments, seed: int, names: str, split: str
     """A text in which each "--dataset row N" has its file, and its number there, if rows come from several files."""
 
     def place(found: re.Match) -> str:
-        file = place_of_row(int(found[1]) - 1, names, **reading(data, seed, split, flag))
+        how = reading(data, seed, split, flag) | ({"probs": None} if found[1] else {})
+        file = place_of_row(int(found[2]) - 1, found[1] or names, **how)
         return f"{flag} {file}" if file else found[0]
 
-    return re.sub(rf"{flag} row (\d+)", place, text)
+    own = "|".join(map(re.escape, names_of_sets(names, flag)))  # a set may be read by itself
+    return re.sub(rf"{flag} (?:({own}) )?row (\d+)", place, text)
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
     """Return (tokenized samples, ledger) of a part of --dataset or --eval_dataset for SFT and distillation."""
-    rows, options = load_flag_rows(args.data, args.batch.seed, names, split, flag), text_options(args.data)
-    options |= {"flag": flag, "part": part, "max_len": args.length.max_len, **sft_options(args.sft)}
-    return tokenizer_of_rows(args, rows, tokenize_sft)(rows, tokenizer, **options)
+    rows = load_sets_of(args, args.batch.seed, options_of_sft, names, split, flag)
+    return tokenized(args, tokenizer, rows, tokenize_sft, options_of_sft, flag, part)
+
+
+def options_of_sft(args) -> dict[str, Any]:
+    """What `tokenize_sft` takes from the flags of a run, or of one set."""
+    return text_options(args.data) | {"max_len": args.length.max_len, **sft_options(args.sft)}
+
+
+def load_sets_of(args, seed: int, options_of: Callable, names: str, split: str, flag: str):
+    """The rows of --dataset or --eval_dataset. They are `Sets` if the sets have flags of their own.
+
+    `options_of(args)` are the options of a set, from the flags that hold for it.
+    """
+    own = read(vars(args.data)[FLAGS_OF[flag[2:]]], flag[2:], names)
+    if not own:
+        return load_flag_rows(args.data, seed, names, split, flag)
+    paths, probs = names_of_sets(names, flag), reading(args.data, seed, split, flag)["probs"]
+    sets = [with_flags(args, dataset_probs=None, **flags) for flags in own]
+    rows = [load_flag_rows(one.data, seed, path, split, flag) for one, path in zip(sets, paths)]
+    options = [options_of(one) | {"flag": f"{flag} {path}"} for one, path in zip(sets, paths)]
+    return Sets(paths, rows, options, probs and parse_probs(probs, len(paths)), seed, flag)
+
+
+def tokenized(args, tokenizer, rows, tokenize: Callable, options_of: Callable, flag: str, part: Part):
+    """(samples, ledger) of the part of `rows`, by `tokenize` with the options of the run, or of each set."""
+    tokenize = tokenizer_of_rows(args, rows, tokenize)
+    return tokenize(rows, tokenizer, flag=flag, part=part, **options_of(args))
 
 
 def text_options(data: DataArguments) -> dict[str, Any]:

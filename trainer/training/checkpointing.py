@@ -30,7 +30,7 @@ FOLDER = "checkpoints"
 EXPORT = "python -m trainer.cli.export {} FOLDER"
 # with other values of these flags, values of evaluations do not compare
 OF_EVALUATION = {"best_metric_key", "eval_dataset", "eval_split", "eval_fraction", "max_eval_samples"}
-OF_EVALUATION |= {"eval_samples", "eval_temperature", "eval_top_p"}
+OF_EVALUATION |= {"eval_dataset_flags", "eval_samples", "eval_temperature", "eval_top_p"}
 
 
 @dataclass

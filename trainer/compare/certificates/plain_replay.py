@@ -13,7 +13,7 @@ from trainer.flags.rules import COMMANDS
 from trainer.flags.training_rules import PLAIN_LOOP_LACKS
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
-from trainer.runs.preference_runs import load_dpo, load_scored_pairs
+from trainer.runs.preference_runs import load_dpo, load_pairs
 from trainer.runs.run_data import load_sft, part_of
 from trainer.runs.run_setup import prepared_tokenizer, tokenizer_folder
 
@@ -21,7 +21,7 @@ from trainer.runs.run_setup import prepared_tokenizer, tokenizer_folder
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, None), "fp16": (1e-2, None)}
 
 # what reads the data of a command
-LOADERS = {"train_sft": load_sft, "train_kd": load_sft, "train_dpo": load_dpo, "train_rm": load_scored_pairs}
+LOADERS = {"train_sft": load_sft, "train_kd": load_sft, "train_dpo": load_dpo, "train_rm": load_pairs}
 
 
 def check_replay_flags(arguments: dict) -> None:

@@ -18,7 +18,7 @@ from trainer.reports import certificate, signature
 NOT_RERUN = {
     "output_dir", "overwrite", "save_path", "no_save", "load_checkpoint", "parity_dump", "parity_trace", "certificate",
     "certify", "sign_key", "verify_resume", "report_to", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
-    "eval_dataset", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
+    "eval_dataset", "eval_dataset_flags", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
     "evals_per_epoch", "saves_per_epoch", "max_ckpt_mem", "wandb_project", "run_name", "save_only_model", "push_to_hub",
     "hub_model_id", "hub_private_repo", "hub_dry_run",
 }  # fmt: skip

@@ -44,7 +44,7 @@ def with_folder(rows: Dataset, path: str) -> Dataset:
 
 def sources_of(row: Any) -> list:
     """The images in a row's column, in order. Each is an absolute path, a data URI or bytes."""
-    value = row[COLUMN]
+    value = row.get(COLUMN)
     items = [] if value is None else value if isinstance(value, list) else [value]
     return [_source(item, row.get(FOLDER)) for item in items]
 

@@ -66,6 +66,14 @@ with warnings.catch_warnings():
     register_feature(JsonText, "JsonText")
 
 
+def as_json(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """The rows with a column that may hold any JSON value. A column of bytes stays."""
+    if "binary" in str(rows.data.schema.field(column).type):
+        return rows
+    values, name = [None if value is None else ENCODER.encode(value) for value in rows[column]], f"{column} as JSON"
+    return rows.add_column(name, values, feature=JsonText()).remove_columns(column).rename_column(name, column)
+
+
 def read_json_files(patterns: dict[str, list[str]]) -> datasets.DatasetDict:
     """Read the rows of each split and cache them on disk. patterns: split -> glob patterns of its JSON files.
 

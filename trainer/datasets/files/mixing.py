@@ -1,11 +1,12 @@
 """Join several sets into one dataset. Columns get common types. Rows follow each other, or are sampled with odds."""
 
+import functools
 import math
 from typing import Any
 
 from datasets import Dataset, Json, LargeList, List, Value, concatenate_datasets, interleave_datasets
 
-from trainer.datasets.files.json_files import JsonText
+from trainer.datasets.files.json_files import JsonText, as_json
 from trainer.errors import UserError
 
 
@@ -37,6 +38,15 @@ def joined(sets: list, odds: list[float] | None, seed: int):
     return interleave_datasets(sets, probabilities=odds, seed=seed, stopping_strategy="first_exhausted")
 
 
+def without_types(sets: list[Dataset]) -> list[Dataset]:
+    """The sets, with any JSON values in the columns that have no common type. Bytes stay as they are."""
+    for column in sorted({column for rows in sets for column in rows.column_names}):
+        kinds = [rows.features[column] for rows in sets if column in rows.column_names]
+        if functools.reduce(lambda one, other: one and _common_type(one, other), kinds) is None:
+            sets = [as_json(rows, column) if column in rows.column_names else rows for rows in sets]
+    return sets
+
+
 def _with_common_types(sets: list[Dataset], paths: list[str], flag: str) -> list[Dataset]:
     """Give each column one type in all sets. Texts of any Arrow width are one type. Objects may have different keys."""
     for column in sorted({column for rows in sets for column in rows.column_names}):
@@ -47,7 +57,8 @@ def _with_common_types(sets: list[Dataset], paths: list[str], flag: str) -> list
             common = _common_type(first, other)
             if common is None:
                 kinds = f"{_describe(first)} in {paths[holders[0]]}, {_describe(other)} in {paths[i]}"
-                raise UserError(flag, f"column {column!r} is {kinds}", "one type per column")
+                allowed = "one type per column; a list of sets in a file of --config reads each set by itself"
+                raise UserError(flag, f"column {column!r} is {kinds}", allowed)
             first = common
         for i in holders:
             if sets[i].features[column] != first:

@@ -5,6 +5,7 @@ turns that both conversations of a pair share.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.datasets.files.image_files import (
     content_of,
     decode,
     digest_with_images,
+    has_images,
     identity,
     sources_of,
 )
@@ -36,6 +38,7 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prompts import COLUMN as REWARD_COLUMN
 from trainer.datasets.samples.prompts import with_columns
+from trainer.datasets.samples.sets import Sets
 from trainer.datasets.shapes.row_reader import SFT
 from trainer.errors import UserError
 
@@ -118,13 +121,18 @@ def tokenize_with_images(
     """
     if not rows_with_images(rows):
         return tokenize(rows, tokenizer, max_len=max_len, part=part, **options)
-    rows = _without_decoding(rows)
-    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template, pixels), max_len, part)
+    several = isinstance(rows, Sets)
+    sets = [_without_decoding(own) for own in rows.rows] if several else [_without_decoding(rows)]
+    rows = dataclasses.replace(rows, rows=sets) if several else sets[0]
+    mapping = _ImageMapping(_open_processor(tokenizer, folder, remote_code, own_template, pixels), max_len)
     samples, ledger = tokenize(rows, tokenizer, max_len=max_len, part=part, map_rows=mapping, **options)
-    return ImageSamples(samples, rows, mapping.processor), _with_image_counts(ledger, samples, mapping.num_unfit)
+    tokens = rows.join(mapping.found) if several else mapping.found[0]
+    num_unfit = int(part.of(tokens).with_format("numpy")["unfit"][:].sum())
+    images = rows.select_columns([name for name in (COLUMN, FOLDER) if name in rows.column_names])
+    return ImageSamples(samples, images, mapping.processor), _with_image_counts(ledger, samples, num_unfit)
 
 
-def rows_with_images(rows: Dataset) -> list[int]:
+def rows_with_images(rows: Dataset | Sets) -> list[int]:
     """The numbers of the rows that have an image, from 1. The column may be empty throughout."""
     column = rows.select_columns([COLUMN]).with_format("arrow")
     values = (value for table in column.iter(1000) for value in table[COLUMN])
@@ -134,7 +142,7 @@ def rows_with_images(rows: Dataset) -> list[int]:
 
 def _without_decoding(rows: Dataset) -> Dataset:
     """The rows with images as bytes or paths, if the set keeps them as the datasets library's images."""
-    feature = rows.features[COLUMN]
+    feature = rows.features.get(COLUMN)
     if isinstance(feature, Image):
         return rows.cast_column(COLUMN, Image(decode=False))
     if isinstance(feature, (List, LargeList)) and isinstance(feature.feature, Image):
@@ -166,13 +174,17 @@ def _with_image_counts(ledger: Ledger, samples: Dataset, num_unfit: int) -> Ledg
 
 
 class _ImageMapping:
-    """`map_cached` that reads each row's images first. `num_unfit`, of its part, is known after the call."""
+    """`map_cached` that reads each row's images first. `found` has the result of each call: one for each set."""
 
-    def __init__(self, processor, max_len: int, part: Part):
-        self.processor, self.max_len, self.part, self.num_unfit = processor, max_len, part, 0
+    def __init__(self, processor, max_len: int):
+        self.processor, self.max_len, self.found = processor, max_len, []
 
     def __call__(self, rows: Dataset, tokenize_row: Callable, *, key: list, features, options, flag: str, **others):
-        if options.reader.chat is False and (options.reader.task == SFT or not _is_chat(options, rows)):
+        if (
+            has_images(rows)
+            and options.reader.chat is False
+            and (options.reader.task == SFT or not _is_chat(options, rows))
+        ):
             raise UserError(flag, "rows have images, and their texts no template", "--apply_chat_template")
         counts = {"num_images": Value("int64"), "num_image_tokens": Value("int64"), "unfit": Value("bool")}
         found = map_cached(
@@ -186,11 +198,10 @@ class _ImageMapping:
             flag=flag,
             **others,
         )
-        unfit = self.part.of(found).with_format("numpy")["unfit"][:]
-        if unfit.all():
+        if found.with_format("numpy")["unfit"][:].all():
             raised = f"the images of no row fit into {self.max_len} tokens"
             raise UserError("--max_len", raised, "a larger number, or smaller images")
-        self.num_unfit = int(unfit.sum())
+        self.found.append(found)
         return found
 
 

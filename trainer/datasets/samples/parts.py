@@ -3,12 +3,12 @@
 A part is taken from tokenized rows. So both parts keep the row numbers of the whole set, and one file in the cache.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from datasets import Dataset
 
+from trainer.datasets.batches.global_batches import column_of
 from trainer.errors import UserError
 
 
@@ -20,7 +20,6 @@ class Part:
     seed: int = 0
     limit: int | None = None
     is_evaluation: bool = False
-    rows_together: int = 1  # tokenized rows that were one row of the data
 
     def of(self, samples: Dataset) -> Dataset:
         """The samples of this part. `samples` are all tokenized rows, with their digests. Raises UserError."""
@@ -28,13 +27,12 @@ class Part:
             return samples
         digests = samples.select_columns(["digest"]).with_format("arrow")[:]["digest"].dictionary_encode()
         kinds = np.concatenate([chunk.indices.to_numpy() for chunk in digests.unify_dictionaries().chunks])
-        kinds = _connected(kinds.reshape(-1, self.rows_together))
-        evaluated = np.repeat(evaluation_mask(kinds, self.fraction, self.seed, self.limit), self.rows_together)
-        return samples.select(np.flatnonzero(evaluated == self.is_evaluation))
-
-    def of_pairs(self) -> "Part":
-        """This part of a set in which two tokenized rows stand for each row."""
-        return dataclasses.replace(self, rows_together=2)
+        # several samples may be of one row of the data
+        first = np.flatnonzero(np.diff(column_of(samples, "row"), prepend=-1))
+        sizes = np.diff(first, append=len(kinds))
+        together = first[:, None] + np.minimum(np.arange(sizes.max(initial=1)), sizes[:, None] - 1)
+        evaluated = evaluation_mask(_connected(kinds[together]), self.fraction, self.seed, self.limit)
+        return samples.select(np.flatnonzero(np.repeat(evaluated, sizes) == self.is_evaluation))
 
 
 WHOLE = Part()

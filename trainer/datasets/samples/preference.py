@@ -25,6 +25,7 @@ from trainer.datasets.samples.answers import (
 )
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
+from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
@@ -41,6 +42,29 @@ SENTENCE = (
 
 
 def tokenize_preference(
+    rows: Dataset | Sets, tokenizer: Any, *, flag: str, max_len: int, part: Part = WHOLE, **flags: Any
+) -> tuple[Dataset, Ledger]:
+    """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+    Both are those of `part`. `flags` go to `pair_tokens`.
+
+    The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
+    Without a prompt column, both answers are whole conversations that share all but their last message.
+    Any list of messages, or apply_chat_template, selects the chat template. Otherwise a side is the prompt (put into
+    input_template), the answer and eos. The mask is on the answer (its last turn). Each side is cut on the right to
+    max_len tokens, so a cut side has no eos.
+
+    Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
+    both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    """
+    pairs = tokens_of(rows, pair_tokens, tokenizer, flag=flag, max_len=max_len, **flags)
+    # identical: neither answer is better. cut away: --max_len leaves nothing of one answer, or no difference
+    fates, totals = [IDENTICAL, EMPTY, CUT_AWAY], {"num_tokens": "num_tokens"}
+    return keep_answers(part.of(pairs), "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
+
+
+def pair_tokens(
     rows: Dataset,
     tokenizer: Any,
     *,
@@ -56,25 +80,12 @@ def tokenize_preference(
     mean_flag: str | None = None,
     ignore_columns: str | None = None,
     system: str | None = None,
-    part: Part = WHOLE,
     map_rows: Callable = map_cached,
-) -> tuple[Dataset, Ledger]:
-    """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
-    Both are those of `part`.
-
-    The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
-    Without a prompt column, both answers are whole conversations that share all but their last message.
-    Any list of messages, or apply_chat_template, selects the chat template. Otherwise a side is the prompt (put into
-    input_template), the answer and eos. The mask is on the answer (its last turn). Each side is cut on the right to
-    max_len tokens, so a cut side has no eos.
+) -> Dataset:
+    """The tokens of every row of one set, also of those that are not trained: see `tokenize_preference`.
 
     `mean_flag` names a flag that takes means over the answer's tokens. Then whole texts are refused: they do not show
     where the answer begins, so a mean would include the prompt. The prompt cancels only in differences of sums.
-
-    Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
-    both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
-
-    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
     columns = rows.column_names
     keys = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
@@ -89,7 +100,7 @@ def tokenize_preference(
     if mean_flag and not has_prompt and not options.reader.read(rows[0]).chat:
         found = f"missing with {mean_flag}: it takes means over the answer's tokens, but whole texts are in {flag}"
         raise UserError("--prompt_key", found, "the column of the prompt, or conversations")
-    pairs = map_rows(
+    return map_rows(
         rows,
         _tokenize_row,
         folder="trainer_preference",
@@ -101,9 +112,6 @@ def tokenize_preference(
         margin_key=margin_key,
         flag=flag,
     )
-    # identical: neither answer is better. cut away: --max_len leaves nothing of one answer, or no difference
-    fates, totals = [IDENTICAL, EMPTY, CUT_AWAY], {"num_tokens": "num_tokens"}
-    return keep_answers(part.of(pairs), "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
 
 
 def _features() -> Features:

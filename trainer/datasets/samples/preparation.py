@@ -8,6 +8,7 @@ from datasets import Dataset, concatenate_datasets
 from trainer.datasets.samples.bounds import Bounds, check_bounds
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.prepared import is_prepared, write_prepared
+from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import tokenize_rows, with_loss
 from trainer.errors import UserError
 
@@ -15,7 +16,7 @@ FLAG = "--dataset"
 
 
 def prepare_rows(
-    rows: Dataset,
+    rows: Dataset | Sets,
     tokenizer: Any,
     target: str,
     options: dict[str, Any],
@@ -34,15 +35,22 @@ def prepare_rows(
     if is_prepared(rows):
         raise UserError(FLAG, "rows that are tokenized already", "texts")
     parts = []
-    for first in range(0, len(rows), rows_per_part):
-        end = min(first + rows_per_part, len(rows))
-        part = rows.select(range(first, end))
-        parts.append(tokenize_rows(part, tokenizer, flag=FLAG, first_row=first, num_proc=num_proc, **options))
-        print(f"{end} of {len(rows)} rows", flush=True)
-    samples = concatenate_datasets(parts)
+
+    def in_parts(rows: Dataset, tokenizer: Any, *, flag: str, **options: Any) -> Dataset:
+        own = []
+        for first in range(0, len(rows), rows_per_part):
+            end = min(first + rows_per_part, len(rows))
+            part = rows.select(range(first, end))
+            own.append(tokenize_rows(part, tokenizer, flag=flag, first_row=first, num_proc=num_proc, **options))
+            print(f"{end} of {len(rows)} rows" + f" of {flag}" * (flag != FLAG), flush=True)
+        parts.extend(own)
+        return concatenate_datasets(own)
+
+    samples = tokens_of(rows, in_parts, tokenizer, flag=FLAG, **options)
     kept, ledger = with_loss(samples, FLAG, options["max_len"], allow_no_stop)
     ledger.lines += check_bounds(kept, tokenizer, FLAG, bounds)
-    write_prepared(samples, tokenizer, options, ledger.counts, target, num_proc)
+    own = {"sets": dict(zip(rows.names, rows.options))} if isinstance(rows, Sets) else {}
+    write_prepared(samples, tokenizer, options | own, ledger.counts, target, num_proc)
     for part in parts:
         for file in part.cache_files:
             os.remove(file["filename"])

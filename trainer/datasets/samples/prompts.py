@@ -24,6 +24,7 @@ from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, kind_of, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.parts import WHOLE, Part
+from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
@@ -48,6 +49,40 @@ class _Options:
 
 
 def tokenize_prompts(
+    rows: Dataset | Sets, tokenizer: Any, *, flag: str, max_len: int, part: Part = WHOLE, **flags: Any
+) -> tuple[Dataset, Ledger]:
+    """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
+    Both are those of `part`. `flags` go to `tokens_of_prompts`.
+
+    The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
+    chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
+    Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    """
+    prompts = part.of(tokens_of(rows, tokens_of_prompts, tokenizer, flag=flag, max_len=max_len, **flags))
+    lengths = np.asarray(prompts["num_tokens"])
+    kept = _fits(prompts, max_len)
+    counts = {
+        "num_rows": len(prompts),
+        "num_too_long": int((lengths > max_len).sum()),  # left out, because a cut prompt would ask something else
+        "num_empty": int((lengths == 0).sum()),
+        "num_samples": int(kept.sum()),
+        "num_tokens": int(lengths[kept].sum()),
+    }
+    ledger = Ledger(counts, SENTENCE, lines_of(prompts) + control_note(prompts, flag))
+    if not kept.any():
+        raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
+    return keep(prompts.remove_columns(["control_tokens", NOTE]), kept), ledger
+
+
+def _fits(prompts: Dataset, max_len: int) -> np.ndarray:
+    """The prompts that are used, (rows,) of bool."""
+    lengths = np.asarray(prompts["num_tokens"])
+    return (lengths > 0) & (lengths <= max_len)
+
+
+def tokens_of_prompts(
     rows: Dataset,
     tokenizer: Any,
     *,
@@ -63,19 +98,13 @@ def tokenize_prompts(
     system: str | None = None,
     taken: Iterable[str] = (),
     drop_answer: bool = False,
-    part: Part = WHOLE,
     map_rows: Callable = map_cached,
-) -> tuple[Dataset, Ledger]:
-    """Return prompts in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
-    Both are those of `part`.
+) -> Dataset:
+    """The prompts of one set, also empty ones and longer ones: see `tokenize_prompts`.
 
-    The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
-    chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
-    Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
-
-    Raises: UserError for missing keys and values of another kind (with the row, counted from 1). With `needs_labels`,
-    also for a prompt that is kept and has no label, or an object, a list or a boolean as its label.
     taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
+    Raises: UserError, with `needs_labels` also for a prompt that is used and has no label, or an
+    object, a list or a boolean as its label.
     """
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
     key = input_key or (None if known else "messages")
@@ -109,23 +138,9 @@ def tokenize_prompts(
         options=options,
         flag=flag,
     )
-    prompts = part.of(prompts)
-    lengths = np.asarray(prompts["num_tokens"])
-    kept = (lengths > 0) & (lengths <= max_len)
-    counts = {
-        "num_rows": len(prompts),
-        "num_too_long": int((lengths > max_len).sum()),  # left out, because a cut prompt would ask something else
-        "num_empty": int((lengths == 0).sum()),
-        "num_samples": int(kept.sum()),
-        "num_tokens": int(lengths[kept].sum()),
-    }
-    ledger = Ledger(counts, SENTENCE, lines_of(prompts) + control_note(prompts, flag))
-    if not kept.any():
-        raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
-    prompts = keep(prompts.remove_columns(["control_tokens", NOTE]), kept)
     if needs_labels:
-        _check_labels(prompts, rows, label_key, flag)
-    return prompts, ledger
+        _check_labels(keep(prompts, _fits(prompts, max_len)), rows, label_key, flag)
+    return prompts
 
 
 def _check_labels(prompts: Dataset, rows: Dataset, label_key: str, flag: str) -> None:

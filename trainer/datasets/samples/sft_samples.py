@@ -30,6 +30,7 @@ from trainer.datasets.rows import check_keys, within
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prepared import checked, is_prepared
+from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
 from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
@@ -59,20 +60,18 @@ class _Options:
 
 
 def tokenize_sft(
-    rows: Dataset,
+    rows: Dataset | Sets,
     tokenizer: Any,
     *,
     flag: str,
     max_len: int,
-    num_proc: int | None = None,
     part: Part = WHOLE,
     allow_no_stop: bool = False,
-    map_rows: Callable = map_cached,
     **flags: Any,
 ) -> tuple[Dataset, Ledger]:
     """Return token samples in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
 
-    `flags` go to `options_of`. Rows that `prepare_data` has tokenized are used unchanged. Samples without a loss token
+    `flags` go to `tokenize_rows`. Rows that `prepare_data` has tokenized are used unchanged. Samples without a loss token
     are left out and counted. The ledger is that of `part`.
 
     Columns: input_ids (int32), loss_mask (int8; 1 where the token is a target, never at position 0), num_tokens,
@@ -80,13 +79,24 @@ def tokenize_sft(
     Raises: UserError for missing keys, and for values that are not texts (with the row, counted from 1). Also if the
     template ends no answer with a stop token, unless `allow_no_stop` or `part` is for evaluation.
     """
-    if is_prepared(rows):
-        samples = checked(rows, tokenizer, flag, {"max_len": max_len, **flags}, set(sft_features()))
-    else:
-        options = {"flag": flag, "max_len": max_len, "num_proc": num_proc, "map_rows": map_rows}
-        samples = tokenize_rows(rows, tokenizer, **options, **flags)
+    samples = tokens_of(rows, _tokens, tokenizer, flag=flag, max_len=max_len, **flags)
     only_warns = allow_no_stop or part.is_evaluation
     return with_loss(part.of(samples), flag, max_len, only_warns)
+
+
+def _tokens(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    flag: str,
+    num_proc: int | None = None,
+    map_rows: Callable = map_cached,
+    allow_no_stop: bool = False,  # asked of all sets together
+    **flags: Any,
+) -> Dataset:
+    if is_prepared(rows):
+        return checked(rows, tokenizer, flag, flags, set(sft_features()))
+    return tokenize_rows(rows, tokenizer, flag=flag, num_proc=num_proc, map_rows=map_rows, **flags)
 
 
 def tokenize_rows(

@@ -23,6 +23,7 @@ from trainer.datasets.samples.answers import (
 )
 from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
+from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS
 from trainer.datasets.shapes.notes import NOTE
@@ -51,24 +52,10 @@ def unpair(rows: Dataset, chosen_key: str, rejected_key: str, completion_key: st
 
 
 def tokenize_unpaired(
-    rows: Dataset,
-    tokenizer: Any,
-    *,
-    flag: str,
-    prompt_key: str | None,
-    completion_key: str,
-    label_key: str,
-    input_template: str | None,
-    apply_chat_template: bool,
-    max_len: int,
-    num_proc: int | None = None,
-    ignore_columns: str | None = None,
-    system: str | None = None,
-    part: Part = WHOLE,
-    map_rows: Callable = map_cached,
+    rows: Dataset | Sets, tokenizer: Any, *, flag: str, max_len: int, part: Part = WHOLE, **flags: Any
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
-    Both are those of `part`.
+    Both are those of `part`. `flags` go to `answer_tokens`.
 
     Prompt and answer become tokens as in `tokenize_preference`. Columns: input_ids (int32), loss_mask (int8), start (of
     the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers), digest,
@@ -76,6 +63,36 @@ def tokenize_unpaired(
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
     """
+    samples = tokens_of(rows, answer_tokens, tokenizer, flag=flag, max_len=max_len, **flags)
+    totals = {"num_desirable": "label", "num_tokens": "num_tokens"}
+    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
+
+
+def answer_tokens(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    flag: str,
+    prompt_key: str | None,
+    completion_key: str,
+    label_key: str,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    input_template: str | None,
+    apply_chat_template: bool,
+    max_len: int,
+    num_proc: int | None = None,
+    ignore_columns: str | None = None,
+    system: str | None = None,
+    map_rows: Callable = map_cached,
+) -> Dataset:
+    """The tokens of every row of one set, also of those that are not trained: see `tokenize_unpaired`.
+
+    Rows with pairs and without a column of single answers become two answers each.
+    """
+    is_pairs = completion_key not in rows.column_names and {chosen_key, rejected_key} <= set(rows.column_names)
+    if is_pairs:
+        rows = unpair(rows, chosen_key, rejected_key, completion_key, label_key)
     columns = rows.column_names
     if label_key == "label" and label_key not in columns and "kto_tag" in columns:
         label_key = "kto_tag"  # LLaMA-Factory
@@ -86,20 +103,19 @@ def tokenize_unpaired(
     options = answer_options(
         rows, tokenizer, ANSWER, keys, ("completion",), input_template, apply_chat_template, max_len, **reading
     )
-    samples = map_rows(
+    return map_rows(
         rows,
         _tokenize_row,
         folder="trainer_unpaired",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), label_key],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), label_key, is_pairs],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
         label_key=label_key,
         flag=flag,
+        num_answers=1 + is_pairs,
     )
-    totals = {"num_desirable": "label", "num_tokens": "num_tokens"}
-    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
 
 
 def _features() -> Features:
@@ -111,8 +127,9 @@ def _features() -> Features:
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, label_key: str, flag: str
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, label_key: str, flag: str, num_answers: int
 ) -> dict[str, Any]:
+    index //= num_answers
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
         found = lookup(row.columns, label_key)

@@ -89,7 +89,7 @@ TRAINING_NAMES = (
     PeerName("use_galore use_apollo use_badam galore_rank", "LS", "", "the nearest is --optim muon or adafactor"),
     # data
     PeerName("dataset_name", "T", "--dataset"),
-    PeerName("datasets", "AT", "--dataset", "comma-separated files, folders or hub names; columns by --input_key", (SFT, *RL)),
+    PeerName("datasets", "AT", "--dataset", "in a file a list of sets, each with path and its columns; else names with commas", (SFT, *RL)),
     PeerName("data.train_files prompt_data data.prompt_dataset", "VO", "--dataset", "parquet works too"),
     PeerName("data.val_files test_datasets val_dataset", "VAS", "--eval_dataset"),
     PeerName("dataset_train_split prompt_split", "TO", "--dataset_split"),

@@ -34,7 +34,7 @@ from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import check_policy_loss, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, count_steps, make_batches_of
-from trainer.runs.run_data import load_flag_rows, load_sets, note_small_data, text_options, tokenizer_of_rows
+from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text_options, tokenized
 from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import set_up
 from trainer.runs.run_training import loop_options
@@ -115,24 +115,24 @@ def read_prompts(run: RLRun, is_demo: bool) -> None:
 
 def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, part: Part = WHOLE, *, functions: dict):
     """Return (prompts, ledger) of a part of --dataset or --eval_dataset, with the columns that the reward functions take."""
-    rows = load_flag_rows(args.data, args.batch.seed, names, split, flag)
+    is_evaluation = flag == "--eval_dataset" or part.is_evaluation
+
+    def options_of(args) -> dict:
+        options = text_options(args.data) | {"max_len": args.prompts.prompt_max_len}
+        options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
+        needed = rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric)
+        return options | {"needs_labels": needed, "drop_answer": bool(args.kl.teacher)}
+
+    rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
     if args.environment.env and TEMPLATE_ARGS in rows.column_names:
         found = "later turns of the environment would lack these arguments"
         raise UserError(
             f"{flag} column {TEMPLATE_ARGS}", found, f"--template_args, or --ignore_columns {TEMPLATE_ARGS}"
         )
     columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
-    options = text_options(args.data) | {"flag": flag, "part": part, "max_len": args.prompts.prompt_max_len}
-    options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
-    options |= {
-        "needs_labels": rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric),
-        "drop_answer": bool(args.kl.teacher),
-    }
-    options["taken"] = [name for name in columns if name != TEMPLATE_ARGS]
-    tokenize = tokenizer_of_rows(args, rows, tokenize_prompts)
-    prompts, ledger = tokenize(rows, tokenizer, **options)
-    evaluates = flag == "--eval_dataset" or part.is_evaluation
-    prompts = with_groups(prompts, rows, args, names, split, flag, evaluates)
+    tokenize = functools.partial(tokenize_prompts, taken=[name for name in columns if name != TEMPLATE_ARGS])
+    prompts, ledger = tokenized(args, tokenizer, rows, tokenize, options_of, flag, part)
+    prompts = with_groups(prompts, rows, args, names, split, flag, is_evaluation)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
 

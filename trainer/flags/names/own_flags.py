@@ -1,0 +1,41 @@
+"""Flags that hold for one set of --dataset only, as --dataset_flags has them: a JSON list with an object for each set."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.errors import UserError
+
+FLAGS_OF = {"dataset": "dataset_flags", "eval_dataset": "eval_dataset_flags"}
+
+
+def read(text: str | None, flag: str, names: str | None) -> list[dict[str, Any]]:
+    """The own flags of each set in the `names` of `flag`. Empty: all sets are read in the same way.
+
+    Raises UserError for a text that is no JSON list of objects, or has not one for each set.
+    """
+    where = f"--{FLAGS_OF[flag]}"
+    try:
+        own = json.loads(text) if text is not None else []
+    except ValueError:
+        own = None
+    if not isinstance(own, list) or not all(isinstance(one, dict) for one in own):
+        shown = " ".join(str(text).split())[:80]
+        raise UserError(where, shown, 'a JSON list of objects, such as [{"input_key": "q"}, {}]')
+    if text is not None and len(own) != len(names_of(names)):
+        raise UserError(where, f"{len(own)} objects for {len(names_of(names))} sets", f"one for each set of --{flag}")
+    return own
+
+
+def names_of(value: str | None) -> list[str]:
+    """The names of sets in a flag."""
+    return [name.strip() for name in (value or "").split(",") if name.strip()]
+
+
+def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, own flags) of each set, if sets have flags of their own; else one place "" without any. `values` are flat."""
+    found = []
+    for flag, own_flag in FLAGS_OF.items():
+        own = read(values.get(own_flag), flag, values.get(flag))
+        found += [(f"--{flag} {name}", one) for name, one in zip(names_of(values.get(flag)), own)]
+    yield from found or [("", {})]
