@@ -4,6 +4,7 @@ Numbers, choices and switches are values. A text may name code, a file or an add
 """
 
 import os
+import re
 from collections.abc import Iterable
 
 from trainer.errors import UserError
@@ -56,6 +57,12 @@ def _holds_text(hint) -> bool:
     )
 
 
+def is_here(name: str) -> bool:
+    """Whether a name of a set or model is a file or a folder of this machine, also with #N after it."""
+    path = os.path.expanduser(name.strip())
+    return any(os.path.isfile(one) or os.path.isdir(one) for one in (path, re.sub(r"#[1-9]\d*$", "", path)))
+
+
 def refuse_rights(command: type, values: dict, given: Iterable[str], source: str) -> None:
     """Raise UserError for a flag in `values`, read from `source`, that grants a right and is not `given` by the user.
 
@@ -65,10 +72,8 @@ def refuse_rights(command: type, values: dict, given: Iterable[str], source: str
     for name, value in values.items():
         if not value or name in given or (name in hints and is_value(name, hints[name])):
             continue
-        if name in READ_HERE and isinstance(value, str):
-            parts = [os.path.expanduser(part.strip()) for part in value.split(",")]
-            if all(os.path.isfile(part) or os.path.isdir(part) for part in parts):
-                continue
+        if name in READ_HERE and isinstance(value, str) and all(map(is_here, value.split(","))):
+            continue
         shown = " ".join(str(value).split())[:80]
         found = f"{source} asks for {shown}, but a file grants no right to code, network or files"
         raise UserError(f"--{name}", found, f"--{name} on the command line, if you trust it")

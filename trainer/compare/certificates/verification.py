@@ -9,7 +9,7 @@ from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps,
 from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
-from trainer.flags.rights import refuse_rights
+from trainer.flags.rights import is_here, refuse_rights
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_model_folder
 from trainer.reports import certificate, signature
@@ -84,15 +84,10 @@ def missing_rights(content: dict, places: dict[str, str | None], trust_remote_co
         lines += ["--trust_remote_code: the run used code of its model folder; order is checked only with this flag"]
     for name, value in {**places, "lora_adapter": None}.items():
         certified = arguments.get(name)
-        there = isinstance(certified, str) and all(_is_here(part) for part in certified.split(","))
+        there = isinstance(certified, str) and all(map(is_here, certified.split(",")))
         if not value and certified and not there:
             lines += [f"--{name}: {' '.join(str(certified).split())[:80]} is not here, and is not fetched unasked"]
     return lines
-
-
-def _is_here(name: str) -> bool:
-    path = os.path.expanduser(name.strip())
-    return os.path.isfile(path) or os.path.isdir(path)
 
 
 def _order(
