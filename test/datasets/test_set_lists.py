@@ -12,14 +12,18 @@ from tiny_tokenizers import byte_tokenizer as bytes_with
 from tiny_tokenizers import template
 
 from trainer.cli import train_dpo, train_ppo, train_rm, train_sft
+from trainer.cli.prepare_data import PrepareArguments
+from trainer.datasets.samples.bounds import Bounds
+from trainer.datasets.samples.preparation import prepare_rows
+from trainer.datasets.samples.prepared import OPTIONS
 from trainer.datasets.samples.prompts import columns_of
 from trainer.errors import UserError
-from trainer.flags.parse_flags import flat
+from trainer.flags.parse_flags import flat, parse_arguments
 from trainer.rollout.rewards.reward_functions import load_reward_functions
 from trainer.runs.flag_checks import check_flags
 from trainer.runs.preference_runs import load_dpo, load_pairs
 from trainer.runs.rl.rl_run import load_data
-from trainer.runs.run_data import load_sft, part_of
+from trainer.runs.run_data import load_sets_of, load_sft, options_of_sft, part_of
 
 PPO = ["--reward_func", "exact_match"]
 
@@ -118,6 +122,45 @@ def test_three_shapes_are_the_rows_of_one_canonical_file(tmp_path):
         f"2 of them: {paths[1]}: conversation rows: messages -> turns",
         f"1 of them: {paths[2]}#1: rows: q -> user, a -> assistant",
     ]
+
+
+def test_lists_that_evaluate_are_read_alike_and_a_prepared_list_is_the_list(tmp_path):
+    paths = [write(tmp_path / "talks.jsonl", [{"messages": as_turns(*pair)} for pair in TEXTS[:3]])]
+    paths.append(write(tmp_path / "named.jsonl", [{"q": q, "a": a} for q, a in TEXTS[3:]]))
+    own = {"input_key": "q", "output_key": "a", "apply_chat_template": True}
+    entries = [{"path": paths[0], "weight": 3}, {"path": paths[1], "weight": 2, **own}]
+    config = {"dataset": entries, "eval_dataset": [paths[0], {"path": paths[1], **own}], "max_eval_samples": 2}
+    args, tokenizer = parsed(train_sft, config, tmp_path), byte_tokenizer()
+    trained, _ = load(train_sft, args, tokenizer)
+    evaluated, ledger = load_sft(args, tokenizer, args.data.eval_dataset, "train", "--eval_dataset")
+    assert [tokenizer.decode(ids).count(TEXTS[n][1]) for n, ids in zip((0, 1, 3, 4), evaluated["input_ids"])] == [1] * 4
+    assert ledger["num_rows"] == 4 and "2 of them: " in ledger.lines[0]
+
+    config = {"dataset": entries, "pretrain": "x", "output_dir": "y", "seed": args.batch.seed}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    given = parse_arguments(PrepareArguments, "prepare_data", ["--config", str(tmp_path / "run.yaml")])
+
+    def options_of(args):
+        found = options_of_sft(args)
+        return {name: found[name] for name in OPTIONS} | {"max_len": 2048, "train_on": "last"}
+
+    rows = load_sets_of(given, args.batch.seed, options_of, given.data.dataset, "train", "--dataset")
+    sizes = {"bounds": Bounds(1000), "rows_per_part": 2, "num_proc": 1}
+    prepare_rows(rows, tokenizer, str(tmp_path / "tokens"), options_of(given), **sizes)
+    prepared, _ = load(train_sft, parsed(train_sft, {"dataset": str(tmp_path / "tokens")}, tmp_path), tokenizer)
+    for name in trained.column_names:
+        assert list(prepared[name]) == list(trained[name]), name
+    mixed = [{"path": str(tmp_path / "tokens")}, {"path": paths[1], **own}]  # tokens and texts are one run
+    both, _ = load(train_sft, parsed(train_sft, {"dataset": mixed}, tmp_path), tokenizer)
+    assert len(both) == len(trained) + 3
+
+
+def test_margins_come_from_the_columns_of_their_set(tmp_path):
+    rows = [row | {"margin": 0.5, "gap": 2} for row in pairs_of(TEXTS[:2])]
+    paths = [write(tmp_path / f"{name}.jsonl", rows) for name in "abc"]
+    entries = [paths[0], {"path": paths[1], "margin_key": "margin"}, {"path": paths[2], "margin_key": "gap"}]
+    samples, _ = load(train_rm, parsed(train_rm, {"dataset": entries}, tmp_path), byte_tokenizer())
+    assert list(samples["margin"]) == [0, 0, 0.5, 0.5, 2, 2]
 
 
 def test_an_own_system_text_is_that_of_its_set(tmp_path):
