@@ -82,21 +82,13 @@ class LoraArguments:
 class DataArguments:
     """Data"""
 
-    dataset: Optional[str] = arg(
-        None, "training data or prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows",
-        type=set_names,
-    )  # fmt: skip
-    dataset_flags: Optional[str] = arg(
-        None,
-        "JSON list: flags of their own for the sets of --dataset; a list under dataset: in a file of --config gives it",
-    )
+    dataset: Optional[str] = arg(None, "training data or prompts: comma-separated files, folders or hub names; #500 after one takes 500 rows", type=set_names)  # fmt: skip
+    dataset_flags: Optional[str] = arg(None, "JSON list: flags of their own for the sets of --dataset; a list under dataset: in a file of --config gives it")  # fmt: skip
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
         None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
     )
-    eval_dataset: Optional[str] = arg(
-        None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples", type=set_names
-    )
+    eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples", type=set_names)  # fmt: skip
     eval_dataset_flags: Optional[str] = arg(None, "like --dataset_flags, for the sets of --eval_dataset")
     eval_split: str = arg("train", "split of --eval_dataset")
     eval_fraction: Optional[float] = arg(
