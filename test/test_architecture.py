@@ -281,7 +281,7 @@ OUTSIDE = {
     "checkpoints.run_identity.fixed": "only the checkpoint shows with which flags it was saved",  # functions that refuse what the flags of a training command do not show, each with the reason
     "cli.verify_run.run": "what follows `--` is a command line, no flag",
     "compare.certificates.plain_replay.check_replay_flags": "the flags are those of a run that has ended",
-    "datasets.samples.preference.tokenize_preference": "only the rows show whether they are whole texts",
+    "datasets.samples.preference.pair_tokens": "only the rows show whether they are whole texts",
 }
 
 
