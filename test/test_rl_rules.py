@@ -157,6 +157,10 @@ ROLLOUT_CASES = [
     ("--reward_weights 1.0 2.0 with --reward_func math", {"reward_weights": [1.0, 2.0], "reward_func": "math"}),
     ("--reward_weights 1.0 2.0 without --reward_func or", {"reward_weights": [1.0, 2.0]}),
     ("--offload_reward without --reward_pretrain", {"offload_reward": True}),
+    (
+        "--reward_timeout 5.0 with --reward_func judge",
+        {"reward_func": "judge", "judge_url": "http://a", "judge_model": "m", "reward_timeout": 5.0},
+    ),
     ("--reward_timeout 5.0 without --reward_func", {"reward_timeout": 5.0}),
     ("--remote_rm_retries 1 without --remote_rm_url", {"remote_rm_retries": 1}),
     ("--env_timeout 5.0 without --env", {"env_timeout": 5.0}),

@@ -183,6 +183,9 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
     first = run_record.code_hash(f"math,{code}:other")
     code.write_text("def reward_func(): return 1")
     assert first != run_record.code_hash(f"math,{code}:other")
+    named = run_record.code_hash(f"guess={code}")
+    code.write_text("def reward_func(): return 2")
+    assert named != run_record.code_hash(f"guess={code}") != run_record.code_hash(f"other={code}")
     labels = [Dataset.from_dict({"num_tokens": [1, 2], "label": label}) for label in (["a", "b"], ["a", "c"])]
     assert run_record.targets_hash(labels[0]) != run_record.targets_hash(labels[1])
     rows, stream = [json.dumps({"text": f"row {n:05d}"}) + "\n" for n in range(30_000)], tmp_path / "rows.jsonl"

@@ -107,6 +107,8 @@ def test_the_cache_is_in_the_run_folder_and_bounded(tmp_path):
         assert (first[0], again) == ([0.1, 0.2], [0.2, 0.1, 0.3]) and costs["requests"] == [0.0, 0.0, 1.0]
         judge(url, tmp_path, request={"seed": 1})(*asked("a"))
         assert len(requests) == 4, "another request is another entry"
+        other = judge(url, tmp_path, request={"seed": 1}, score_range=(0.0, 20.0))(*asked("a"))
+        assert other[0] == [0.05] and len(requests) == 5, "a score of another range is no score of this one"
         judge(url, tmp_path / "off", cached=0)(*asked("a"))
         assert not (tmp_path / "off").exists()
     cache = Cache(str(tmp_path / "small"), 0, 3)
@@ -118,6 +120,8 @@ def test_the_cache_is_in_the_run_folder_and_bounded(tmp_path):
         file.write('["of rank 1", 0.5]\n["nan", NaN]\n["large", 7]\n{"torn')
     found = Cache(str(tmp_path / "small"), 0, 30)
     assert [found.get(name) for name in ("19", "of rank 1", "nan", "large")] == [0.95, 0.5, None, None]
+    (tmp_path / "small" / "1.jsonl").write_text("".join(f'["{name}", 0.25]\n' for name in ("19", "x", "y")))
+    assert Cache(str(tmp_path / "small"), 0, 3).get("19") == 0.95, "a rank has its own scores first"
 
 
 TROUBLE = {
@@ -201,6 +205,13 @@ def test_the_last_score_of_a_text_counts(text, score):
     assert score_of(json.loads(said("Score: -1")[1]), (-5.0, 5.0)) == pytest.approx(0.4)
 
 
+def test_an_answer_that_was_cut_has_no_score():
+    answer = json.loads(said("Score: 1")[1])
+    answer["choices"][0]["finish_reason"] = "length"
+    with pytest.raises(ValueError, match="an answer that was cut"):
+        score_of(answer, (0.0, 10.0))
+
+
 def test_wrong_files_keys_and_arguments_are_refused(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("Grade it.")
     for call, told in (
@@ -210,6 +221,11 @@ def test_wrong_files_keys_and_arguments_are_refused(tmp_path, monkeypatch):
         (lambda: read_request('{"model": "x"}'), "other keys than model"),
         (lambda: judge_options(ScoreArguments(judge_url="x", judge_model="m")), "--judge_url: x"),
         (lambda: judge_options(ScoreArguments(judge_url="http://x,http://y", judge_model="m")), "one address"),
+        (lambda: judge_options(ScoreArguments(judge_url="http://me:pa55@x", judge_model="m")), "a user or a password"),
+        (
+            lambda: judge_options(ScoreArguments(judge_url="http://x", judge_key_env="sk-secret")),
+            "the environment variable of that name holds no key",
+        ),
         (
             lambda: judge_options(ScoreArguments(judge_url="http://x", judge_key_env="NO_SUCH_KEY")),
             "NO_SUCH_KEY holds no",

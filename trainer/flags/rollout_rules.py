@@ -171,6 +171,8 @@ REWARD_RULES = (
          "without --reward_func or --reward_pretrain", "there are no scores to weight", REMOVE, which="of several numbers"),
     Rule("offload_reward", lambda f: not f.reward_pretrain, "without --reward_pretrain", "there is no reward model",
          REMOVE),
+    Rule("reward_timeout", lambda f: (f.reward_func or "").strip() == "judge", "with --reward_func judge",
+         "a judge has a limit of its own", "Take --judge_timeout."),
     Rule("reward_timeout", lambda f: not f.reward_func, "without --reward_func",
          "it limits a call of a reward function", REMOVE),
     Rule("remote_rm_timeout remote_rm_retries remote_rm_api_key", lambda f: not f.remote_rm_url,

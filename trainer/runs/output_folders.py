@@ -52,7 +52,7 @@ def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
     if holds_run(folder) and not resumes:
         lock_folder(folder)
         files = f"{METRICS_FILE} config.yaml certificate.json rollouts.jsonl"
-        for name in f"{files} tensorboard checkpoints evaluations ahead".split():
+        for name in f"{files} tensorboard checkpoints evaluations ahead judge_cache base".split():
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     make_writable("--output_dir", folder)

@@ -31,6 +31,7 @@ from trainer.runs.preference_runs import needs_reference
 WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
 HASHED_WHOLE = 2 << 30  # bytes of weights; of larger models, three parts of each tensor are hashed
 PART = 1 << 14  # elements of a part
+CODE = ("reward_func", "judge_rubric", "env")  # flags that name files of the user
 TARGETS = ("num_loss_tokens", "label", "margin")  # columns that the digest of a sample leaves out
 
 
@@ -73,7 +74,7 @@ def contents(run, flags) -> dict[str, dict]:
     if setup.rolls_out:
         state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
         found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
-    found |= {flag: {"code": code_hash(vars(known)[flag])} for flag in ("reward_func", "env") if vars(known)[flag]}
+    found |= {flag: {"code": code_hash(vars(known)[flag])} for flag in CODE if vars(known)[flag]}
     is_stream = known.streaming
     found["dataset"] = {"files": contents_of_files(known.dataset, known.dataset_split)} if is_stream else {}
     found["dataset"] |= {} if is_stream else {"targets": targets_hash(run.samples)}
@@ -163,6 +164,10 @@ def code_hash(names: str) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name in names.split(","):
         path = name.strip().split(":")[0]
+        key, _, file = path.partition("=")  # NAME=FILE.py, for --env_key
+        if not os.path.isfile(path) and os.path.isfile(file):
+            digest.update(f"{key}=".encode())
+            path = file
         digest.update(open(path, "rb").read() if os.path.isfile(path) else name.strip().encode())  # noqa: SIM115
     return digest.hexdigest()
 

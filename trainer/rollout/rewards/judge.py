@@ -83,7 +83,8 @@ def key_of_environment(name: Optional[str]) -> Optional[str]:
     """The key in the environment variable `name`. Raises UserError if it has none."""
     key = os.environ.get(name, "").strip() if name else None
     if name and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise UserError("--judge_key_env", f"the environment variable {name} holds no key", "the name of one that does")
+        shown = f"variable {name}" if name.isupper() else "variable of that name"  # else it may be the key itself
+        raise UserError("--judge_key_env", f"the environment {shown} holds no key", "the name of one that does")
     return key
 
 
@@ -154,7 +155,7 @@ class Judge:
 
     def _verdict(self, body: bytes) -> Verdict:
         """From the cache, or from the server. Only `retries` more requests are sent, after pauses that double."""
-        digest = hashlib.sha256(body).hexdigest()
+        digest = hashlib.sha256(repr(self._options.score_range).encode() + body).hexdigest()
         if (known := self._cache.get(digest)) is not None:
             return Verdict(known)
         options, url = self._options, f"{self._options.url.rstrip('/')}/chat/completions"
@@ -196,7 +197,10 @@ def tokens_of(answer: dict, name: str) -> int:
 def score_of(answer: dict, score_range: tuple[float, float]) -> float:
     """The last "Score: N" of the judge's text after its thoughts, from 0 to 1. Raises ValueError if there is none."""
     low, high = score_range
-    text = answer["choices"][0]["message"]["content"]
+    choice = answer["choices"][0]
+    text = choice["message"]["content"]
+    if choice.get("finish_reason") == "length":
+        raise ValueError("an answer that was cut; max_tokens in --judge_args raises its limit")
     found = SCORE.findall(without_thoughts(text)) if isinstance(text, str) else []
     if not found:
         shown = " ".join(str(text).split())[-80:]
@@ -216,7 +220,8 @@ class Cache:
         self._path, self._size, self._lock = os.path.join(folder, f"{rank}.jsonl"), size, threading.Lock()
         self._scores: collections.OrderedDict[str, float] = collections.OrderedDict()
         self._lines = 0  # of this rank's file
-        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.jsonl"))) if size else ():
+        paths = glob.glob(os.path.join(glob.escape(folder), "*.jsonl")) if size else ()
+        for path in sorted(paths, key=lambda path: (path == self._path, path)):  # its own comes last, and wins
             for digest, score in _lines_of(path):
                 self._keep(digest, score)
                 self._lines += path == self._path
@@ -238,6 +243,7 @@ class Cache:
 
     def _keep(self, digest: str, score: float) -> None:
         self._scores[digest] = score
+        self._scores.move_to_end(digest)
         while len(self._scores) > self._size:
             self._scores.popitem(last=False)
 

@@ -33,11 +33,14 @@ def read_key(flag: str, path: str) -> str:
 
 
 def split_urls(urls: str, flag: str = FLAG) -> list[str]:
-    """The addresses of a flag. Raises UserError for one without http:// or https://."""
+    """The addresses of a flag. Raises UserError for one without http:// or https://, or with a password."""
     found = [url.strip() for url in urls.split(",")]
     for url in found:
         if not url.startswith(("http://", "https://")):
             raise UserError(flag, url or "an empty address", "http://... or https://..., or several (comma-separated)")
+        if "@" in url.split("://", 1)[1].split("/", 1)[0]:
+            found = "an address with a user or a password"
+            raise UserError(flag, found, "the address alone; a key has a flag of its own")
     return found
 
 
