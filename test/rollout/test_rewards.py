@@ -257,7 +257,7 @@ def test_a_function_with_the_argument_groups_gets_whole_groups_also_when_each_is
     [
         (ConnectionResetError(), True),
         (TimeoutError(), True),
-        (subprocess.TimeoutExpired("x", 1), True),
+        (subprocess.TimeoutExpired("x", 1), False),
         (urllib.error.HTTPError("", 503, "busy", {}, None), True),
         (urllib.error.HTTPError("", 404, "not there", {}, None), False),
         (urllib.error.URLError("no route"), True),

@@ -295,8 +295,11 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
     scores = scores_of(samples)
     if options.rewards_apart:
         names, weights = zip(*options.rewards_apart)
-        size = options.advantages.group_size
-        return adv.normalized_apart(scores_by_reward(samples, names), torch.tensor(weights, dtype=torch.float64), size)
+        size, rewards = options.advantages.group_size, scores_by_reward(samples, names)
+        if any(lost and not s.failed for lost, s in zip(rewards.isnan().all(1).tolist(), samples)):
+            found = f"a sample without a score of {', '.join(names)}"
+            raise UserError("--advantage_estimator gdpo", found, "rollouts that these functions scored")
+        return adv.normalized_apart(rewards, torch.tensor(weights, dtype=torch.float64), size)
     if options.overlong_buffer_len:
         lengths = torch.tensor([sample.size().response for sample in samples], dtype=torch.float64)
         limit, factor = options.sampling.max_new_tokens, options.overlong_penalty_factor

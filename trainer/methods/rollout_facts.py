@@ -155,7 +155,7 @@ def check_log_probs(difference: float, limit: float) -> None:
     `difference` is the mean of |training - engine| over the log-probs of a rollout. A sync that fails in part makes it
     large, also where each weight arrived: engines keep values that they once derived from weights.
     """
-    if difference > limit:
+    if difference > limit or (math.isnan(difference) and limit < math.inf):
         found = f"{limit:g}, but log-probs of the engine and of training differ by {difference:.3g} in the mean"
         raise UserError(
             "--max_logprob_diff", found, instead="Its weights are not those of the policy: try --rollout_engine hf."

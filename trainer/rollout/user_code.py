@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import socket
-import subprocess
 import time
 import urllib.error
 from collections.abc import Callable
@@ -22,7 +21,6 @@ RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succe
 OF_PYTHON = (
     ConnectionError,
     TimeoutError,
-    subprocess.TimeoutExpired,
     http.client.HTTPException,
     urllib.error.URLError,
     socket.gaierror,

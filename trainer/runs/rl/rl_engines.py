@@ -129,7 +129,7 @@ def build_environments(run) -> Environments:
     chat_template(setup.tokenizer)  # raises if there is none
     timeout, sources, makers = flags.env_timeout, read_sources(flags.env, flags.env_args, bool(flags.env_key)), {}
     if flags.env_key:
-        check_choice(flags.env_key, sources, {"--dataset": run.samples, "--eval_dataset": run.eval_samples})
+        check_choice(flags.env_key, sources, {"--eval_dataset": run.eval_samples, "--dataset": run.samples})
     box = Box(
         flags.env_memory_mb,
         flags.env_processes,
