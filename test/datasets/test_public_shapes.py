@@ -123,6 +123,13 @@ def test_train_on_where_it_would_do_nothing_is_refused(tmp_path):
             parse_arguments(command, "train_dpo", ["--train_on", "all"])
 
 
+def test_a_column_of_verdicts_that_is_named_as_the_answer_is_the_answer(tmp_path):
+    flags = {"input_key": "text", "output_key": "label", "apply_chat_template": True}
+    [sample], _ = tokenize("sft", [{"text": "Is it even?", "label": "False"}], tmp_path, "BPE", **flags)
+    turns = [["user", "Is it even?", 0], ["assistant", "False", 1]]
+    assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", turns)
+
+
 def lines(rows, folder, **flags):
     return "\n".join(tokenize("sft", rows, folder, "BPE", **flags)[1].lines)
 

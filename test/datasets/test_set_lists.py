@@ -282,7 +282,7 @@ def test_weights_are_those_of_the_mixture(loss, tmp_path):
     ([{"path": "a.jsonl", "max_len": 9}], "a set has no key max_len; --max_len is for the whole run"),
     ([{"path": "a.jsonl", "chosen_key": "x"}], "a set has no key chosen_key; --chosen_key is a flag of "),
     ([{"path": "a.jsonl", "input_key": 5}], "set 1 (a.jsonl): input_key 5 (allowed: a text)"),
-    ([{"path": "a.jsonl", "multiturn": "yes"}], "multiturn 'yes' (allowed: true or false)"),
+    ([{"path": "a.jsonl", "apply_chat_template": "yes"}], "apply_chat_template 'yes' (allowed: true or false)"),
     ([{"path": "a.jsonl", "train_on": "first"}], "train_on 'first' (allowed: last, all)"),
     ([{"path": "a.jsonl"}, {"input_key": "q"}], "dataset: set 2: no path"),
     ([{"path": "a.jsonl,b.jsonl"}], "path 'a.jsonl,b.jsonl' (allowed: one file"),

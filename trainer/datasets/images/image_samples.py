@@ -42,7 +42,7 @@ from trainer.datasets.samples.sets import Sets
 from trainer.datasets.shapes.row_reader import SFT
 from trainer.errors import UserError
 
-IMAGE_VERSION = 1  # raise this if the same rows and images would give other samples
+IMAGE_VERSION = 2  # raise this if the same rows and images would give other samples
 SENTENCE = (
     "; {num_images} images in {num_samples_with_images} samples, {num_image_tokens} image tokens; "
     "{num_unfit} rows excluded whose images exceed --max_len"
@@ -221,7 +221,7 @@ def _known(row: Any) -> list:
 def _tokenize_row(
     row: Any, index: int, *, tokenize: Callable, tokenizer: Any, processor: Any, options: Any, flag: str, **others
 ) -> dict[str, Any]:
-    with within(f"{flag} row {index + 1}"):
+    with within(f"{flag} row {index // others.get('num_answers', 1) + 1}"):
         row = options.reader.read(row)
         sources = sources_of(row)
         row = with_marks(row, options.answers, len(sources))

@@ -51,7 +51,6 @@ def prepare_rows(
     ledger.lines += check_bounds(kept, tokenizer, FLAG, bounds)
     own = {"sets": dict(zip(rows.names, rows.options))} if isinstance(rows, Sets) else {}
     write_prepared(samples, tokenizer, options | own, ledger.counts, target, num_proc)
-    for part in parts:
-        for file in part.cache_files:
-            os.remove(file["filename"])
+    for name in {file["filename"] for part in parts for file in part.cache_files}:
+        os.remove(name)
     return ledger

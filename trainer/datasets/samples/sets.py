@@ -52,11 +52,13 @@ class Sets:
         ]
         order = joined(places, self.odds, self.seed).with_format("numpy")
         first, size = order["first"][:], order["size"][:]
-        samples = concatenate_datasets(tokens)
-        if self.odds is not None:
-            within = np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
-            samples = samples.select(np.repeat(first, size) + within)
-        return samples.remove_columns("row").add_column("row", np.repeat(np.arange(len(size)), size))
+        chosen = np.repeat(first, size) + np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
+        rows = np.zeros(starts[-1], dtype=np.int64)
+        rows[chosen] = np.repeat(np.arange(len(size)), size)
+        samples = (
+            concatenate_datasets(tokens).remove_columns("row").add_column("row", rows)
+        )  # a selection would be copied
+        return samples if self.odds is None else samples.select(chosen)
 
 
 def tokens_of(rows: Dataset | Sets, tokenize: Callable[..., Dataset], tokenizer: Any, **options: Any) -> Dataset:
@@ -70,5 +72,5 @@ def tokens_of(rows: Dataset | Sets, tokenize: Callable[..., Dataset], tokenizer:
 def _with_name(samples: Dataset, name: str) -> Dataset:
     """The samples with the name of their set before what was recognised in them."""
     notes = samples.select_columns([NOTE]).with_format("arrow")[:][NOTE]
-    named = pc.binary_join_element_wise(f"{name}: ", notes, "")
+    named = pc.if_else(pc.equal(notes, ""), notes, pc.binary_join_element_wise(f"{name}: ", notes, ""))
     return samples.remove_columns(NOTE).add_column(NOTE, named, feature=samples.features[NOTE])

@@ -153,7 +153,7 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     for name in LABELS:
         value = columns.row.get(name)
         is_verdict = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
-        if is_verdict and name not in columns.taken:
+        if is_verdict and name not in columns.taken and name not in reader.answer_keys:
             found = "says whether the answer is good, which is not used here"
             raise UserError(f"column {name}", found, f"train_dpo --loss kto, or {IGNORE} {name}")
     answer = reader.answer_keys[0] if reader.answer_keys else None

@@ -38,4 +38,6 @@ def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     for flag, own_flag in FLAGS_OF.items():
         own = read(values.get(own_flag), flag, values.get(flag))
         found += [(f"--{flag} {name}", one) for name, one in zip(names_of(values.get(flag)), own)]
+        if values.get(flag) and not own:
+            found.append(("", {}))
     yield from found or [("", {})]

@@ -16,7 +16,7 @@ from trainer.flags.names.suggestions import misspelled, suggestion
 # what a set may have of its own: how its rows are read
 OWN = (
     "input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "completion_key", "label_key", "margin_key",
-    "input_template", "apply_chat_template", "multiturn", "train_on", "pretrain_mode", "ignore_columns", "system",
+    "input_template", "apply_chat_template", "train_on", "pretrain_mode", "ignore_columns", "system",
 )  # fmt: skip
 PATH, WEIGHT = "path", "weight"
 WEIGHTS_OF = {"dataset": "dataset_probs"}
