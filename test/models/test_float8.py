@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.models.layers.float8 import use_float8
+from trainer.models.lora import default_targets
 
 CPU = torch.device("cpu")
 PATH = [str(ROOT / ".venv/apart"), *sys.path]  # where setup_env.sh installs torchao
@@ -88,6 +89,13 @@ def test_only_linear_layers_of_decoder_layers_change_and_no_name_does():
     linears = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
     assert linears - changed == {"lm_head", "model.layers.1.mlp.gate", "model.layers.1.odd"}
     assert list(model.state_dict()) == names
+
+
+def test_adapters_find_the_same_layers():
+    model = make_model("qwen3")
+    plain = default_targets(model)
+    use_float8(model, "rowwise", CPU)
+    assert default_targets(model) == plain
 
 
 def test_a_gpu_without_float8_is_refused(monkeypatch):

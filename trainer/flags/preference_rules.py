@@ -61,8 +61,8 @@ ONLINE_RULES = (
          "pairs of the model's own answers have only text", "Take rows without images."),
     *PAIR_RULES,
     *LOSS_RULES,
-    Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages", lambda f: True,
-         "with --online", "this is not built for pairs of the model's own answers", REMOVE),
+    Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages max_logprob_diff",
+         lambda f: True, "with --online", "this is not built for pairs of the model's own answers", REMOVE),
 )
 # fmt: on
 

@@ -13,8 +13,8 @@ from trainer.model_folders.adapter_folder import read_adapter
 from trainer.model_folders.adapter_tensors import start_from
 from trainer.model_parallel.expert_parallel import are_experts
 
-# layers whose own forward pass computes the same as nn.Linear: in Falcon, and in 4-bit models
-SAME_AS_LINEAR = ("FalconLinear", "Linear4bit")
+# layers whose own forward pass computes what nn.Linear does: in Falcon, in 4-bit models, and with --fp8
+SAME_AS_LINEAR = ("FalconLinear", "Linear4bit", "Float8Linear")
 START = "--lora_adapter"
 HEADS = ("score",)  # the head of a reward model is new: it is trained whole and saved with the adapter
 

@@ -27,6 +27,8 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     Raises:
         UserError: there is no such model, or a file is broken. `flag` is the flag that named it.
     """
+    cached = adapter_here(name)
+    name = cached if is_adapter(cached) else name
     if os.path.isdir(name):
         if is_adapter(name):
             raise UserError(

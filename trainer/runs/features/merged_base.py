@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from trainer.distributed.collectives import rank_0_alone
+from trainer.distributed.collectives import rank_0_alone, wait_for_all
 from trainer.errors import UserError
 from trainer.flags.groups import with_flags
 from trainer.runs.feature import Feature
@@ -19,6 +19,9 @@ def merge_first(run) -> None:
     """
     adapter, base = run.args.lora.lora_adapter, run.setup.folder
     target = os.path.join(os.path.abspath(run.open()), FOLDER)
+    if os.path.isdir(target) and not run.setup.resumes:
+        raise UserError("--output_dir", f"{target} is there already", "another folder, or remove that one")
+    wait_for_all()
     rank_0_alone(lambda: os.path.isdir(target) or export_merged(adapter, base, target))
     run.setup.strategy.print(f"{adapter} merged into {target}, the base model of the new adapter")
     run.setup.folder = target
