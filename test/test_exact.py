@@ -228,7 +228,15 @@ def test_products_in_pieces_are_those_of_a_linear_layer(kind, has_bias):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch):
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch, one_thread):
     inputs, weight = spread_values(37 * 40, seed=8).view(1, 37, 40), spread_values(96 * 40, seed=9).view(96, 40)
 
     def found(start: int, end: int) -> list[torch.Tensor]:
@@ -244,6 +252,12 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch):
     plain = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: plain(x, *rest) * (1 + 1e-6 * (len(x) == exact_products.ROWS)))
     with pytest.raises(UserError, match=r"--exact: a product with 64 x 96 changes .* Set --ring_attn_size to 1"):
+        self_test.self_test(splits_rows=True)
+    monkeypatch.setattr(F, "linear", plain)
+    torch.set_num_threads(2)
+    with pytest.raises(
+        UserError, match=r"--exact: a rank with 2 threads and a part of each sample.* OMP_NUM_THREADS=1"
+    ):
         self_test.self_test(splits_rows=True)
 
 

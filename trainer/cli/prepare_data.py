@@ -63,7 +63,7 @@ def run(argv: list[str]) -> None:
 
     def options_of(args) -> dict:
         own = options_of_sft(args)
-        return {name: own[name] for name in OPTIONS} | {"train_on": own["train_on"] or "last"}
+        return {name: own[name] for name in OPTIONS}
 
     rows = load_sets_of(args, args.target.seed, options_of, *named[2:])
     sizes = {"rows_per_part": args.target.rows_per_part, "num_proc": data.dataset_num_proc}

@@ -50,7 +50,8 @@ def prepare_rows(
     kept, ledger = with_loss(samples, FLAG, options["max_len"], allow_no_stop)
     ledger.lines += check_bounds(kept, tokenizer, FLAG, bounds)
     own = {"sets": dict(zip(rows.names, rows.options))} if isinstance(rows, Sets) else {}
-    write_prepared(samples, tokenizer, options | own, ledger.counts, target, num_proc)
+    named = options | {"train_on": options["train_on"] or "last"}  # a run that names the default takes the folder, too
+    write_prepared(samples, tokenizer, named | own, ledger.counts, target, num_proc)
     for name in {file["filename"] for part in parts for file in part.cache_files}:
         os.remove(name)
     return ledger
