@@ -35,6 +35,7 @@ from trainer.exact.sample_sums import Change, change_between, sums_of
 from trainer.exact.split_rows import SplitRows, give_whole_rows
 from trainer.flags.rule import UNKNOWN, defaults_of, first_broken
 from trainer.flags.rules import COMMANDS, RULES
+from trainer.models import cpu_matmul
 from trainer.models.attention import exact_attention
 
 self_test.ask_for_fixed_kernels()  # before any product of this process
@@ -229,14 +230,17 @@ def test_products_in_pieces_are_those_of_a_linear_layer(kind, has_bias):
 
 
 @pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
+def as_in_a_ring():
+    """One thread, and MKL for all products: an earlier test of this process may have left others."""
+    threads, library = torch.get_num_threads(), cpu_matmul.chosen()
     torch.set_num_threads(1)
+    cpu_matmul.choose_cpu_matmul("mkl")
     yield
     torch.set_num_threads(threads)
+    cpu_matmul.choose_cpu_matmul(library)
 
 
-def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch, one_thread):
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(monkeypatch, as_in_a_ring):
     inputs, weight = spread_values(37 * 40, seed=8).view(1, 37, 40), spread_values(96 * 40, seed=9).view(96, 40)
 
     def found(start: int, end: int) -> list[torch.Tensor]:
