@@ -55,9 +55,8 @@ class Sets:
         chosen = np.repeat(first, size) + np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
         rows = np.zeros(starts[-1], dtype=np.int64)
         rows[chosen] = np.repeat(np.arange(len(size)), size)
-        samples = (
-            concatenate_datasets(tokens).remove_columns("row").add_column("row", rows)
-        )  # a selection would be copied
+        # before the selection: after it, a new column would copy all tokens
+        samples = concatenate_datasets(tokens).remove_columns("row").add_column("row", rows)
         return samples if self.odds is None else samples.select(chosen)
 
 

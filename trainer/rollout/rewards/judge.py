@@ -3,15 +3,11 @@
 import collections
 import glob
 import hashlib
-import http.client
 import json
 import math
 import os
-import random
 import re
 import threading
-import time
-import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +16,7 @@ from typing import Any, Optional
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.math_reward import without_thoughts
-from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, OF_TEXTS, RETRIED
+from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, problem_of, tries
 from trainer.rollout.rewards.reward_functions import JUDGE, function_names, needs_labels
 
 FLAG = "--judge_url"
@@ -159,11 +155,8 @@ class Judge:
         if (known := self._cache.get(digest)) is not None:
             return Verdict(known)
         options, url = self._options, f"{self._options.url.rstrip('/')}/chat/completions"
-        problem, wait, spent = "", self._pause, [0, 0]
-        for attempt in range(options.retries + 1):
-            if attempt:
-                time.sleep(wait * random.uniform(0.75, 1.25))
-                wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
+        where, problem, spent = f"{FLAG} {options.url}", "", [0, 0]
+        for attempt in tries(options.retries, self._pause):
             try:
                 answer = post_json(url, body, options.timeout, options.key)
                 if not isinstance(answer, dict):
@@ -173,18 +166,12 @@ class Judge:
                 score = score_of(answer, options.score_range)
                 self._cache.put(digest, score)
                 return Verdict(score, attempt + 1, *spent)
-            except urllib.error.HTTPError as error:
-                problem = f"HTTPError: {error.code} {error.reason}"
-                if error.code in OF_TEXTS:
-                    failed = Failed(f"{FLAG} {options.url}", f"refuses the request: {problem}")
+            except TROUBLE as error:
+                try:
+                    problem = problem_of(error, where)
+                except Failed as failed:
                     return Verdict(failed, attempt + 1, *spent)
-                if 400 <= error.code < 500 and error.code not in RETRIED:
-                    raise UserError(f"{FLAG} {options.url}", f"refuses the request: {problem}") from None
-            except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        tries = "1 try" if options.retries == 0 else f"{options.retries + 1} tries"
-        failed = Failed(f"{FLAG} {options.url}", f"no usable answer after {tries}: {problem}")
-        return Verdict(failed, options.retries + 1, *spent)
+        return Verdict(given_up(where, options.retries, problem), options.retries + 1, *spent)
 
 
 def tokens_of(answer: dict, name: str) -> int:

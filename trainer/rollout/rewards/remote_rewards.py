@@ -6,6 +6,7 @@ import json
 import random
 import time
 import urllib.error
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
@@ -16,6 +17,7 @@ from trainer.rollout.user_code import RETRIED
 
 FLAG = "--remote_rm_url"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+TROUBLE = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)  # of a request or its answer
 OF_TEXTS = (400, 413, 422)  # 4xx statuses that one text of a request may cause
 THREADS = 16  # that ask about single responses
 
@@ -44,6 +46,36 @@ def split_urls(urls: str, flag: str = FLAG) -> list[str]:
     return found
 
 
+def tries(retries: int, pause: float) -> Iterator[int]:
+    """The numbers of the tries, from 0. Pauses between them double, from `pause` seconds on."""
+    yield 0
+    for attempt in range(1, retries + 1):
+        time.sleep(pause * random.uniform(0.75, 1.25))  # so that ranks do not all return at once
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        yield attempt
+
+
+def problem_of(error: Exception, where: str) -> str:
+    """What was wrong with an answer of the server `where`, if another try may go well.
+
+    Raises Failed for a request that the server refuses for its texts, and UserError for one that it never takes.
+    """
+    if not isinstance(error, urllib.error.HTTPError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    problem = f"HTTPError: {error.code} {error.reason}"
+    if error.code in OF_TEXTS:
+        raise Failed(where, f"refuses the request: {problem}") from None
+    if 400 <= error.code < 500 and error.code not in RETRIED:
+        raise UserError(where, f"refuses the request: {problem}") from None
+    return problem
+
+
+def given_up(where: str, retries: int, problem: str) -> Failed:
+    """The failure after the last try."""
+    shown = "1 try" if retries == 0 else f"{retries + 1} tries"
+    return Failed(where, f"no usable answer after {shown}: {problem}")
+
+
 def remote_scorer(
     urls: str, timeout: float, retries: int, key: Optional[str] = None, pause: float = FIRST_PAUSE_SECONDS
 ) -> Scorer:
@@ -61,27 +93,17 @@ def remote_scorer(
     def ask(first: int, columns: tuple[list, ...], retries: int = retries) -> list:
         """The scores of one part, from the address of number `first` or those after it."""
         request = dict(zip(("prompts", "responses", "labels", "finished"), columns))
-        body, problem, wait = json.dumps(request).encode(), "", pause
+        body, problem = json.dumps(request).encode(), ""
         order = addresses[first:] + addresses[:first]
-        for attempt in range(retries + 1):
-            if attempt:
-                time.sleep(wait * random.uniform(0.75, 1.25))  # so that ranks do not all return at once
-                wait = min(2 * wait, LONGEST_PAUSE_SECONDS)
+        for _ in tries(retries, pause):
             for url in order:
                 try:
                     return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))[0]
-                except urllib.error.HTTPError as error:
-                    problem = f"HTTPError: {error.code} {error.reason}"
-                    if error.code in OF_TEXTS:
-                        raise Failed(f"{FLAG} {url}", f"refuses the request: {problem}") from None
-                    if 400 <= error.code < 500 and error.code not in RETRIED:
-                        raise UserError(f"{FLAG} {url}", f"refuses the request: {problem}") from None
-                except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-                    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                except TROUBLE as error:
+                    problem = problem_of(error, f"{FLAG} {url}")
                 except UserError as error:
                     problem = error.found
-        tries = "1 try" if retries == 0 else f"{retries + 1} tries"
-        raise Failed(f"{FLAG} {','.join(addresses)}", f"no usable answer after {tries}: {problem}")
+        raise given_up(f"{FLAG} {','.join(addresses)}", retries, problem)
 
     def ask_patiently(first: int, columns: tuple[list, ...]) -> list:
         """The same, with a `Failed` for each response without a score. One bad text costs itself only."""
