@@ -134,7 +134,7 @@ def set_up_cpu(strategy, cpu_matmul: str) -> None:
     """Choose the library for matrix products. With several ranks, print a hint if cores stay idle."""
     choose_cpu_matmul(cpu_matmul)
     hint = idle_cores(_num_local_ranks(), torch.get_num_threads(), _num_cores())
-    if hint and strategy.sizes.world_size > 1:
+    if hint and strategy.sizes.world_size > 1 and not strategy.options.exact:  # which has one thread
         strategy.print(hint)
 
 

@@ -21,6 +21,9 @@ def run_single_samples(run) -> None:
 def check_machine(run) -> None:
     self_test(splits_rows=run.setup.sp_group is not None)
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
+    run.setup.strategy.print(
+        "exact: one thread for each rank; OMP_NUM_THREADS changes nothing, since MKL's bits need it"
+    )
 
 
 def fix_sums(run) -> None:
