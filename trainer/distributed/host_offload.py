@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.pinned_memory import pin_exactly
 from trainer.distributed.sharded_tensors import to_local_if_dtensor
 
@@ -22,12 +23,11 @@ def keep_on_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
     for module, name in buffers:
         setattr(module, name, getattr(module, name).to(device))
-    layers, seen = set(getattr(model, "_no_split_modules", None) or ()), set()
-    for part in reversed(list(model.modules())):  # inner layers come first; the model itself is the last
-        if type(part).__name__ in layers or part is model:
-            own = [module for module in part.modules() if module not in seen]
-            seen.update(own)
-            _bring_for_forward(part, own, device)
+    seen = set()
+    for part in reversed([model, *decoder_layers(model).values()]):  # inner layers come first
+        own = [module for module in part.modules() if module not in seen]
+        seen.update(own)
+        _bring_for_forward(part, own, device)
     return model
 
 

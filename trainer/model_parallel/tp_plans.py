@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.metrics import layer_configs
 from trainer.model_parallel.tp_styles import SEQUENCE_FORMS
 
@@ -167,9 +168,7 @@ def get_gathered_tp_plan(model) -> dict[str, str]:
     whole: their kernels may read the weights of their linear layers.
     """
     plan = {}
-    for name, layer in model.named_modules():
-        if type(layer).__name__ not in (model._no_split_modules or ()):
-            continue
+    for name, layer in decoder_layers(model).items():
         for child, block in layer.named_children():
             if all(parameter.ndim <= 2 for parameter in block.parameters()):
                 linear = [at for at, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor, whole
 from trainer.errors import UserError
 from trainer.optimizers.adamw import adam_state, decay_groups, states_of
@@ -99,11 +100,9 @@ def build_muon(model: torch.nn.Module, *, lr: float, betas, eps: float, weight_d
 
 def _layer_matrices(model: torch.nn.Module) -> set[int]:
     """Return ids of the weights of linear layers in decoder layers: not embeddings, heads or experts in one tensor."""
-    layers = set(model._no_split_modules or [])
     return {
         id(module.weight)
-        for layer in model.modules()
-        if any(kind.__name__ in layers for kind in type(layer).__mro__)  # FSDP2 puts its own class in front
+        for layer in decoder_layers(model).values()
         for module in layer.modules()
         if isinstance(module, (torch.nn.Linear, Conv1D))
     }

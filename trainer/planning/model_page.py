@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoConfig
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.errors import UserError, one_line
 from trainer.metrics import full_size
@@ -67,7 +68,7 @@ def model_facts(model, folder: str) -> list[tuple[str, str]]:
     ]
     facts += [("layers", line) for line in layer_kinds(model)]
     experts, active = (_first(config, names) for names in (EXPERTS, EXPERTS_PER_TOKEN))
-    sparse = sum(any("Experts" in type(part).__name__ for part in layer.modules()) for layer in decoder_layers(model))
+    sparse = sum(any("Experts" in type(part).__name__ for part in layer.modules()) for layer in outer_layers(model))
     if experts and sparse:
         chosen = f", {active} for each token" if active else ""
         facts.append(("experts", f"{experts} in each of {sparse} layers{chosen}"))
@@ -78,22 +79,18 @@ def _first(config, names: tuple[str, ...]):
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
-def decoder_layers(model) -> list[torch.nn.Module]:
-    """The layers that stay whole when a model is spread over devices, without layers inside of another."""
-    found: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        inside = any(".".join(parts[:n]) in found for n in range(1, len(parts)))
-        if type(module).__name__ in (model._no_split_modules or ()) and not inside:
-            found[name] = module
-    return list(found.values())
+def outer_layers(model) -> list[torch.nn.Module]:
+    """The decoder layers, without layers inside of another."""
+    layers = list(decoder_layers(model).values())
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if layer not in inner]
 
 
 def layer_kinds(model) -> list[str]:
     """One line for each kind of decoder layer: how many, what the config calls it, and the classes of its blocks."""
     text, counts = model.config.get_text_config(), Counter()
     by_class: dict[str, list] = {}
-    for layer in decoder_layers(model):
+    for layer in outer_layers(model):
         by_class.setdefault(type(layer).__name__, []).append(layer)
     window, depth = (getattr(text, name, None) for name in ("sliding_window", "num_hidden_layers"))
     everywhere = f" with a window of {window} tokens" if window else ""  # without a list of kinds, all layers have it

@@ -9,6 +9,7 @@ from typing import Optional
 
 import torch
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.metrics import flops_per_token
@@ -76,8 +77,7 @@ class Sizes:
 
 def sizes_of(model: torch.nn.Module) -> Sizes:
     text = model.config.get_text_config()
-    names = set(model._no_split_modules or [])
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = list(decoder_layers(model).values())
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     counts = {module: sum(p.numel() for p in module.parameters()) for module in [*layers, *ends]}
     in_layers = {layer: _expert_params(layer) for layer in layers}

@@ -20,6 +20,7 @@ from trainer.checkpoints.shards import TensorShard, shard_of
 from trainer.datasets.batches.global_batches import setup_dataloader
 from trainer.distributed import collectives, mesh
 from trainer.distributed.bucketed_gather import gathered, piece_of
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.gradient_norm import clip_grad_by_total_norm_, get_grad_norm
 from trainer.distributed.host_offload import added_to_earlier, bring_back, take_to_host
 from trainer.distributed.replicas import check_replicas, replicated_axes
@@ -387,12 +388,11 @@ def _cast_frozen(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def _fully_shard(model: torch.nn.Module, options: dict) -> None:
     """Call `fully_shard` on each decoder layer, on the embedding and the head, and on the rest."""
-    layers = set(model._no_split_modules or [])
     # layers of Zamba that share weights must be in one group: the root's
     tied = {model.get_parameter(name) for name in model.all_tied_weights_keys.values()}
-    for module in reversed(list(model.modules())):  # Mamba names layers and mixers: inner ones come first
-        if type(module).__name__ in layers and tied.isdisjoint(module.parameters()):
-            fully_shard(module, **options)
+    for layer in reversed(decoder_layers(model).values()):  # Mamba names layers and mixers: inner ones come first
+        if tied.isdisjoint(layer.parameters()):
+            fully_shard(layer, **options)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     are_plain = all(type(end) in (torch.nn.Embedding, torch.nn.Linear) for end in ends)
     if are_plain and ends[0].weight is not ends[1].weight:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.model_parallel.expert_parallel import are_experts
 
 RECOMPILE_LIMIT = 64  # kinds of calls that each get their own code: training or not, lengths, roles of RLHF
@@ -15,10 +16,8 @@ def compile_layers(model: torch.nn.Module) -> None:
     Call this before a strategy shards the model: FSDP2's own hooks then stay outside the compiled code.
     """
     _prepare(model)
-    layers = set(model._no_split_modules or [])
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            module.compile()
+    for layer in decoder_layers(model).values():
+        layer.compile()
 
 
 def compile_decoding(model: torch.nn.Module) -> Callable:

@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from trainer.distributed.decoder_layers import decoder_layers
 from trainer.errors import UserError
 
 FLAG = "--fp8"
@@ -31,10 +32,7 @@ def use_float8(model: torch.nn.Module, recipe: str, device: torch.device) -> Non
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         found = f"{recipe} on {torch.cuda.get_device_name(device)}, which has no float8"
         raise UserError(FLAG, found, "a GPU such as H100, L40 or newer")
-    layers = set(model._no_split_modules or [])
-    inside = {
-        part for layer in model.modules() if type(layer).__name__ in layers for part in layer.modules() if fits(part)
-    }
+    inside = {part for layer in decoder_layers(model).values() for part in layer.modules() if fits(part)}
     if not inside:
         raise UserError(FLAG, f"{recipe}, but no linear layer of {type(model).__name__} fits", "another model")
     config = dataclasses.replace(

@@ -74,7 +74,7 @@ class FirstStep:
         self.order: list[str] = []  # calls of modules, in the order in which they end
         self.sharded: set[str] = set()  # those whose features are shared out over tp
         self.calls: dict[str, int] = {}
-        self.module_hooks, self.shapes, self.num_layers = [], {}, 0
+        self.module_hooks, self.shapes = [], {}
 
     def loss(self, model, micro_batch: dict):
         """`loss_fn` of a micro-batch, recorded in the first step."""
@@ -108,9 +108,8 @@ class FirstStep:
         """Put a hook on every module."""
         if self.strategy.sizes.tp > 1:
             self.shapes = _whole_shapes(model)
-        layers, compiled = set(model._no_split_modules or []), ()
+        compiled = ()
         for name, module in model.named_modules():
-            self.num_layers += type(module).__name__ in layers
             if name.startswith(compiled):
                 continue  # a hook would be compiled too
             if module._compiled_call_impl is not None:
@@ -243,7 +242,7 @@ class FirstStep:
         entries = [("loss", 1), ("scale", 1), *((name, PARTS) for name in order)]
         entries += [(f"backward/{name}", PARTS) for name in order if name in backward]
         facts = self.facts | {"modules": order, "sizes": {"dp": sizes.dp, "sp": sizes.sp, "tp": sizes.tp}}
-        facts |= {"num_layers": self.num_layers, "num_micro_batches": len(self.all_tokens)}
+        facts |= {"num_micro_batches": len(self.all_tokens)}
         with _File(self.folder, entries, table, facts) as file:
             for entry, width in entries:
                 values = self._gathered(self._of_entry(entry, width), ranks)
