@@ -174,7 +174,7 @@ def test_frozen_models_by_command(demo):
     assert frozen("train_ppo", reward_pretrain=f"{model},{model}") == ["reward_pretrain", "reward_pretrain 2"]
     assert frozen("train_ppo", init_kl_coef=0.1, ref_model=model) == ["ref_model"]
     assert frozen("train_ppo", lora_rank=4) == frozen("train_ppo", lora_rank=4, critic_pretrain=model)
-    assert frozen("train_kd", teacher=model) == ["teacher"]
+    assert frozen("train_kd", teacher=f"{model}, {model}") == ["teacher", "teacher 2"]
 
 
 def test_code_targets_and_streams_have_hashes(tmp_path):

@@ -1,4 +1,4 @@
-"""Run by torchrun on 2 ranks: log-probs at a temperature, entropies and gradients of logits with a split vocabulary."""
+"""Run by torchrun on 2 ranks: log-probs, entropies, distances from a teacher and gradients, with a split vocabulary."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -6,7 +6,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.distributed.sharded_tensors import whole as whole_tensor
 from trainer.entry import end_well
+from trainer.methods.teacher_loss import teacher_distance
 from trainer.models.losses import token_losses
+from trainer.models.losses.distances import Distance
 from trainer.models.losses.token_losses import token_entropies, token_log_probs
 
 # default chunks of 6 tokens, from 13 words: from the 7 and 6 words of the ranks, chunks would be 11 and 13 tokens
@@ -35,5 +37,19 @@ for vocab in (12, 13):  # 13 words: 7 and 6 on the two ranks
         torch.testing.assert_close(entropies, expected[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(log_probs, expected[1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(whole_tensor(logits.grad), plain.grad, rtol=1e-5, atol=1e-6)
+
+# 3 words on 2 ranks: a rank has fewer columns than top_k
+for vocab, name, top_k in ((13, "jsd", None), (13, "kl", 5), (12, "reverse_kl", None), (3, "jsd", 2), (12, "jsd", 99)):
+    torch.manual_seed(1)
+    model, teacher = 3 * torch.randn(2, 2, 9, vocab)
+    labels = torch.randint(vocab, (2, 9)).index_fill(1, torch.arange(0, 9, 4), -100)
+    alone, split = model.clone().requires_grad_(), distribute_tensor(model, mesh, [Shard(2)]).requires_grad_()
+    kind = Distance(name, 0.3, top_k)
+    expected = teacher_distance(alone, teacher, labels, 2.0, kind)
+    found = teacher_distance(split, distribute_tensor(teacher, mesh, [Shard(2)]), labels, 2.0, kind)
+    (3 * expected).backward()
+    (3 * found).backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole_tensor(split.grad), alone.grad, rtol=1e-5, atol=1e-7)
 print("entropies agree")
 end_well()

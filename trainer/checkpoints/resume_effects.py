@@ -33,7 +33,7 @@ EFFECTS: dict[str, str] = {
     OBJECTIVE: """
         train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
         lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn train_on pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
-        teacher_answers generate_max_len temperature kd_coef kd_temperature
+        teacher_answers generate_max_len temperature kd_coef kd_temperature kd_loss kd_beta kd_top_k teacher_weights
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
@@ -76,6 +76,7 @@ EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() f
 FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lora_alpha": lambda flags: flags["lora_rank"] and 2 * flags["lora_rank"],
     "kd_coef": lambda flags: float(not flags["teacher_answers"]),
+    "teacher_weights": lambda flags: [1 / (count := len((flags["teacher"] or "").split(",")))] * count,
     "eps_clip_high": lambda flags: flags["eps_clip"],
     "dynamic_filtering_range": lambda flags: None if flags["dynamic_filtering"] else [0.0, 1.0],  # the older default
     "reward_range": lambda flags: [0.0, 1.0],

@@ -11,7 +11,7 @@ from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
 COMMAND = "train_kd"
-EVAL_METRICS = ("eval_loss", "eval_teacher_kl", "eval_nll")
+EVAL_METRICS = ("eval_loss", "eval_teacher_loss", "eval_nll")
 
 
 def parse(argv: list[str]) -> KDArguments:

@@ -85,6 +85,8 @@ DPO_RULES = (
 )
 # fmt: on
 
+OF_DISTANCE = "kd_temperature kd_loss kd_beta kd_top_k teacher_weights"
+
 # fmt: off
 KD_RULES = (
     Rule("dataset", lambda f: f.has_images, "with rows that have images",
@@ -95,9 +97,15 @@ KD_RULES = (
          values=("auto",)),
     Rule("teacher_offload", lambda f: f.teacher_answers, "with --teacher_answers",
          "the teacher is freed before training", REMOVE),
-    Rule("teacher_offload kd_temperature", lambda f: f.kd_coef == 0, "with --kd_coef 0",
+    Rule("teacher_answers", lambda f: "," in (f.teacher or ""), "with several models of --teacher", "one model answers",
+         "Take one teacher."),
+    Rule("teacher_weights", lambda f: len(f.teacher_weights) != len((f.teacher or "").split(",")), "with --teacher {teacher}",
+         "the numbers of weights and of models differ", "Give one weight for each model.", which="of another number"),
+    Rule("kd_beta", lambda f: f.kd_loss != "jsd", "with --kd_loss {kd_loss}", "it is the share of a mixture",
+         "Take --kd_loss jsd, or remove the flag."),
+    Rule(f"teacher_offload {OF_DISTANCE}", lambda f: f.kd_coef == 0, "with --kd_coef 0",
          "training does not use the teacher's probabilities", "Take --kd_coef above 0, or remove the flag."),
-    Rule("kd_temperature", lambda f: f.teacher_answers and f.kd_coef is None,
+    Rule(OF_DISTANCE, lambda f: f.teacher_answers and f.kd_coef is None,
          "with --teacher_answers and without --kd_coef", "training does not use the teacher's probabilities",
          "Add --kd_coef above 0, or remove the flag."),
     Rule("kd_coef", lambda f: not f.teacher_answers, "without --teacher_answers", "nothing comes from the teacher",

@@ -1,57 +1,35 @@
-"""Knowledge distillation: the KL from the teacher's distribution to the model's, at every token with a loss."""
+"""Knowledge distillation: the distance of the model's distribution from its teacher's, at every token with a loss."""
 
-from collections.abc import Callable
-from typing import Optional
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.batches.packing import IGNORE
+from trainer.models.losses.distances import Distance, distances
 from trainer.models.losses.token_losses import causal_lm_logits, rows_of_a_chunk, token_log_probs
 
 
-class _KLToModel(torch.autograd.Function):
-    """KL(teacher || model) of each row of logits (rows, vocab). The gradient is p_model - p_teacher.
-
-    With a `group`, each of its ranks has some columns (two all-reduces: of maxima, then of sums). Backward is local.
-    """
-
-    @staticmethod
-    def forward(ctx, model: torch.Tensor, teacher: torch.Tensor, group: Optional[dist.ProcessGroup]) -> torch.Tensor:
-        both = [model, teacher]
-        maxima = torch.stack([x.amax(1) if x.shape[1] else x.new_full((len(x),), float("-inf")) for x in both])
-        if group is not None:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        model, teacher = (x - maximum[:, None] for x, maximum in zip(both, maxima))
-        weights = teacher.exp()
-        sums = torch.stack([model.exp().sum(1), weights.sum(1), (weights * (teacher - model)).sum(1)])
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(model - sums[0].log()[:, None], weights / sums[1][:, None])
-        return sums[2] / sums[1] - sums[1].log() + sums[0].log()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        log_probs, teacher = ctx.saved_tensors
-        return (log_probs.exp() - teacher) * grad[:, None], None, None
-
-
-def teacher_kl(model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """KL(teacher || model) at this temperature, at every position with a label: the sum over all of them, fp32.
+def teacher_distance(
+    model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, temperature: float, distance: Distance
+) -> torch.Tensor:
+    """The distance at this temperature, at every position with a label: the sum over all of them, fp32.
 
     Logits (rows, tokens, vocab) are upcast to fp32 in chunks, and again in the backward pass. DTensors are sharded over the
-    vocabulary (all-reduces over tp).
+    vocabulary (collectives over tp).
     """
-    group, chunk_tokens = None, rows_of_a_chunk(model.shape[-1], model.device)
+    group, first, chunk_tokens = None, 0, rows_of_a_chunk(model.shape[-1], model.device)
     if isinstance(model, DTensor):
-        group = model.device_mesh.get_group()
+        _, offset = compute_local_shape_and_global_offset(model.shape, model.device_mesh, model.placements)
+        group, first = model.device_mesh.get_group(), offset[-1]
         model, teacher = model.to_local(), teacher.to_local()
 
     def of_chunk(model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         kept = (labels != IGNORE).nonzero().squeeze(1)
-        return _KLToModel.apply(model[kept].float() / temperature, teacher[kept].float() / temperature, group).sum()
+        both = (x[kept].float() / temperature for x in (model, teacher))
+        return distances(*both, distance, first, group).sum()
 
     parts = [x.flatten(0, -2).split(chunk_tokens) for x in (model, teacher)]
     chunks = list(zip(*parts, labels.flatten().split(chunk_tokens)))
@@ -60,20 +38,26 @@ def teacher_kl(model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor,
     return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
 
-def make_teacher_loss(teacher, coef: float, temperature: float) -> Callable:
-    """The loss function of `train_kd`: coef * T^2 * KL(teacher || model) - (1 - coef) * log p(label), per loss token.
+def make_teacher_loss(
+    teachers: Sequence[tuple[float, object]], coef: float, temperature: float, distance: Distance
+) -> Callable:
+    """The loss function of `train_kd`: coef * T^2 * distance(teacher, model) - (1 - coef) * log p(label), per loss token.
 
-    It is the loss of Hinton et al. 2015, section 2, at each token. `teacher` is a prepared frozen model.
+    With the forward KL, it is the loss of Hinton et al. 2015, section 2, at each token. `teachers` are pairs of a weight and
+    a prepared frozen model: the distance is the weighted sum of their distances.
     """
 
     def loss(model, micro_batch: dict):
         labels = micro_batch["labels"]
         logits = causal_lm_logits(model, micro_batch)
-        with torch.no_grad():
-            of_teacher = causal_lm_logits(teacher, micro_batch)
         nll = -token_log_probs(logits, labels).sum()
-        kl = temperature**2 * teacher_kl(logits, of_teacher, labels, temperature)
-        total = coef * kl + (1 - coef) * nll
-        return total, (labels != IGNORE).sum(), {"teacher_kl": kl, "nll": nll}
+        found = []
+        for weight, teacher in teachers:
+            with torch.no_grad():
+                of_teacher = causal_lm_logits(teacher, micro_batch)
+            found.append(weight * temperature**2 * teacher_distance(logits, of_teacher, labels, temperature, distance))
+        of_teachers = sum(found[1:], found[0])
+        total = coef * of_teachers + (1 - coef) * nll
+        return total, (labels != IGNORE).sum(), {"teacher_loss": of_teachers, "nll": nll}
 
     return loss

@@ -55,7 +55,7 @@ class Run:
     eval_loader: Any = None
     output_dir: Optional[str] = None
     model: Any = None
-    teacher: Any = None  # of train_kd
+    teachers: list = dataclasses.field(default_factory=list)  # of train_kd: prepared models
     loss_fn: Optional[LossFunction] = None
     folder_checks: list[Callable] = dataclasses.field(default_factory=list)  # (folder, flag), before a model is loaded
     model_changes: list[Callable] = dataclasses.field(default_factory=list)  # of every model that is loaded

@@ -83,26 +83,25 @@ def contents(run, flags) -> dict[str, dict]:
 
 def adapters_of(known) -> dict[str, Optional[str]]:
     """{flag: name that may be an adapter} of the models whose weights stay as they are."""
-    names = {"teacher": known.teacher, "ref_model": known.ref_model or known.lora_adapter}
-    names["critic_pretrain"] = known.critic_pretrain
-    return names | rewards_of(known)
+    names = {"ref_model": known.ref_model or known.lora_adapter, "critic_pretrain": known.critic_pretrain}
+    return names | named_models("teacher", known.teacher) | named_models("reward_pretrain", known.reward_pretrain)
 
 
-def rewards_of(known) -> dict[str, str]:
-    """{flag: name} of each reward model of --reward_pretrain."""
-    names = map(str.strip, (known.reward_pretrain or "").split(","))
-    return {"reward_pretrain" + f" {number + 1}" * bool(number): name for number, name in enumerate(names) if name}
+def named_models(flag: str, value: Optional[str]) -> dict[str, str]:
+    """{flag, with a number from 2 on: name} of each model that is named in the comma-separated value of a flag."""
+    names = map(str.strip, (value or "").split(","))
+    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names) if name}
 
 
 def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
     """{flag: folder} of the models whose weights stay as they are. The reference has the flag ref_model."""
     found = {"pretrain": pretrain} if known.lora_rank else {}
     has_reference = needs_reference(known.loss) if command == "train_dpo" else known.init_kl_coef > 0
-    if known.teacher:
-        found["teacher"] = resolve_adapted_model(known.teacher, "--teacher")[0]
-    elif has_reference:
+    for flag in ("teacher", "reward_pretrain"):
+        for name, folder in named_models(flag, vars(known)[flag]).items():
+            found[name] = resolve_adapted_model(folder, f"--{flag}")[0]
+    if has_reference and not known.teacher:
         found["ref_model"] = resolve_adapted_model(known.ref_model, "--ref_model")[0] if known.ref_model else pretrain
-    found |= {flag: resolve_adapted_model(name, "--reward_pretrain")[0] for flag, name in rewards_of(known).items()}
     if known.lora_rank and command == "train_ppo" and known.advantage_estimator == "gae":
         named = known.critic_pretrain
         found["critic_pretrain"] = resolve_adapted_model(named, "--critic_pretrain")[0] if named else pretrain

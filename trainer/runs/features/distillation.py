@@ -20,6 +20,7 @@ from trainer.flags.kd_flags import TeacherArguments
 from trainer.flags.parse_flags import with_flags
 from trainer.methods.teacher_loss import make_teacher_loss
 from trainer.model_folders.model_folder import read_config
+from trainer.models.losses.distances import Distance
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.rollout.engines.hf import HFEngine
@@ -51,11 +52,12 @@ def coefficient(flags: TeacherArguments) -> float:
 
 
 def open_teacher(run) -> None:
-    """Load the teacher. With --teacher_answers, let it answer the prompts, and read its answers as the data."""
+    """Load the teachers. With --teacher_answers, let it answer the prompts, and read its answers as the data."""
     run.open()
-    run.teacher, folder = load_teacher(run)
+    loaded = [load_teacher(run, name.strip()) for name in run.args.teacher.teacher.split(",")]
+    run.teachers = [teacher for teacher, _ in loaded]
     if run.args.teacher.teacher_answers:
-        args, load = answered(run, folder), run.method.load_data
+        args, load = answered(run, *loaded[0]), run.method.load_data
         bounds = bounds_of(run.setup.folder, run.setup.trust_remote_code)
 
         def load_answers(names: str, split: str, flag: str, part: Part):
@@ -67,11 +69,13 @@ def open_teacher(run) -> None:
 
 
 def add_teacher_loss(run) -> None:
-    """Replace the loss by that of the teacher's probabilities, unless their weight is 0. Then the teacher is freed."""
-    flags = run.args.teacher
+    """Replace the loss by that of the teachers' probabilities, unless their weight is 0. Then the teacher is freed."""
+    flags, teachers = run.args.teacher, run.teachers
     if coef := coefficient(flags):
-        run.loss_fn = make_teacher_loss(run.teacher, coef, flags.kd_temperature)
-    run.teacher = None
+        weights = flags.teacher_weights or [1 / len(teachers)] * len(teachers)
+        distance = Distance(flags.kd_loss, flags.kd_beta, flags.kd_top_k)
+        run.loss_fn = make_teacher_loss(list(zip(weights, teachers)), coef, flags.kd_temperature, distance)
+    run.teachers = []
 
 
 TEACHER = Feature(
@@ -82,26 +86,26 @@ TEACHER = Feature(
 )
 
 
-def load_teacher(run) -> tuple[Any, str]:
-    """Return (teacher, its folder). It is frozen, and sharded like the model."""
+def load_teacher(run, name: str) -> tuple[Any, str]:
+    """Return (teacher, its folder). The teacher is frozen, and sharded like the model."""
     flags, setup, remote_code = run.args.teacher, run.setup, run.args.model.trust_remote_code
-    folder, adapter = rank_0_first(lambda: resolve_adapted_model(flags.teacher, "--teacher"))
+    folder, adapter = rank_0_first(lambda: resolve_adapted_model(name, "--teacher"))
     if load_tokenizer(folder, remote_code).get_vocab() != setup.tokenizer.get_vocab():
-        found = f"{flags.teacher} has another vocabulary than --pretrain"
+        found = f"{name} has another vocabulary than --pretrain"
         raise UserError("--teacher", found, "a model with the same one")
     configs = [read_config(name, remote_code).get_text_config() for name in (folder, setup.folder)]
     if coefficient(flags) and len({config.vocab_size for config in configs}) > 1:
-        found = f"{flags.teacher} has {configs[0].vocab_size} logits, and --pretrain {configs[1].vocab_size}"
+        found = f"{name} has {configs[0].vocab_size} logits, and --pretrain {configs[1].vocab_size}"
         raise UserError("--teacher", found, "equal numbers, or --teacher_answers with --kd_coef 0")
     teacher = run.load(folder, "--teacher", trained=False, adapter=adapter)
     return frozen_model(setup, teacher, flags.teacher_offload), folder
 
 
-def answered(run, folder: str):
+def answered(run, teacher, folder: str):
     """The flags that read the teacher's answers. They are sampled now, unless a resumed run has them."""
     target = os.path.abspath(os.path.join(run.output_dir, ANSWERS))
     if not broadcast_object(bool(run.args.checkpoint.load_checkpoint) and os.path.isdir(target)):
-        write_answers(run.args, run.setup, run.teacher, folder, target)
+        write_answers(run.args, run.setup, teacher, folder, target)
     return with_flags(run.args, dataset=target, **OF_DATASET)
 
 
