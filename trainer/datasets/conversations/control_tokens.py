@@ -4,6 +4,7 @@ Otherwise a user, a tool or a document could write <|im_end|> and open a turn of
 such text, put there before the chat template is rendered, shows the tokenizer which control tokens are the data's.
 """
 
+import json
 import re
 import weakref
 from bisect import bisect_left
@@ -14,7 +15,9 @@ from trainer.errors import UserError
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
 CONTROL_LIKE = re.compile(r"<[|｜].*[|｜]>")  # an added token of such a form is a control token, special or not
-_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: its number of tokens and the pattern
+NO_TEXT = "holds a control token that this tokenizer cannot read as text"
+# by tokenizer: its number of tokens, the pattern, and the control tokens (id: text) that it finds in normalized texts
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def is_control(token: Any) -> bool:
@@ -24,15 +27,21 @@ def is_control(token: Any) -> bool:
 
 def control_pattern(tokenizer: Any) -> re.Pattern | None:
     """What matches the text of a control token, or None if the tokenizer has none."""
+    return _controls(tokenizer)[0]
+
+
+def _controls(tokenizer: Any) -> tuple[re.Pattern | None, dict[int, str]]:
     tokenizer = getattr(tokenizer, "of_texts", tokenizer)
-    size, pattern = _known.get(tokenizer, (None, None))
+    size, *found = _known.get(tokenizer, (None,))
     if size != len(tokenizer):
-        added = tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in added if is_control(token)}
-        texts = sorted((t for t in texts | set(tokenizer.all_special_tokens) if len(t) > 1), key=len, reverse=True)
+        added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if is_control(token)}
+        texts = {str(token) for token in added.values()} | set(tokenizer.all_special_tokens)
+        texts = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
-        _known[tokenizer] = len(tokenizer), pattern
-    return pattern
+        changes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
+        found = [pattern, {number: str(token) for number, token in added.items() if changes and token.normalized}]
+        _known[tokenizer] = len(tokenizer), *found
+    return tuple(found)
 
 
 def reads_controls(tokenizer: Any) -> bool:
@@ -118,13 +127,20 @@ def encode(tokenizer: Any, text: str, *, opens: bool = False) -> tuple[list[int]
     """(ids, offsets) of a text that may hold BREAK. Offsets (start, end) count characters of `text`, with its breaks.
 
     `opens`: with the tokenizer's opening tokens, unless the text has its bos, and without the eos that it may add.
-    A broken control token gives the ids of its characters. Raises UserError if the tokenizer cannot do that.
+    A broken control token gives the ids of its characters. Raises UserError if the tokenizer cannot do that, or if its
+    normalizer makes a control token of another text (<|IM_END|>).
     """
     opens = opens and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     ids, offsets = _encoded(tokenizer, text, add_special_tokens=opens)
     eos = tokenizer.eos_token_id
     if opens and ids and ids[-1] == eos and tokenizer("a")["input_ids"][-1] == eos:
         ids, offsets = ids[:-1], offsets[:-1]
+    normalized = {} if reads_controls(tokenizer) else _controls(tokenizer)[1]
+    if normalized and any(
+        token in normalized and text[a:b].strip() not in ("", normalized[token])
+        for token, (a, b) in zip(ids, offsets, strict=True)
+    ):
+        raise UserError("a text", NO_TEXT, "another text, or --read_control_tokens")
     return _without_breaks(tokenizer, text, ids, offsets) if BREAK in text else (ids, offsets)
 
 
@@ -134,7 +150,31 @@ def ids_behind(tokenizer: Any, text: str, mark: str) -> list[int]:
     if not tokenizer.is_fast:
         return encode(tokenizer, text[start:])[0]
     ids, offsets = encode(tokenizer, text)
-    return [token for token, (a, b) in zip(ids, offsets, strict=True) if a >= start and b > a]
+    return ids[first_behind(offsets, start) :]
+
+
+def first_behind(offsets: list[tuple[int, int]], place: int) -> int:
+    """The number of the first token with a character behind `place` of the text. One that reaches over it counts."""
+    return next((i for i, (_, end) in enumerate(offsets) if end > place), len(offsets))
+
+
+def check_end(tokenizer: Any, text: str, offsets: list[tuple[int, int]]) -> None:
+    """Check that `offsets`, of the tokens of a prompt, reach the end of its text.
+
+    Raises: UserError if the normalizer drops the end here, but not before an answer (Strip). The answer would then follow
+    other ids than in training.
+    """
+    end = offsets[-1][1] if offsets else len(text)
+    if end < len(text) and any(end < last <= len(text) for _, last in encode(tokenizer, text + "x")[1]):
+        found = f"its normalizer ({_normalizers(tokenizer)}) drops {whole(text[end:])!r} at the end of a prompt only"
+        wanted = "a tokenizer that keeps it, or a prompt or chat template that does not end with it"
+        raise UserError("the tokenizer", found, wanted)
+
+
+def _normalizers(tokenizer: Any) -> str:
+    """The names of what changes a text before it becomes tokens."""
+    found = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
+    return ", ".join(one["type"] for one in found.get("normalizers", [found]))
 
 
 def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
@@ -186,8 +226,7 @@ def _stretch(tokenizer: Any, text: str, start: int, found: list[tuple[int, tuple
         if not inside:
             kept.append((token, (a, b)))
         elif b - a > len(inside):
-            found = "holds a control token that this tokenizer cannot read as text"
-            raise UserError("a text", found, "another text, or --read_control_tokens")
+            raise UserError("a text", NO_TEXT, "another text, or --read_control_tokens")
     return kept
 
 

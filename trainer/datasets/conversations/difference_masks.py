@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from trainer.datasets.conversations.control_tokens import first_behind
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
@@ -11,37 +12,51 @@ REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
 
 def difference_spans(
-    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
-) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Ids and {turn: (start, end)} from the tokens that a turn adds to the conversation before it.
+    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None, text: str
+) -> tuple[list[int], list[tuple[int, int]], dict[int, tuple[int, int]]]:
+    """Ids, offsets in `text` and {turn: (start, end)} of the tokens that a turn adds to the conversation before it.
 
     In <user>hi<assistant>yes<end>\\n<user>..., the prompt of turn 1 is <user>hi<assistant>. So its span is yes<end>.
+    `text` is the conversation by the template. A tokenizer without a fast version has no offsets.
     """
-    input_ids = render(tokenizer, messages, tools=tools)
+    input_ids, offsets = render(tokenizer, messages, tools=tools, offsets=True)
     spans = {}
     for turn in trained:
-        start = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, tools=tools)
-        end = len(input_ids)
+        ends = {"tools": tools, "text": text, "offsets": offsets}
+        start, end = _prefix_length(tokenizer, messages, turn, input_ids, prompt=True, **ends), len(input_ids)
         if turn + 1 < len(messages):
-            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False, tools=tools)
-        spans[turn] = (start, _after_stop_token(tokenizer, input_ids, start, end))
-    return input_ids, spans
+            end = _prefix_length(tokenizer, messages, turn + 1, input_ids, prompt=False, **ends)
+        # the text, not the token: a normalizer may put letters before white space (Prepend)
+        texts = [text[a:b] for a, b in offsets[start:end]] if offsets else map(tokenizer.decode, input_ids[start:end])
+        spans[turn] = (start, _after_stop_token(tokenizer, input_ids, start, list(texts)))
+    return input_ids, offsets, spans
 
 
 def _prefix_length(
-    tokenizer: Any, messages: list[dict], num: int, input_ids: list[int], *, prompt: bool, tools: list | None
+    tokenizer: Any,
+    messages: list[dict],
+    num: int,
+    input_ids: list[int],
+    *,
+    prompt: bool,
+    tools: list | None,
+    text: str,
+    offsets: list[tuple[int, int]],
 ) -> int:
     """Count the conversation's ids that belong to its first num messages (and the generation prompt); checked."""
     if num == 0:
         raise UserError("the chat template", "does not mark an assistant turn that opens the conversation", REMEDY)
-    head, whole_text = messages[:num], render(tokenizer, messages, tokenize=False, tools=tools)
     for switch in _switches(chat_template(tokenizer, tools)) if prompt else [{}]:
-        ids = render(tokenizer, head, add_generation_prompt=prompt, tools=tools, **switch)
+        options = {"add_generation_prompt": prompt, "tools": tools, **switch}
+        head = render(tokenizer, messages[:num], tokenize=False, **options)
+        # Not by the ids of the head: its last tokens are others if the tokenizer merged over the border ("\n" + "\nyes"),
+        # or if its normalizer strips the end of a text. A token that reaches over the border is the answer's.
+        if offsets and text.startswith(head):
+            return first_behind(offsets, len(head))
+        ids = render(tokenizer, messages[:num], **options)
         pairs = zip(ids, input_ids, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(input_ids)))
-        text = render(tokenizer, head, tokenize=False, add_generation_prompt=prompt, tools=tools, **switch)
-        # If only the text is a prefix, the tokenizer merged over the border ("\n" + "\nyes"). The answer has that token.
-        if shared == len(ids) or whole_text.startswith(text) or (not prompt and _only_closes(tokenizer, ids, shared)):
+        if shared == len(ids) or text.startswith(head) or (not prompt and _only_closes(tokenizer, ids, shared)):
             return shared
     raise _rewrites(messages, num)
 
@@ -71,11 +86,14 @@ def _rewrites(messages: list[dict], num: int) -> UserError:
     return UserError("the chat template", found, REMEDY)
 
 
-def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, end: int) -> int:
-    """The end of the turn: after its stop token if only white space follows it, else the end of the turn's text."""
-    for position in range(end - 1, start - 1, -1):
+def _after_stop_token(tokenizer: Any, input_ids: list[int], start: int, texts: list[str]) -> int:
+    """The end of the turn: after its stop token if only white space follows it, else the end of the turn's text.
+
+    `texts`: of each token from `start` to the end of the turn's text.
+    """
+    for position in range(start + len(texts) - 1, start - 1, -1):
         if is_stop_token(tokenizer, input_ids[position]):
             return position + 1
-        if tokenizer.decode([input_ids[position]]).strip():
+        if texts[position - start].strip():
             break
-    return end
+    return start + len(texts)

@@ -27,9 +27,19 @@ def chat_template(tokenizer: Any, tools: list | None = None) -> str:
         raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
 
 
-def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks: bool = False, **options: Any) -> Any:
-    """Token ids (or the text) of the conversation. With `marks`: the ids, and 1 on those in {% generation %} blocks.
+def render(
+    tokenizer: Any,
+    messages: list[dict],
+    *,
+    tokenize: bool = True,
+    offsets: bool = False,
+    marks: bool = False,
+    **options: Any,
+) -> Any:
+    """Token ids (or the text) of the conversation.
 
+    `offsets`: the ids, and for each its characters (start, end) in the text; none without a fast tokenizer. `marks`: then 1 for
+    each id in a {% generation %} block.
     `options` are arguments of the template, besides those of --template_args.
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}
@@ -37,7 +47,7 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
         with time_limit("template_s", "the chat template"), memory_limit("template_mb", "the chat template"):
             if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
                 out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
-                return out if marks or not tokenize else out[0]
+                return out if offsets or marks or not tokenize else out[0]
             template = chat_template(tokenizer, options.get("tools"))
             messages = [with_parts(message, template, images=False) for message in messages]
             if marks:
@@ -50,12 +60,12 @@ def render(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, marks
         raise _refused(error) from None
     if not tokenize:
         return text
-    input_ids, offsets = encode(tokenizer, text)
+    input_ids, places = encode(tokenizer, text)
     if not marks:
-        return input_ids
+        return (input_ids, places) if offsets else input_ids
     if not tokenizer.is_fast:
         raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
-    return input_ids, inside(blocks[0], offsets)
+    return input_ids, places, inside(blocks[0], places)
 
 
 def _refused(error: Exception) -> UserError:

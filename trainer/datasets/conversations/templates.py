@@ -14,6 +14,7 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.control_tokens import (
     broken,
     broken_messages,
+    check_end,
     is_escaped,
     reads_controls,
     whole,
@@ -173,17 +174,22 @@ def render_chat(
     _check_shown(tokenizer, messages, tools, text)
     if not marked or training_templates.is_ours(template):
         found = training_templates.written_spans(tokenizer, template, messages, tools, text)
-    if found:
-        spans = {turn: span for turn, span in found[1].items() if turn in trained and span[1] > span[0]}
-        input_ids = found[0]
-        if not spans:
-            where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
-            raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
-    else:
-        input_ids, spans = (_marked_spans if marked else difference_spans)(tokenizer, messages, trained, tools)
+    exact = bool(marked or found)
+    if not found:
+        found = (
+            _marked_spans(tokenizer, messages, tools)
+            if marked
+            else difference_spans(tokenizer, messages, trained, tools, text)
+        )
+    input_ids, offsets, spans = found
+    spans = {turn: span for turn, span in spans.items() if turn in trained and span[1] > span[0]}
+    if not spans:
+        where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
+        raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
-        _check_span(tokenizer, template, messages[turn], turn, input_ids[start:end], exact=bool(marked or found))
+        shown = text[offsets[start][0] : offsets[end - 1][1]] if offsets else input_ids[start:end]
+        _check_span(tokenizer, template, messages[turn], turn, shown, exact)
         loss_mask[start:end] = [1] * (end - start)
     return input_ids, loss_mask
 
@@ -193,7 +199,9 @@ def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = Non
     messages, tools = as_data(tokenizer, trained_turns(messages, False)[1], tools)
     text = render(tokenizer, messages, tokenize=False, add_generation_prompt=True, tools=tools)
     _check_shown(tokenizer, messages, tools, text)
-    return render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+    input_ids, offsets = render(tokenizer, messages, add_generation_prompt=True, tools=tools, offsets=True)
+    check_end(tokenizer, text, offsets)
+    return input_ids
 
 
 def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str) -> None:
@@ -273,10 +281,10 @@ def as_data(tokenizer: Any, messages: list[dict], tools: list | None = None) -> 
 
 
 def _marked_spans(
-    tokenizer: Any, messages: list[dict], trained: list[int], tools: list | None
-) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Ids and {turn: (start, end)} from the {% generation %} markers: one run of marked tokens per assistant turn."""
-    input_ids, mask = render(tokenizer, messages, marks=True, tools=tools)
+    tokenizer: Any, messages: list[dict], tools: list | None
+) -> tuple[list[int], list[tuple[int, int]], dict[int, tuple[int, int]]]:
+    """Ids, offsets and {turn: (start, end)} by the {% generation %} markers: one run of tokens per assistant turn."""
+    input_ids, offsets, mask = render(tokenizer, messages, marks=True, tools=tools)
     runs, start = [], 0
     for marked, group in groupby(mask):
         end = start + len(list(group))
@@ -289,20 +297,24 @@ def _marked_spans(
     if len(runs) != len(turns):
         found = f"its {{% generation %}} markers mark {len(runs)} runs of tokens for {len(turns)} assistant turns"
         raise UserError("the chat template", found, "one marked block per assistant turn")
-    return input_ids, {turn: run for turn, run in zip(turns, runs, strict=True) if turn in trained}
+    return input_ids, offsets, dict(zip(turns, runs, strict=True))
 
 
-def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: list[int], exact: bool) -> None:
-    """Check that the masked tokens hold the answer and the names of its tool calls.
+def _check_span(tokenizer: Any, template: str, message: dict, turn: int, shown: str | list[int], exact: bool) -> None:
+    """Check that `shown`, the text of the masked tokens, holds the answer and the names of its tool calls.
 
-    All texts pass through the tokenizer, which may be lossy. exact: markers say where the answer begins.
+    Without a fast tokenizer, `shown` are the ids. Then all texts pass through the tokenizer, which may be lossy.
+    exact: markers say where the answer begins.
     """
+    by_ids = not isinstance(shown, str)
 
-    def as_decoded(text: str) -> str:
-        return _squash(tokenizer, tokenizer(whole(text).strip(), add_special_tokens=False)["input_ids"])
+    def as_shown(text: str) -> str:
+        return _squash(
+            tokenizer, tokenizer(whole(text).strip(), add_special_tokens=False)["input_ids"] if by_ids else text
+        )
 
-    masked, answer = _squash(tokenizer, ids), as_decoded(message.get("content") or "")
-    names = [as_decoded((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
+    masked, answer = _squash(tokenizer, shown), as_shown(message.get("content") or "")
+    names = [as_shown((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
     if answer not in masked or any(masked.count(name) < names.count(name) for name in names):
         found = f"the tokens masked as message {turn + 1} do not hold its text: the template changes or misplaces it"
         raise UserError("the chat template", found, REMEDY)
@@ -311,7 +323,9 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, ids: li
         raise UserError("the chat template", found, REMEDY)
 
 
-def _squash(tokenizer: Any, ids: list[int]) -> str:
-    """The decoded text without white space, which templates trim, and without <think> tags, which prompts may hold."""
-    text = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False).split())
+def _squash(tokenizer: Any, text: str | list[int]) -> str:
+    """The text, also of ids, without white space, which templates trim, and without <think> tags, which prompts may hold."""
+    if not isinstance(text, str):
+        text = tokenizer.decode(text, clean_up_tokenization_spaces=False)
+    text = "".join(whole(text).split())
     return text.replace("<think>", "").replace("</think>", "")

@@ -7,11 +7,18 @@ from typing import Any
 import numpy as np
 import transformers
 
-from trainer.datasets.conversations.control_tokens import broken, broken_document, encode, is_control
+from trainer.datasets.conversations.control_tokens import (
+    broken,
+    broken_document,
+    check_end,
+    encode,
+    first_behind,
+    is_control,
+)
 from trainer.errors import UserError
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 8
+TOKENIZER_VERSION = 9
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 
@@ -55,7 +62,10 @@ def prompt_tokens(tokenizer: Any, prompt: str, input_template: str | None = None
 
     The text is first put into `input_template`.
     """
-    return encode(tokenizer, _framed(tokenizer, prompt, input_template), opens=True)[0]
+    text = _framed(tokenizer, prompt, input_template)
+    input_ids, offsets = encode(tokenizer, text, opens=True)
+    check_end(tokenizer, text, offsets)
+    return input_ids
 
 
 def prompt_and_answer(
@@ -71,7 +81,7 @@ def prompt_and_answer(
     text = framed + broken_document(tokenizer, answer, opens=not framed)
     if tokenizer.is_fast:
         input_ids, offsets = encode(tokenizer, text, opens=True)
-        start = next((i for i, (a, b) in enumerate(offsets) if b > len(framed) and b > a), len(input_ids))
+        start = first_behind(offsets, len(framed))
     else:
         input_ids = encode(tokenizer, framed, opens=True)[0]
         start = len(input_ids)

@@ -97,8 +97,8 @@ def render(template: str, messages: list[dict], tools: list | None, options: dic
 
 def written_spans(
     tokenizer: Any, template: str, messages: list[dict], tools: list | None, text: str
-) -> tuple[list[int], dict[int, tuple[int, int]]] | None:
-    """Ids and {message: (start, end)}, the tokens of each assistant message that the model wrote; end = start if none.
+) -> tuple[list[int], list[tuple[int, int]], dict[int, tuple[int, int]]] | None:
+    """Ids, their offsets, and {message: (start, end)}, the tokens of each assistant message that the model wrote; end = start if none.
 
     text: the conversation, by the tokenizer's template. None if the training version of `template` is unknown, gives
     another text, or has no block per assistant message. A token that reaches over the border is the answer's.
@@ -120,4 +120,4 @@ def written_spans(
     for turn, (first, end) in zip(turns, blocks, strict=True):
         inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > first]
         spans[turn] = (inside[0], inside[-1] + 1) if inside else (0, 0)
-    return input_ids, spans
+    return input_ids, offsets, spans

@@ -32,7 +32,7 @@ class ImageTokenizer:
         return self._tokenizer(*args, **kwargs)
 
     def apply_chat_template(self, messages: list[dict], *, tokenize=True, marks=False, **options):
-        """The text, or (ids, mask): 1 on the ids in {% generation %} blocks. The mask is empty without `marks`."""
+        """The text, or (ids, offsets), and with `marks` a mask: 1 on the ids in {% generation %} blocks."""
         template = self._tokenizer.get_chat_template(tools=options.get("tools"))
         num_marks = sum(message["content"].count(MARK) for message in messages if message.get("content"))
         texts, blocks = render_jinja_template(
@@ -53,9 +53,9 @@ class ImageTokenizer:
         if shown >= self.num_images:
             self.num_images, self.num_image_tokens = shown, self.count(input_ids)
         if not marks:
-            return input_ids, []
+            return input_ids, offsets
         spans = [tuple(_moved(place, moves[0] if moves else []) for place in span) for span in blocks[0]]
-        return input_ids, inside(spans, offsets)
+        return input_ids, offsets, inside(spans, offsets)
 
     def count(self, input_ids: list[int]) -> int:
         """The number of image tokens."""
