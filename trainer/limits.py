@@ -4,6 +4,7 @@
 """
 
 import gc
+import json
 import os
 import resource
 import signal
@@ -76,6 +77,11 @@ def read_text(path: str, where: str = "") -> str:
     """The text of a JSON or YAML file of a model or a run. Raises UserError and OSError as `opened`, and ValueError."""
     with opened(path, where, limit("json_mb") * MB) as file:
         return file.read().decode("utf-8")
+
+
+def read_model_config(folder: str) -> dict:
+    """The config.json of a model folder. Raises as `read_text` does."""
+    return json.loads(read_text(os.path.join(folder, "config.json")))
 
 
 def lines_of(path: str, where: str = "") -> Iterator[bytes]:

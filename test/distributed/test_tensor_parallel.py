@@ -12,7 +12,7 @@ from trainer.model_parallel import tensor_parallel
 from trainer.model_parallel.tensor_parallel import complete_plan, resolve_tp_plan
 from trainer.model_parallel.tp_plans import get_hf_tp_plan, get_llama_tp_plan, get_optimized_tp_plan
 from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_idle_tp_flags
+from trainer.strategies.refusals import refuse_on_fsdp2
 
 QWEN3_PLAN = {
     "model.embed_tokens": "embedding_rowwise",
@@ -126,9 +126,9 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do():
 
 @pytest.mark.parametrize("flag", ["use_hf_tp_plan", "sequence_parallel", "print_tp_plan"])
 def test_flags_of_tensor_parallelism_need_tensor_parallelism(flag):
-    refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=2, **{flag: True}))
+    refuse_on_fsdp2(StrategyOptions(tensor_parallel_size=2, **{flag: True}))
     with pytest.raises(UserError, match=f"--{flag} with --tensor_parallel_size 1"):
-        refuse_idle_tp_flags(StrategyOptions(tensor_parallel_size=1, **{flag: True}))
+        refuse_on_fsdp2(StrategyOptions(tensor_parallel_size=1, **{flag: True}))
 
 
 DEEPSPEED_RUNS = [

@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UserError
-from trainer.limits import is_inside
+from trainer.limits import is_inside, read_model_config
 from trainer.model_folders import adapter_tensors
 from trainer.model_folders.folder_names import INDEX, SINGLE, find_weights
 from trainer.model_folders.other_weights import UnreadWeights, load_bin
@@ -156,8 +156,7 @@ def read_config(folder: str, trust_remote_code: bool):
 
 def quantization(folder: str) -> Optional[dict]:
     """The quantization_config of a folder, or None."""
-    with open(os.path.join(folder, "config.json")) as file:
-        config = json.load(file)
+    config = read_model_config(folder)
     return config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
 
 

@@ -5,8 +5,6 @@ which tensors of the folder make each tensor of the model. Every tensor is then 
 """
 
 import copy
-import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from trainer.errors import UserError
+from trainer.limits import read_model_config
 
 
 @dataclass
@@ -176,8 +175,7 @@ class PublishedWeights:
 
     def config(self) -> dict:
         """The config.json of the folder, without its quantization."""
-        with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
-            config = json.load(file)
+        config = read_model_config(self.folder)
         for part in (config, config.get("text_config", {})):
             part.pop("quantization_config", None)
         return config

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.datasets.conversations.control_tokens import CONTROL_LIKE
 from trainer.errors import UserError
+from trainer.limits import read_model_config
 from trainer.model_folders.folder_names import find_weights
 from trainer.model_folders.model_folder import FULL_PRECISION, quantization
 from trainer.models.model_loading import load_tokenizer
@@ -103,7 +104,7 @@ def _write(folder: str, target: str, tokenizer: Any, ids: list[int], num_old: in
 def _write_config(folder: str, num_needed: int) -> int:
     """Write config.json with rows for all tokens. Returns the number of rows."""
     path = Path(folder, "config.json")
-    config = json.loads(path.read_text("utf-8"))
+    config = read_model_config(folder)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict) and "vocab_size" in part]
     if not parts:
         raise UserError(FLAG, f"{path.resolve()} says no vocab_size", "a language model")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trainer.errors import UserError, one_line
-from trainer.limits import MB, is_inside, limit, too_large
+from trainer.limits import MB, is_inside, limit, read_model_config, too_large
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
@@ -95,7 +95,7 @@ def _readable(folder: str, flag: str) -> str:
 
 def check_code(folder: str, flag: str, trust_remote_code: bool) -> None:
     """Raise UserError if the config of a model can only be read by code of its folder, which nobody has allowed."""
-    config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+    config = read_model_config(folder)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         found = f"{folder} is a {config.get('model_type')}, which only its own code reads"
         raise UserError(flag, found, "--trust_remote_code after a look at that code, or another model")

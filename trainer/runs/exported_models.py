@@ -26,6 +26,7 @@ from trainer.checkpoints.piece_index import PieceIndex
 from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError, one_line
+from trainer.limits import read_model_config
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
 from trainer.model_folders.model_folder import all_tensors, open_files
@@ -184,7 +185,7 @@ def write_card(checkpoint: str, folder: str) -> None:
 
 def without_weights(folder: str) -> Optional[torch.nn.Module]:
     """Build the model of a config.json on the meta device. None if its class is not in transformers (custom code)."""
-    [name] = read_config_file(folder)["architectures"]
+    [name] = read_model_config(folder)["architectures"]
     if not hasattr(transformers, name):
         return None
     with torch.device("meta"):
@@ -247,20 +248,15 @@ def cast(tensor: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
     return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def read_config_file(folder: str) -> dict:
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        return json.load(file)
-
-
 def config_dtype(folder: str) -> torch.dtype:
     """The dtype that a config.json names, or else bf16."""
-    config = read_config_file(folder)
+    config = read_model_config(folder)
     return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 def set_config_dtype(folder: str, dtype: torch.dtype) -> None:
     """Note in config.json that the weights are in `dtype` and not quantized."""
-    config = read_config_file(folder)
+    config = read_model_config(folder)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
         if part is config or part.keys() & {"dtype", "torch_dtype"}:

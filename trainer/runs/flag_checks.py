@@ -1,8 +1,6 @@
 """Checks of the flags of a run that need no torch, from the cheapest on: before ranks start, before libraries load."""
 
 import importlib.util
-import json
-import os
 from typing import Optional
 
 from trainer.datasets.files.set_names import check_files
@@ -12,6 +10,7 @@ from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments,
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
+from trainer.limits import read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name
 from trainer.runs import output_folders
@@ -175,15 +174,11 @@ def check_files_of(args, is_demo: bool = False) -> None:
 
 def check_length(args) -> None:
     """Raise UserError for texts that are longer than the positions of a model in a local folder."""
-    path = os.path.join(args.model.pretrain, "config.json")
-    if not os.path.isfile(path):
-        return
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
+        config = read_model_config(args.model.pretrain)
         limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return  # the reader of the model says what is wrong with it
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+        return  # a name on the hub; or the reader of the model says what is wrong with it
     refuse_length(args, limit)
 
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
-from trainer.limits import read_text
+from trainer.limits import read_model_config, read_text
 from trainer.metrics import shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
@@ -78,7 +78,7 @@ def start_line(command: str, args, trains: bool = True) -> str:
 def count_parameters(folder: Path) -> int | None:
     """The parameters in the safetensors files of a model folder, from their headers. None if this is not known."""
     try:
-        config = json.loads(read_text(str(folder / "config.json")))
+        config = read_model_config(str(folder))
         files = {SINGLE}
         if (folder / INDEX).exists():
             files = set(json.loads(read_text(str(folder / INDEX)))["weight_map"].values())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES, TP_RULES
+from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES
 from trainer.flags.rule import UNKNOWN, Rule, excluded, first_broken
 from trainer.flags.rules import BACKEND_RULES
 from trainer.strategies.options import StrategyOptions
@@ -17,11 +17,6 @@ def _refuse(rules: tuple[Rule, ...], options: StrategyOptions, **facts: Any) -> 
     error = first_broken(rules, values, dataclasses.asdict(StrategyOptions()), known)
     if error:
         raise error
-
-
-def refuse_idle_tp_flags(options: StrategyOptions) -> None:
-    """Raise UserError for a flag that needs tensor parallelism, if there is none."""
-    _refuse(TP_RULES, options)
 
 
 def refuse_on_fsdp2(options: StrategyOptions) -> None:

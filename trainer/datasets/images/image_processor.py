@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from transformers import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from trainer.errors import UserError
+from trainer.limits import read_model_config
 
 # kind of model -> module and class of its processor. A kind is added with a parity test in test/test_parity_vision.py.
 PROCESSORS = {
@@ -88,8 +88,7 @@ def load_processor(folder: str, tokenizer: Any, trust_remote_code: bool = False,
 
 def _processor_class(folder: str) -> type:
     """The processor class for the model in a folder."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        model_type = json.load(file).get("model_type")
+    model_type = read_model_config(folder).get("model_type")
     if model_type in PROCESSORS:
         module, name = PROCESSORS[model_type].split(".")
         return getattr(_import_without_torchvision(module), name)
