@@ -22,7 +22,7 @@ FOUR_RANKS = {
     "deepspeed-z2-dp2-sp2-packed", "fsdp2-dp2-sp2", "deepspeed-z3-hsdp2x2", "fsdp2-hsdp2x2-packed",
 }  # fmt: skip
 EIGHT_RANKS = {"deepspeed-z3-dp2-tp2-sp2-packed", "fsdp2-dp2-tp2-sp2", "fsdp2-hsdp2x2-tp2"}
-STEPS = {2: 10, 4: 6, 8: 4}
+STEPS = {2: 6, 4: 4, 8: 3}
 MATRIX = {c.name: c for c in full_matrix() if c.name in TWO_RANKS | FOUR_RANKS | EIGHT_RANKS}
 
 
@@ -41,7 +41,7 @@ def runs(tmp_path_factory, shared_data):
         code, output = forked(1, str(ROOT / "test/reference.py"), *reference)
         assert code == 0, output[-4000:]
         lines = [
-            [*command_line(name, folder, shared_data), *max_steps, *c.args, "--check_replicas_every", "5", *micro(name)]
+            [*command_line(name, folder, shared_data), *max_steps, *c.args, "--check_replicas_every", "2", *micro(name)]
             for name, c in MATRIX.items()
             if c.nproc == num_ranks
         ]

@@ -21,7 +21,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.flags.common_flags import SCHEDULES
 from trainer.optimizers.build import build_scheduler
 
-SAMPLE, SEED = 12, 0
+SAMPLE, SEED, MATRIX_STEPS = 12, 0, 8
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def error_line(output: str) -> str:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    return resume_matrix.run_pairs(resume_matrix.sample_pairs(SAMPLE, SEED), tmp_path_factory.mktemp("matrix"))
+    pairs = resume_matrix.sample_pairs(SAMPLE, SEED)
+    return resume_matrix.run_pairs(pairs, tmp_path_factory.mktemp("matrix"), MATRIX_STEPS)
 
 
 @pytest.mark.parametrize("pair", resume_matrix.sample_pairs(SAMPLE, SEED), ids="->".join)
