@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.errors import Failed, UserError
@@ -33,6 +34,7 @@ OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
 TOKEN_FACTS = ("prompt_ids", "response_ids", "completion_ids", "raw_responses")  # passed to arguments of these names
 GROUPS = "groups"  # a function with this argument gets all responses to a prompt at once
+THREADS = 8  # that ask about single responses, after a call of all of them was too slow
 # a column with one of these names is not passed
 ARGUMENTS = ("prompts", "responses", "labels", "finished", *TOKEN_FACTS, GROUPS)
 RESERVED_METRICS = frozenset({"std"})  # the log calls the deviation of scores reward_std
@@ -135,13 +137,14 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
     If it is not `alone`, a score of None says that the response is not for this function. Such a score is NaN. So is a
     metric that a dict of a response leaves out.
 
-    If a connection fails (`is_passing`), the function is called again, and then for each response, or group, alone. Those
-    without a score get a `Failed`. No further response is tried after `timeout` seconds.
+    If a connection fails (`is_passing`), the function is called again, and then for each response, or group, alone. If a
+    call is too slow, each is called alone at once, some at a time: the slow ones then cost no others. Those without a score
+    after `timeout` seconds in all get a `Failed`.
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
-    def ask(prompts, responses, labels, extra: dict[str, list]) -> tuple[list[float], dict[str, list[float]]]:
-        result = _call(where, timeout, function, prompts, responses, labels, **extra)
+    def ask(prompts, responses, labels, extra: dict[str, list], limit=timeout) -> tuple[list, dict[str, list[float]]]:
+        result = _call(where, limit, function, prompts, responses, labels, **extra)
         result, components = _without_dicts(where, result)
         result, passed = _without_none(result)
         if passed and alone:
@@ -158,26 +161,39 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
         extra = {key: value for key, value in extra.items() if key in names or key not in (*TOKEN_FACTS, GROUPS)}
         try:
             return patiently_tried(lambda: ask(prompts, responses, labels, extra))
-        except Failed as failed:
+        except (Failed, Late) as failed:
             return _each_alone(ask, failed, timeout, (prompts, responses, labels), extra)
 
     return score
 
 
-def _each_alone(ask: Callable, failed: Failed, timeout: float, texts: tuple[list, ...], extra: dict[str, list]):
-    """What `ask` gives for each response alone, or each group if it takes groups. After the error `failed` of all of them."""
-    count, started = len(texts[0]), time.monotonic()
+class Late(UserError):
+    """A call that was too slow. It is not made again: it may still run."""
+
+
+def _each_alone(ask: Callable, error: UserError, timeout: float, texts: tuple[list, ...], extra: dict[str, list]):
+    """What `ask` gives for each response alone, or each group if it takes groups. After the `error` of all of them."""
+    count, end, failed = len(texts[0]), time.monotonic() + timeout, Failed(*error.args)
     scores, metrics, parts = [failed] * count, {}, {}
     for place, group in enumerate(extra.get(GROUPS, range(count))):
         parts.setdefault(group, []).append(place)
-    for places in parts.values() if len(parts) > 1 else ():
+
+    def ask_alone(places: list[int]) -> tuple[list, dict[str, list[float]]]:
         own = [[column[place] for place in places] for column in (*texts, *extra.values())]
+        left = end - time.monotonic()
         try:
-            if time.monotonic() > started + timeout:
-                raise failed
-            found, of_names = ask(*own[: len(texts)], dict(zip(extra, own[len(texts) :])))
-        except Failed as error:
-            found, of_names = [error] * len(places), {}
+            if left > 0:
+                return ask(*own[: len(texts)], dict(zip(extra, own[len(texts) :])), limit=left)
+        except Failed as own_failure:
+            return [own_failure] * len(places), {}
+        except Late:
+            pass
+        return [failed] * len(places), {}
+
+    together = list(parts.values()) if len(parts) > 1 else []
+    with ThreadPoolExecutor(THREADS if isinstance(error, Late) else 1) as threads:
+        answers = list(threads.map(ask_alone, together))
+    for places, (found, of_names) in zip(together, answers):
         for row, place in enumerate(places):
             scores[place] = found[row]
             for name, values in of_names.items():
@@ -267,7 +283,7 @@ def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -
     thread.start()
     thread.join(timeout)
     if thread.is_alive():
-        raise UserError(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
+        raise Late(where, f"no result after {timeout:g} s", "a faster function, or a longer --reward_timeout")
     if "error" in outcome:
         kind = Failed if is_passing(outcome["error"]) else UserError
         raise kind(where, f"raised {describe_error(outcome['error'])}")
