@@ -121,7 +121,7 @@ def read_command(block: Block, line: int, text: str, folder: Path) -> Command:
     if target is None or "--help" in target:
         return Command(block, line, text, "shell", argv=target or [])
     name = target[0]
-    kind = "train" if name.startswith("train_") else "server" if name == "serve_rm" else "tool"
+    kind = "train" if name.startswith("train_") else "server" if name in ("serve_rm", "serve_train") else "tool"
     env.pop("OMP_NUM_THREADS", None)
     return Command(block, line, text, kind, target, num_ranks, env)
 

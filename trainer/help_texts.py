@@ -66,6 +66,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "trainer rm --max_steps 5 --output_dir runs/rm",
         "trainer serve_rm --reward_pretrain runs/rm/model --port 8000",
     ),
+    "serve_train": (
+        "trainer make_demo",
+        "trainer serve_train --pretrain demo/model --lora_rank 32 --port 8002",
+    ),
     "verify_run": (
         "trainer sft --max_steps 5 --certificate --output_dir runs/certified",
         "trainer verify_run runs/certified --certify 2",

@@ -14,14 +14,14 @@ from launch import ROOT
 
 from trainer.compare.runs.launch import free_port
 from trainer.flags.common_flags import SFTArguments
-from trainer.flags.generating_flags import EvaluateArguments, OnlineDPOArguments
+from trainer.flags.generating_flags import EvaluateArguments, OnlineDPOArguments, ServeTrainArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rl_flags import PPOArguments
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
-ARGUMENTS |= {"train_kd": KDArguments, "evaluate": EvaluateArguments}
+ARGUMENTS |= {"train_kd": KDArguments, "evaluate": EvaluateArguments, "serve_train": ServeTrainArguments}
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     block

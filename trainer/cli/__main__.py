@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.help_texts import example_of
 
 TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
-RANKED = {**TRAINING, "eval": "evaluate"}  # commands that start ranks
+RANKED = {**TRAINING, "eval": "evaluate", "serve_train": "serve_train"}  # commands that start ranks
 OTHERS = (
     "check", "doctor", "export", "make_demo", "plan", "prepare_data", "report", "serve_engine", "serve_rm", "verify_run",
     "watch",
@@ -27,9 +27,10 @@ USAGE = f"""{example_of("trainer")}usage: trainer COMMAND [--nproc N] [--flag va
 
 to train:   {", ".join(TRAINING)}
 to measure: eval
+to serve:   serve_train
 besides:    {", ".join(OTHERS)}
 
---nproc N   ranks on this machine (default: 1), for commands that train, and for eval
+--nproc N   ranks on this machine (default: 1), for commands that train, eval and serve_train
 {", ".join(f"--{name}" for name in NODE_FLAGS)}: as torchrun has them, for several machines
 
 trainer COMMAND --help   an example, and all flags

@@ -50,9 +50,10 @@ def run(argv: list[str]) -> None:
     quiet_libraries()
     check_arguments(args)
     # these import torch, which --help does not need, and the extra `serve`
+    from trainer.rollout.rewards.http_service import listen
     from trainer.rollout.rewards.model_scorer import ModelScorer
     from trainer.rollout.rewards.remote_rewards import read_key
-    from trainer.rollout.rewards.reward_service import Limits, listen, serve
+    from trainer.rollout.rewards.reward_service import Limits, serve
     from trainer.runs.start_line import resolve_dtype
     from trainer.strategies.dtypes import DTYPES
 

@@ -1,4 +1,4 @@
-"""Flags of the other commands that generate, with the names and meanings of `train_ppo`: `train_dpo --online` and `evaluate`."""
+"""Flags of the other commands that generate, with the names of `train_ppo`: `train_dpo --online`, `evaluate`, `serve_train`."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -9,6 +9,8 @@ from trainer.flags.common_flags import (
     DataArguments,
     ExpertArguments,
     LayoutArguments,
+    LengthArguments,
+    LoraArguments,
     ModelArguments,
     OptimizerArguments,
     OutputArguments,
@@ -94,3 +96,41 @@ class EvaluateArguments:
     images: ImageFlags = group(ImageFlags)
     place: PlaceFlags = group(PlaceFlags)
     output: OutputFlags = group(OutputFlags)
+
+
+# --- serve_train: a model, its ranks and a server
+
+TrainedFlags = some_flags(
+    ModelArguments, "pretrain param_dtype attn_implementation gradient_checkpointing trust_remote_code"
+)
+AdapterFlags = some_flags(LoraArguments, "lora_rank lora_alpha target_modules")
+BatchFlags = some_flags(BatchArguments, "micro_train_batch_size seed")
+RanksFlags = some_flags(LayoutArguments, "backend zero_stage tensor_parallel_size device cpu_matmul")
+FolderFlags = some_flags(OutputArguments, "output_dir")
+
+
+@dataclass
+class ServerArguments:
+    """Server"""
+
+    host: str = arg("127.0.0.1", "address to listen on")
+    port: int = arg(8002, "port to listen on; 0 takes a free one", type="NonNegativeInt")
+    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
+    max_clients: int = arg(16, "models of clients at a time", type="PositiveInt")
+    sample_batch_size: int = arg(64, "responses at a time on one rank", type="PositiveInt")
+    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
+    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
+    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
+
+
+@dataclass
+class ServeTrainArguments:
+    """Trains and samples for clients over HTTP, in the shape of Tinker's API."""
+
+    server: ServerArguments = group(ServerArguments)
+    model: TrainedFlags = group(TrainedFlags)
+    lora: AdapterFlags = group(AdapterFlags)
+    length: LengthArguments = group(LengthArguments)
+    batch: BatchFlags = group(BatchFlags)
+    place: RanksFlags = group(RanksFlags)
+    output: FolderFlags = group(FolderFlags)

@@ -201,10 +201,15 @@ ROLLOUT_RULES = (
     *REWARD_RULES,
 )
 
-# of serve_rm and serve_engine
+# of serve_rm, serve_engine and serve_train
 SERVER_RULES = (
     Rule("host", lambda f: not f.api_key and not is_loopback(f.host), "without --api_key",
          "others can reach this address", "Add --api_key FILE, or take 127.0.0.1."),
+)
+SERVE_TRAIN_RULES = (
+    *SERVER_RULES,
+    Rule("backend", lambda f: True, "with serve_train", "clients take turns on the parameters, which DeepSpeed keeps in one buffer",
+         "Leave the flag out."),
 )
 # fmt: on
 

@@ -71,12 +71,12 @@ def read_tensors(folder: str, flag: str) -> dict[str, torch.Tensor]:
         raise UserError(flag, f"{path} cannot be read: {one_line(error)}", "a complete adapter") from None
 
 
-def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+def initial_tensors(model: torch.nn.Module, seed: int, rank: Optional[int] = None) -> dict[str, torch.Tensor]:
     """{name: fp32 tensor} with which an adapter begins; empty for a model without one. See also `start_from`.
 
     A is uniform in +-1 / sqrt(inputs), as in peft, and depends only on the seed. B is zero. The lengths of DoRA are those of
     the base, which is not read here. `model` must have the
-    shapes of whole tensors.
+    shapes of whole tensors. With `rank`, A is that of an adapter of this rank, (rank, inputs).
     """
     if "first_values" in vars(model):
         return vars(model)["first_values"]
@@ -85,7 +85,8 @@ def initial_tensors(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:  # (rank, inputs)
             bound = parameter.shape[1] ** -0.5
-            tensors[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            shape = (rank or parameter.shape[0], parameter.shape[1])
+            tensors[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif ".lora_B." in name:  # (outputs, rank)
             tensors[name] = torch.zeros(parameter.shape)
     return tensors

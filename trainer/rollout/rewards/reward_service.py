@@ -6,11 +6,9 @@ Starlette reads and answers requests in one thread. A second thread scores. Whil
 import asyncio
 import contextlib
 import json
-import secrets
-import signal
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,40 +16,32 @@ from typing import Optional
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trainer.errors import UserError
+from trainer.rollout.rewards.http_service import (
+    CLOSE,
+    GONE,
+    Door,
+    HTTPLimits,
+    Refused,
+    address,
+    as_json,
+    gone,
+    run_until_signal,
+    server_of,
+)
 
-BODIES_HELD = 16  # all requests together hold at most this many times the largest body
-GRACEFUL_SECONDS = 10  # for running requests at shutdown
-CLOSE = {"Connection": "close"}  # so that no connection waits for a second request, which uvicorn would not time
 # score(prompts, responses, finished) -> one number per response
 Score = Callable[[list[str], list[str], list[bool]], list[float]]
 
 
-@dataclass(frozen=True)
-class Limits:
+@dataclass(frozen=True, kw_only=True)
+class Limits(HTTPLimits):
     batch_size: int
-    max_body: int  # bytes
     max_queue: int  # texts
-    max_connections: int
-    read_timeout: float  # seconds for a whole request to arrive
-    api_key: Optional[str] = None
     max_text: int = 4 << 20  # bytes of one text
-
-
-class Refused(Exception):
-    """A request that gets no scores, with the status and the reason of the answer."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(reason)
-        self.status, self.reason = status, reason
-
-
-GONE = Refused(499, "the client is gone")  # only for the count in /metrics
 
 
 @dataclass
@@ -161,13 +151,13 @@ class Service:
 
     def __init__(self, score: Score, limits: Limits):
         self._score, self._limits = score, limits
-        self._answers, self._held = Counter(), 0
+        self._door = Door(limits)
 
     def app(self) -> Starlette:
         routes = [
             Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._guarded(self._metrics), methods=["GET"]),
-            Route("/{path:path}", self._guarded(self._rewards), methods=["POST"]),
+            Route("/metrics", self._door.guarded(self._metrics), methods=["GET"]),
+            Route("/{path:path}", self._door.guarded(self._rewards), methods=["POST"]),
         ]
         return Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -178,24 +168,8 @@ class Service:
         yield
         self._runs.cancel()
 
-    def _guarded(self, answer: Callable) -> Callable:
-        """Check the key, and turn Refused into an answer."""
-
-        async def endpoint(request: Request) -> Response:
-            try:
-                given, key = request.headers.get("Authorization", ""), self._limits.api_key
-                if key and not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                    raise Refused(401, "the header Authorization: Bearer KEY is missing or wrong")
-                response = await answer(request)
-            except Refused as refused:
-                response = _json({"error": refused.reason}, refused.status)
-            self._answers[response.status_code] += 1
-            return response
-
-        return endpoint
-
     async def _health(self, _request: Request) -> Response:
-        return _json(
+        return as_json(
             {"status": "ok"} if not self._runs.done() else {"status": "stopped"}, 503 * self._runs.done() or 200
         )
 
@@ -207,60 +181,25 @@ class Service:
             ("batches_total", "counter", batcher.batches),
             ("scoring_seconds_total", "counter", batcher.seconds),
             ("queued_texts", "gauge", batcher.queued),
-            ("held_body_bytes", "gauge", self._held),
+            ("held_body_bytes", "gauge", self._door.held),
         ):
             lines += [f"# TYPE serve_rm_{name} {kind}", f"serve_rm_{name} {value}"]
         lines += ["# TYPE serve_rm_answers_total counter"]
-        lines += [f'serve_rm_answers_total{{status="{code}"}} {count}' for code, count in sorted(self._answers.items())]
+        lines += [
+            f'serve_rm_answers_total{{status="{code}"}} {count}' for code, count in sorted(self._door.answers.items())
+        ]
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4", headers=CLOSE)
 
     async def _rewards(self, request: Request) -> Response:
-        body = bytearray()
-        try:
-            await self._read(request, body)
-            texts = _texts(bytes(body), self._limits.max_text)
-            asked, gone = asyncio.ensure_future(self._batcher.scores(*texts)), asyncio.ensure_future(_gone(request))
-            await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
-            gone.cancel()
+        async with self._door.body(request) as body:
+            texts = _texts(body, self._limits.max_text)
+            asked, left = asyncio.ensure_future(self._batcher.scores(*texts)), asyncio.ensure_future(gone(request))
+            await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
+            left.cancel()
             if not asked.done():
                 asked.cancel()
                 raise GONE
-            return _json({"rewards": asked.result()})
-        finally:
-            self._held -= len(body)
-
-    async def _read(self, request: Request, body: bytearray) -> None:
-        limit = self._limits.max_body
-        length = request.headers.get("Content-Length", "0")
-        too_large = Refused(
-            413, f"the body is larger than {limit >> 20} MB (--max_body_mb); send fewer texts at a time"
-        )
-        if not length.isdigit() or int(length) > limit:
-            raise too_large
-        try:
-            async with asyncio.timeout(self._limits.read_timeout):
-                async for part in request.stream():
-                    body += part
-                    self._held += len(part)
-                    if len(body) > limit:
-                        raise too_large
-                    if self._held > BODIES_HELD * limit:
-                        raise Refused(503, "too many large requests at a time")
-        except ClientDisconnect:
-            raise GONE from None
-        except TimeoutError:
-            raise Refused(408, f"the request did not arrive within {self._limits.read_timeout:g} s") from None
-
-
-async def _gone(request: Request) -> None:
-    """Returns when the client closes its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _json(value: dict, status: int = 200) -> Response:
-    # not Starlette's JSONResponse: it refuses a score of nan, which the client names in its error
-    return Response(json.dumps(value), status, media_type="application/json", headers=CLOSE)
+            return as_json({"rewards": asked.result()})
 
 
 def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]]:
@@ -290,60 +229,10 @@ def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]
 
 def make_server(score: Score, limits: Limits) -> uvicorn.Server:
     """A uvicorn server of the service. `run(sockets=[...])` answers until SIGTERM or SIGINT, or `should_exit` is set."""
-
-    idle: dict = {}  # connections without a request so far, the oldest first
-
-    class Protocol(H11Protocol):
-        """uvicorn's own, with a deadline for the head of a request, and few idle connections. uvicorn has neither."""
-
-        def connection_made(self, transport) -> None:
-            super().connection_made(transport)
-            idle[self] = None
-            self.loop.call_later(limits.read_timeout, self._close_without_request)
-            for oldest in list(idle):
-                if oldest.cycle is not None:
-                    del idle[oldest]
-                elif len(idle) > limits.max_connections // 2:
-                    oldest._close_without_request()
-                    idle.pop(oldest, None)
-                else:
-                    break
-
-        def connection_lost(self, exc) -> None:
-            idle.pop(self, None)
-            super().connection_lost(exc)
-
-        def _close_without_request(self) -> None:
-            if self.cycle is None:
-                self.transport.abort()
-
-    config = uvicorn.Config(
-        Service(score, limits).app(),
-        http=Protocol,
-        ws="none",
-        lifespan="on",
-        log_level="error",
-        access_log=False,
-        limit_concurrency=limits.max_connections,
-        timeout_graceful_shutdown=GRACEFUL_SECONDS,
-    )
-    return uvicorn.Server(config)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address. Raises UserError if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise UserError("--port", f"{host}:{port}: {error.strerror}") from None
+    return server_of(Service(score, limits).app(), limits)
 
 
 def serve(score: Score, limits: Limits, listening: socket.socket, host: str) -> None:
     """Print the address, with the name `host`, and answer requests until SIGTERM or SIGINT."""
-    server = make_server(score, limits)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has shut down
-        signal.signal(number, lambda *_: None)
-    host = f"[{host}]" if ":" in host else host
-    print(f"scoring at http://{host}:{listening.getsockname()[1]}", flush=True)
-    server.run(sockets=[listening])
+    print(f"scoring at {address(listening, host)}", flush=True)
+    run_until_signal(make_server(score, limits), listening)

@@ -1,0 +1,130 @@
+"""The messages of the training API that are protobuf, as the SDK of Tinker 0.38 sends and reads them.
+
+The field numbers are those of `tinker_public.proto` in that SDK. All other messages are JSON.
+"""
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from trainer.errors import UserError
+
+# name: fields as (number, name, kind). A kind is a scalar of protobuf or a message; "*" repeats, "map:" has text keys
+MESSAGES = {
+    "SparseCsr": [(1, "values", "bytes")],
+    "Tensor": [(1, "dense", "bytes"), (2, "sparse_csr", "SparseCsr"), (3, "dtype", "int32"), (4, "shape", "*int64")],
+    "EncodedTextChunk": [(1, "tokens", "bytes")],
+    "OtherChunk": [],
+    "Chunk": [(1, "encoded_text", "EncodedTextChunk"), (2, "image", "OtherChunk"), (3, "dmel", "OtherChunk")],
+    "Datum": [(1, "model_input", "*Chunk"), (2, "loss_fn_inputs", "map:Tensor")],
+    "LossConfigValue": [(1, "number", "double"), (2, "text", "string")],
+    "ForwardBackwardRequest": [
+        (1, "model_id", "string"), (2, "seq_id", "int32"), (3, "data", "*Datum"), (4, "loss_fn", "string"),
+        (5, "loss_fn_config", "map:double"), (6, "forward_only", "bool"), (7, "loss_fn_config_v2", "map:LossConfigValue"),
+    ],
+    "BatchedTensor": [(1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "int32"), (4, "trailing_shape", "*int64")],
+    "ArrayRecord": [(1, "type_tag", "string"), (2, "fields", "map:BatchedTensor"), (3, "num_datums", "int64")],
+    "ForwardBackwardOutput": [
+        (1, "loss_fn_output_type", "string"), (2, "loss_fn_outputs", "*ArrayRecord"), (3, "metrics", "map:double"),
+    ],
+    "SampledSequence": [(1, "stop_reason", "int32"), (2, "tokens", "bytes"), (3, "logprobs", "bytes")],
+    "SampleResponse": [(1, "sequences", "*SampledSequence"), (2, "prompt_logprobs", "bytes")],
+}  # fmt: skip
+DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}
+FLOAT32 = 1
+
+
+def _classes() -> dict[str, type]:
+    file = descriptor_pb2.FileDescriptorProto(name="api.proto", package="api", syntax="proto3")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, field, kind in fields:
+            repeated, kind = kind[0] == "*" or kind.startswith("map:"), kind.removeprefix("*")
+            if kind.startswith("map:"):
+                entry = message.nested_type.add(name="".join(map(str.capitalize, field.split("_"))) + "Entry")
+                entry.options.map_entry = True
+                _add(kinds, entry, 1, "key", "string", False)
+                _add(kinds, entry, 2, "value", kind[4:], False)
+                kind = f"{name}.{entry.name}"
+            _add(kinds, message, number, field, kind, repeated)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"api.{name}")) for name in MESSAGES}
+
+
+def _add(kinds, message, number: int, name: str, kind: str, repeated: bool) -> None:
+    label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
+    field = message.field.add(name=name, number=number, label=label)
+    if kind[0].isupper():
+        field.type, field.type_name = kinds.TYPE_MESSAGE, f".api.{kind}"
+    else:
+        field.type = getattr(kinds, f"TYPE_{kind.upper()}")
+
+
+CLASSES = _classes()
+
+
+def read_batch(body: bytes) -> dict:
+    """A request of forward_backward: model_id, seq_id, loss_fn, loss_fn_config, forward_only, and rows.
+
+    A row has input_ids (a list) and one array (tokens,) for each input of the loss. Raises UserError.
+    """
+    request = CLASSES["ForwardBackwardRequest"]()
+    try:
+        request.ParseFromString(body)
+    except DecodeError:
+        raise UserError("forward_backward", "no protobuf message of this request", "the SDK of Tinker, 0.38") from None
+    config = dict(request.loss_fn_config)
+    for name, value in request.loss_fn_config_v2.items():
+        config[name] = value.text or value.number
+    own = {name: getattr(request, name) for name in ("model_id", "seq_id", "loss_fn", "forward_only")}
+    return own | {"loss_fn_config": config, "rows": [_row(number, datum) for number, datum in enumerate(request.data)]}
+
+
+def _row(number: int, datum) -> dict:
+    tokens: list[int] = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UserError(f"data[{number}].model_input", "a chunk that is no text", "chunks of tokens")
+        tokens += _array(chunk.encoded_text.tokens, np.int32, f"data[{number}].model_input").tolist()
+    row: dict = {"input_ids": tokens}
+    for name, tensor in datum.loss_fn_inputs.items():
+        where = f"data[{number}].loss_fn_inputs[{name}]"
+        if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
+            raise UserError(where, "several values for each token", "one value for each token")
+        if tensor.dtype not in DTYPES:
+            raise UserError(where, f"dtype {tensor.dtype}", "float32, int64")
+        row[name] = _array(tensor.dense, DTYPES[tensor.dtype], where)
+    return row
+
+
+def _array(data: bytes, dtype, where: str) -> np.ndarray:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise UserError(where, f"{len(data)} bytes, which are no {np.dtype(dtype).name} numbers")
+    return np.frombuffer(data, dtype)
+
+
+def batch_output(columns: dict[str, list[np.ndarray]], metrics: dict[str, float]) -> bytes:
+    """The answer of forward_backward: for each row, one array (tokens,) of each column."""
+    answer = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="TorchLossReturn")
+    record = answer.loss_fn_outputs.add(type_tag="TorchLossReturn")
+    for name, arrays in columns.items():
+        record.num_datums, field = len(arrays), record.fields[name]
+        field.data = b"".join(array.astype(np.float32).tobytes() for array in arrays)
+        field.offsets = np.cumsum([0, *(4 * len(array) for array in arrays)], dtype=np.int64).tobytes()
+        field.dtype = FLOAT32
+    for name, value in metrics.items():
+        answer.metrics[name] = value
+    return answer.SerializeToString()
+
+
+def sample_output(sequences: list[tuple[list[int], list[float], bool]], prompt: np.ndarray | None) -> bytes:
+    """The answer of a request to sample: (tokens, their log-probs, whether a stop ended them), and those of the prompt."""
+    answer = CLASSES["SampleResponse"]()
+    for tokens, log_probs, finished in sequences:
+        one = answer.sequences.add(stop_reason=0 if finished else 1)
+        one.tokens, one.logprobs = np.array(tokens, np.int32).tobytes(), np.array(log_probs, np.float32).tobytes()
+    if prompt is not None:
+        answer.prompt_logprobs = prompt.astype(np.float32).tobytes()
+    return answer.SerializeToString()

@@ -1,0 +1,397 @@
+"""The HTTP service of `serve_train`: sessions, models, samplers and futures, as the SDK of Tinker 0.38 asks for them.
+
+It checks requests, and gives jobs to the ranks one after the other. A request that was sent twice is one job: its id is that
+of its model and its place in the order of requests.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Optional
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from trainer.errors import UserError
+from trainer.models.losses.client_loss import CLIENT_LOSSES
+from trainer.rollout.engines.sampling import Sampling, sample_seed
+from trainer.rollout.rewards.http_service import Door, HTTPLimits, Refused, as_json
+from trainer.runs.api.api_messages import batch_output, read_batch, sample_output
+
+PREFIX = "/api/v1/"
+PROTOBUF = "application/x-protobuf"
+POLL_SECONDS = 20  # a poll of a future is answered after so long; the client then asks again
+SESSION_SECONDS = 600  # the SDK sends a heartbeat every 10 s; without one for so long, a session has ended
+SAMPLERS_KEPT = 8  # of one model, without a name
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+# what a request to sample may name, and the only value that is offered
+NOT_OFFERED = {"topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None}
+NOT_OFFERED |= {"prompt_alt_tokens_k": 0, "record_stability_info": False}
+UNEMBEDDING = "this server trains no adapter on the unembedding, so train_unembed has no effect"
+
+
+@dataclass
+class Job:
+    """A method of `ClientModels`, its arguments, and the function that gets its result or a UserError."""
+
+    method: str
+    arguments: dict
+    answer: Callable[[Any], None] = lambda result: None
+
+
+@dataclass
+class Session:
+    seen: float
+    models: dict[str, dict] = field(default_factory=dict)  # model id: answer of get_info
+    samplers: list[str] = field(default_factory=list)
+    futures: dict[str, asyncio.Future] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the server offers: one base model, its longest text, the tokens that end a response, and a folder for weights."""
+
+    base_model: str
+    max_len: int
+    max_clients: int
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+    folder: str
+    seed: int
+    is_lora: bool
+
+
+class TrainingService:
+    def __init__(self, jobs: SimpleQueue, offer: Offer, limits: HTTPLimits):
+        self._jobs, self._offer, self._door = jobs, offer, Door(limits)
+        self._sessions: dict[str, Session] = {}
+        self._owners: dict[str, Session] = {}  # of models, samplers and futures
+        self._sampled, self._saved = 0, set()
+
+    def app(self) -> Starlette:
+        answers = {
+            "client/config": lambda ask: {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False},
+            "client/dynamic_config": lambda ask: {},
+            "telemetry": lambda ask: {"status": "accepted"},
+            "cancel_future": lambda ask: {},
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._create_model,
+            "get_info": lambda ask: self._owner(ask["model_id"]).models[ask["model_id"]],
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+        }
+        routes = [Route(PREFIX + name, self._of_json(answer), methods=["POST"]) for name, answer in answers.items()]
+        routes += [
+            Route(PREFIX + "forward_backward", self._door.guarded(self._forward_backward), methods=["POST"]),
+            Route(PREFIX + "retrieve_future", self._door.guarded(self._retrieve), methods=["POST"]),
+            Route(PREFIX + "get_server_capabilities", self._of_json(self._capabilities), methods=["GET"]),
+            Route(PREFIX + "samplers/{sampler}", self._door.guarded(self._sampler), methods=["GET"]),
+            Route(PREFIX + "healthz", self._of_json(lambda ask: {"status": "ok"}), methods=["GET"]),
+            Route("/{path:path}", self._door.guarded(_not_offered), methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _app):
+        ends = asyncio.create_task(self._end_sessions())
+        yield
+        ends.cancel()
+
+    async def _end_sessions(self) -> None:
+        while True:
+            await asyncio.sleep(SESSION_SECONDS / 20)
+            for name, session in list(self._sessions.items()):
+                if time.monotonic() - session.seen > SESSION_SECONDS:
+                    del self._sessions[name]
+                    self._owners = {key: owner for key, owner in self._owners.items() if owner is not session}
+                    gone = {"model_ids": list(session.models), "samplers": session.samplers}
+                    self._jobs.put(Job("forget", gone))
+
+    # --- requests as JSON, and futures
+
+    def _of_json(self, answer: Callable[[dict], dict]) -> Callable:
+        async def endpoint(request: Request) -> Response:
+            async with self._door.body(request) as body:
+                try:
+                    asked = json.loads(body or b"{}")
+                    if not isinstance(asked, dict):
+                        raise TypeError("no JSON object")
+                    return as_json(answer(asked))
+                except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+                    raise Refused(422, f"{type(error).__name__}: {error}") from None
+                except UserError as error:
+                    raise Refused(422, str(error)) from None
+
+        return self._door.guarded(endpoint)
+
+    def _owner(self, name: str) -> Session:
+        if name not in self._owners:
+            raise Refused(404, f"{name}: not known here; its session may have ended")
+        self._owners[name].seen = time.monotonic()
+        return self._owners[name]
+
+    def _session(self, name: str) -> Session:
+        if name not in self._sessions:
+            raise Refused(410, f"session {name} has ended")
+        self._sessions[name].seen = time.monotonic()
+        return self._sessions[name]
+
+    def _submit(self, session: Session, key: str, job: Job, encode: Callable[[Any], bytes] | None = None) -> dict:
+        """Give a job to the ranks, unless a request with this key did it before. Returns the future's id."""
+        if key not in session.futures:
+            loop = asyncio.get_running_loop()
+            future = session.futures[key] = loop.create_future()
+            self._owners[key] = session
+
+            def answered(result: Any) -> None:
+                if isinstance(result, UserError):
+                    found = json.dumps({"error": str(result), "category": "user"}).encode(), "application/json"
+                elif encode:
+                    found = encode(result), PROTOBUF
+                else:
+                    found = json.dumps(result).encode(), "application/json"
+                loop.call_soon_threadsafe(future.set_result, found)
+
+            self._jobs.put(Job(job.method, job.arguments, answered))
+        return {"request_id": key}
+
+    async def _retrieve(self, request: Request) -> Response:
+        async with self._door.body(request) as body:
+            key = _read(body).get("request_id")
+        future = self._owner(key).futures[key]
+        done, _ = await asyncio.wait([future], timeout=POLL_SECONDS)
+        if not done:
+            return as_json({"type": "try_again", "request_id": key, "queue_state": "active"}, 408)
+        content, kind = future.result()
+        return Response(content, media_type=kind, headers={"Connection": "close"})
+
+    # --- sessions and models
+
+    def _create_session(self, ask: dict) -> dict:
+        name = f"session-{secrets.token_hex(8)}"
+        self._sessions[name] = Session(time.monotonic())
+        return {"type": "create_session", "session_id": name, "warning_message": UNEMBEDDING}
+
+    def _heartbeat(self, ask: dict) -> dict:
+        self._session(ask["session_id"])
+        return {"type": "session_heartbeat"}
+
+    def _capabilities(self, ask: dict) -> dict:
+        facts = {"max_context_length": self._offer.max_len, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": self._offer.base_model, **facts}]}
+
+    def _new_model(self, session_id: str, number: int, rank: Optional[int]) -> tuple[Session, str]:
+        session, model_id = self._session(session_id), f"{session_id}:train:{number:d}"
+        if model_id not in session.models:
+            if sum(len(one.models) for one in self._sessions.values()) >= self._offer.max_clients:
+                raise Refused(422, f"{self._offer.max_clients} models are here already (--max_clients)")
+            session.models[model_id] = {
+                "type": "get_info", "model_id": model_id, "model_name": self._offer.base_model,
+                "model_data": {"model_name": self._offer.base_model},
+                "is_lora": self._offer.is_lora, "lora_rank": rank,
+            }  # fmt: skip
+            self._owners[model_id] = session
+        return session, model_id
+
+    def _check_base(self, name: Optional[str]) -> None:
+        if name not in (None, self._offer.base_model):
+            raise UserError("base_model", name, self._offer.base_model)
+
+    def _create_model(self, ask: dict) -> dict:
+        self._check_base(ask["base_model"])
+        _check_adam(ask.get("optimizer_config"))
+        lora = ask.get("lora_config") or {"rank": 0}
+        rank = int(lora["rank"])
+        session, model_id = self._new_model(ask["session_id"], ask["model_seq_id"], rank or None)
+        parts = {"attention": lora.get("train_attn", True), "mlp": lora.get("train_mlp", True)}
+        return self._submit(
+            session, f"{model_id}:create", Job("create", {"model_id": model_id, "rank": rank, "seed": lora.get("seed"), **parts})
+        )  # fmt: skip
+
+    async def _forward_backward(self, request: Request) -> Response:
+        async with self._door.body(request) as body:
+            try:
+                ask = read_batch(body)
+                self._check_batch(ask)
+            except UserError as error:
+                raise Refused(422, str(error)) from None
+        names = ("model_id", "rows", "loss_fn", "loss_fn_config", "forward_only")
+        job = Job("forward_backward", {name: ask[name] for name in names})
+        key = f"{ask['model_id']}:{ask['seq_id']}"
+        return as_json(self._submit(self._owner(ask["model_id"]), key, job, lambda found: batch_output(*found)))
+
+    def _check_batch(self, ask: dict) -> None:
+        if ask["loss_fn"] not in CLIENT_LOSSES:
+            raise UserError("loss_fn", ask["loss_fn"], ", ".join(CLIENT_LOSSES))
+        inputs, constants, _ = CLIENT_LOSSES[ask["loss_fn"]]
+        needed = {"target_tokens", *inputs}
+        if odd := ask["loss_fn_config"].keys() - set(constants):
+            raise UserError(
+                f"loss_fn_config of {ask['loss_fn']}", ", ".join(sorted(odd)), ", ".join(constants) or "none"
+            )
+        if not ask["rows"]:
+            raise UserError("data", "no row")
+        for number, row in enumerate(ask["rows"]):
+            self._check_tokens(f"data[{number}].model_input", row["input_ids"])
+            if row.keys() - {"input_ids"} != needed:
+                found = ", ".join(sorted(row.keys() - {"input_ids"})) or "none"
+                raise UserError(f"data[{number}].loss_fn_inputs of {ask['loss_fn']}", found, ", ".join(sorted(needed)))
+            if odd := [name for name in needed if len(row[name]) != len(row["input_ids"])]:
+                raise UserError(
+                    f"data[{number}].{odd[0]}", f"{len(row[odd[0]])} values for {len(row['input_ids'])} tokens"
+                )
+            self._check_tokens(f"data[{number}].target_tokens", row["target_tokens"])
+
+    def _check_tokens(self, where: str, tokens) -> None:
+        if not 0 < len(tokens) <= self._offer.max_len:
+            raise UserError(where, f"{len(tokens)} tokens", f"1 to {self._offer.max_len} (--max_len)")
+        if not (min(tokens) >= 0 and max(tokens) < self._offer.vocab_size):
+            raise UserError(where, "a token outside of the vocabulary", f"0 to {self._offer.vocab_size - 1}")
+
+    def _optim_step(self, ask: dict) -> dict:
+        if "adam_params" not in ask:
+            raise UserError("optim_params", str(ask.get("optimizer_params", {}).get("type")), "AdamParams")
+        if odd := ask["adam_params"].keys() - ADAM.keys():
+            raise UserError("adam_params", ", ".join(sorted(odd)), ", ".join(ADAM))
+        values = {name: float(value) for name, value in (ADAM | ask["adam_params"]).items()}
+        return self._of_model(ask, Job("optim_step", {"model_id": ask["model_id"], **values}))
+
+    def _of_model(self, ask: dict, job: Job) -> dict:
+        return self._submit(self._owner(ask["model_id"]), f"{ask['model_id']}:{int(ask['seq_id'])}", job)
+
+    # --- weights
+
+    def _folder(self, path: str) -> str:
+        """The folder of tinker://MODEL/weights/NAME. Raises UserError for any other form."""
+        model_id, kind, name = (*path.removeprefix("tinker://").split("/"), "", "")[:3]
+        is_form = path == f"tinker://{model_id}/{kind}/{name}" and NAME.fullmatch(model_id) and NAME.fullmatch(name)
+        if not is_form or kind not in ("weights", "sampler_weights"):
+            raise UserError("path", path, "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME")
+        return f"{self._offer.folder}/{model_id.replace(':', '_')}/{kind}/{name}"
+
+    def _save(self, ask: dict, kind: str = "weights") -> dict:
+        path = f"tinker://{ask['model_id']}/{kind}/{ask.get('path') or int(ask['seq_id'])}"
+        key, folder = f"{ask['model_id']}:{int(ask['seq_id'])}", self._folder(path)
+        if folder in self._saved and key not in self._owners and not ask.get("overwrite"):
+            raise UserError("path", f"{path} exists", "another name, or overwrite")
+        self._saved.add(folder)
+        own = {"folder": folder, "path": path, "for_sampler": kind == "sampler_weights"}
+        own["kind"] = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        return self._of_model(ask, Job("save", {"model_id": ask["model_id"], **own}))
+
+    def _save_for_sampler(self, ask: dict) -> dict:
+        if ask.get("path"):
+            return self._save(ask, "sampler_weights")
+        session, answer = self._owner(ask["model_id"]), {"type": "save_weights_for_sampler"}
+        answer["sampling_session_id"] = sampler = f"{ask['model_id']}:sampler:{int(ask['sampling_session_seq_id'])}"
+        self._own_sampler(session, sampler)
+        own = {"sampler": sampler, "model_id": ask["model_id"], "folder": None, "answer": answer}
+        return self._of_model(ask, Job("keep_sampler", own))
+
+    def _own_sampler(self, session: Session, sampler: str) -> None:
+        """Note a sampler, and drop the oldest ones of its session beyond SAMPLERS_KEPT for each model."""
+        if sampler in self._owners:
+            return
+        self._owners[sampler] = session
+        session.samplers.append(sampler)
+        while len(session.samplers) > SAMPLERS_KEPT * max(1, len(session.models)):
+            del self._owners[oldest := session.samplers.pop(0)]
+            self._jobs.put(Job("forget", {"model_ids": [], "samplers": [oldest]}))
+
+    def _load(self, ask: dict) -> dict:
+        folder, own = self._folder(ask["path"]), {"path": ask["path"], "optimizer": bool(ask["optimizer"])}
+        self._check_base(ask.get("base_model"))
+        _check_adam(ask.get("optimizer_config"))
+        if ask.get("model_id"):
+            return self._of_model(ask, Job("load", {"model_id": ask["model_id"], "folder": folder, **own}))
+        session, model_id = self._new_model(ask["session_id"], ask["model_seq_id"], None)
+        return self._submit(session, f"{model_id}:create", Job("load", {"model_id": model_id, "folder": folder, **own}))
+
+    # --- sampling
+
+    def _create_sampler(self, ask: dict) -> dict:
+        self._check_base(ask.get("base_model"))
+        session = self._session(ask["session_id"])
+        sampler, path = f"{ask['session_id']}:sample:{int(ask['sampling_session_seq_id'])}", ask.get("model_path")
+        own = {"sampler": sampler, "model_id": None, "folder": self._folder(path) if path else None}
+        self._own_sampler(session, sampler)
+        self._submit(session, f"{sampler}:create", Job("keep_sampler", {**own, "answer": {"path": path}}))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    async def _sampler(self, request: Request) -> Response:
+        sampler = request.path_params["sampler"]
+        self._owner(sampler)
+        return as_json({"sampler_id": sampler, "base_model": self._offer.base_model})
+
+    def _sample(self, ask: dict) -> dict:
+        sampler, tokens = ask["sampling_session_id"], []
+        session = self._owner(sampler)
+        for name, offered in NOT_OFFERED.items():
+            if ask.get(name, offered) not in (offered, None):
+                raise UserError(name, str(ask[name])[:40], instead="Leave it out: it is not offered here.")
+        for chunk in ask["prompt"]["chunks"]:
+            if chunk.get("type") != "encoded_text":
+                raise UserError("prompt", f"a chunk of type {chunk.get('type')}", "encoded_text")
+            tokens += map(int, chunk["tokens"])
+        self._check_tokens("prompt", tokens)
+        params, count = ask["sampling_params"], int(ask.get("num_samples", 1))
+        sampling, key = self._sampling(params, len(tokens)), f"{sampler}:{int(ask['seq_id'])}"
+        seed, number = params.get("seed"), self._sampled
+        self._sampled += key not in session.futures
+        seeds = [
+            sample_seed(self._offer.seed if seed is None else seed, number * (seed is None), n) for n in range(count)
+        ]
+        scored, last = bool(ask.get("prompt_logprobs")), ask.get("prompt_logprobs_last_n")
+        own = {"prompts": [(tokens, count)], "sampling": sampling, "seeds": seeds, "prompt_log_probs": [scored]}
+
+        def encoded(found: list) -> bytes:
+            [(sequences, of_prompt)] = found
+            if scored and last:
+                of_prompt[: len(tokens) - last] = float("nan")
+            return sample_output(sequences, of_prompt)
+
+        answer = self._submit(session, key, Job("sample", {"sampler": sampler, **own}), encoded)
+        return {**answer, "sample_sequence_ids": [f"{key}:{n}" for n in range(count)]}
+
+    def _sampling(self, params: dict, num_tokens: int) -> Sampling:
+        room = self._offer.max_len - num_tokens
+        most, stop = params.get("max_tokens"), params.get("stop")
+        most = room if most is None else int(most)
+        if not 0 < most <= room:
+            raise UserError("max_tokens", f"{most} after {num_tokens} tokens", f"1 to {room} (--max_len)")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        texts = tuple(one for one in stops if isinstance(one, str))
+        ids = self._offer.stop_ids if stop is None else tuple(int(one) for one in stops if not isinstance(one, str))
+        top_k = max(int(params.get("top_k", -1)), 0)
+        return Sampling(float(params.get("temperature", 1)), most, ids, texts, float(params.get("top_p", 1)), top_k, keeps_sets=False)  # fmt: skip
+
+
+def _check_adam(config: Optional[dict]) -> None:
+    if config and config.get("type", "adamw") != "adamw":
+        raise UserError("optimizer_config", str(config["type"]), "adamw")
+
+
+def _read(body: bytes) -> dict:
+    try:
+        asked = json.loads(body)
+        return asked if isinstance(asked, dict) else {}
+    except (ValueError, RecursionError):
+        raise Refused(422, "no JSON") from None
+
+
+async def _not_offered(request: Request) -> Response:
+    raise Refused(404, f"{request.method} {request.url.path} is not offered here")
