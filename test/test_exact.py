@@ -286,7 +286,7 @@ def test_what_splits_samples_and_is_not_proved_is_refused_in_one_line(monkeypatc
     heads = torch.zeros(1, 3, 4, 8)
     with pytest.raises(UserError, match=r"--exact: ulysses over 2 ranks, which do not divide the 3 KV heads"):
         exact_attention.exact_attention("ulysses", split)(torch.nn.Module(), heads, heads, heads)
-    with pytest.raises(UserError, match=r"--exact: equal bits of split samples are not proved for soft caps"):
+    with pytest.raises(UserError, match=r"--exact: equal bits are not proved for soft caps"):
         exact_attention.exact_attention("ring", split)(torch.nn.Module(), heads, heads, heads, softcap=1.0)
 
 

@@ -3,19 +3,18 @@
 from collections.abc import Callable
 
 from trainer.exact.exact_sums import on_loss_grid
-from trainer.exact.split_rows import SplitRows
 from trainer.metrics import MetricSum
 
 
-def with_exact_sums(loss_fn: Callable, split: SplitRows) -> Callable:
+def with_exact_sums(loss_fn: Callable) -> Callable:
     """Return `loss_fn` with its sum and its metrics rounded to a grid, in fp64. So they add up exactly in any order.
 
-    Log-probs of tokens are rounded too: ranks that split a sample add up to the same sum as one rank.
+    Values of tokens are rounded too: ranks that split a sample add up to the same sum as one rank. Losses do it with the
+    function `rounded` of the micro-batch.
     """
 
     def loss(model, micro_batch: dict) -> tuple:
-        split.num_tokens = micro_batch.get("row_tokens", 0)
-        micro_batch = {**micro_batch, "rounded": on_loss_grid}
+        micro_batch["rounded"] = on_loss_grid
         total, count, *metrics = loss_fn(model, micro_batch)
         return on_loss_grid(total), count, *({name: _rounded(value) for name, value in m.items()} for m in metrics)
 

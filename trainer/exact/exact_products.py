@@ -127,10 +127,13 @@ HEAD_DIMS = {"Qwen3RMSNorm": 2, "Gemma3RMSNorm": 1}  # where the norm of a head 
 PRODUCTS = {"columns": _ByColumns, "rows": _ByRows, "vocabulary": _ByColumns}
 
 
-def fix_products(model: torch.nn.Module, kinds: dict[str, str], tp_mesh: DeviceMesh, split: SplitRows) -> None:
+def fix_products(
+    model: torch.nn.Module, kinds: dict[str, str], tp_mesh: DeviceMesh, split: SplitRows, shards_logits: bool = True
+) -> None:
     """Let layers work in pieces. `kinds` says what tp splits in each: columns, rows, heads or vocabulary.
 
-    The weights are those of this tp rank. Logits become DTensors, sharded over the vocabulary, as the loss needs them.
+    The weights are those of this tp rank. Logits become DTensors, sharded over the vocabulary, as the loss needs them. An
+    engine needs plain logits.
 
     Raises:
         UserError: there is tp, but no plan of ours, tp does not divide the vocabulary, or a norm of heads is unknown.
@@ -156,7 +159,9 @@ def fix_products(model: torch.nn.Module, kinds: dict[str, str], tp_mesh: DeviceM
             module.forward = functools.partial(_norm_by_heads, module, tp_mesh.get_group())
             token_dims[name] = 3 - HEAD_DIMS[type(module).__name__]
             continue
-        becomes_dtensor = kind == "vocabulary" and not hasattr(module, "sharded_logits")  # DeepSpeed's part has a hook
+        becomes_dtensor = (
+            shards_logits and kind == "vocabulary" and not hasattr(module, "sharded_logits")
+        )  # DeepSpeed's part has a hook
         owner = products.index(name) % split.size if name in products else 0  # the head may share its weight
         ranks = Ranks(tp_mesh.get_group(), split, has_gradient=split.rank == owner)
         module.forward = functools.partial(

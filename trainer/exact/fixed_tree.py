@@ -8,6 +8,20 @@ import torch.distributed as dist
 PIECES = 8  # of a dimension that tp may split: over 1, 2, 4 or 8 ranks
 
 
+class Alone:
+    """In place of a process group or a mesh: one rank, which has all pieces. It can be no process group of torch's,
+    since ranks make those together, and an engine does not communicate."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def get_group(self) -> "Alone":
+        return self
+
+
 def num_pieces(size_here: int, num_ranks: int) -> int:
     """Return how many pieces of a split dimension this rank holds. 8 pieces of 64 on 2 ranks give 4, of 12 give 2."""
     return math.gcd(max(PIECES // num_ranks, 1), size_here) if size_here else 1

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
+from trainer.exact.block_attention import block_attention
 from trainer.exact.exact_products import ROWS
 
 PRODUCTS = (
@@ -34,16 +35,18 @@ def ask_for_fixed_kernels() -> None:
     torch.set_num_threads(1)
 
 
-def self_test(splits_rows: bool = False) -> None:
+def self_test(splits_rows: bool = False, decodes: bool = False) -> None:
     """Raise UserError if the kernels in use lack a property that --exact needs (collective, well under a second).
 
-    With `splits_rows`, ranks compute products of some rows of a sample each.
+    With `splits_rows`, ranks compute products of some rows of a sample each. An engine `decodes` single tokens.
     """
     plain = dict(_results(_aligned))
     _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
     _compare(plain, dict(_results(_shifted)), "with the place in memory", "Take another --cpu_matmul, or remove it.")
     if splits_rows:
         _compare_rows()
+    if decodes:
+        _compare_decoding()
     for rank, other in enumerate(gather_objects(plain)):
         _compare(plain, other, f"between this rank and rank {rank}", "Take ranks with processors of one kind.")
 
@@ -63,6 +66,28 @@ def _compare_rows() -> None:
             if not torch.equal(F.linear(rows, factor), torch.cat(parts)):
                 found = f"a product with {inner} x {outer} changes on this machine with the number of rows"
                 raise UserError("--exact", found, instead="Set --ring_attn_size to 1.")
+
+
+def _compare_decoding() -> None:
+    """Does a token have the same bits alone as in its sample: in attention, and in functions of vector code?"""
+    generator, tokens = torch.Generator().manual_seed(0), torch.arange(70)[None]
+    for heads, columns in ((2, 8), (4, 64)):
+        query = torch.randn(1, 2 * heads, 70, columns, generator=generator)
+        key, value = (torch.randn(1, heads, 70, columns, generator=generator) for _ in range(2))
+        whole = block_attention(query, key, value, tokens, columns**-0.5)
+        for at in (0, 31, 32, 69):
+            here = tokens[:, at : at + 1]
+            alone = block_attention(
+                query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1], here, columns**-0.5
+            )
+            if not torch.equal(alone, whole[:, :, at : at + 1]):
+                raise UserError("--exact", "attention of one token has other bits than in its sample", "no rollouts")
+    values = torch.rand(37, 12, generator=generator) * 30
+    for function in (torch.sin, torch.cos, torch.exp, torch.log):
+        if not torch.equal(function(values)[5:6], function(values[5:6].contiguous())):
+            raise UserError(
+                "--exact", f"{function.__name__} of one token has other bits than in its sample", "no rollouts"
+            )
 
 
 def _aligned(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -4,6 +4,8 @@ Products of forward, activations and losses of tokens work on the tokens of a ra
 of a weight add up over tokens. So they see all tokens of the sample, in their order, as on one rank.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -78,6 +80,7 @@ def give_whole_rows(model: torch.nn.Module, rows: SplitRows, token_dims: dict[st
     """
     if rows.size == 1:
         return
+    model.register_forward_pre_hook(functools.partial(_count_tokens, rows), with_kwargs=True)
     for name, module in model.named_modules():
         kind = type(module).__name__
         has_own = name not in others and next(module.parameters(recurse=False), None) is not None
@@ -86,6 +89,15 @@ def give_whole_rows(model: torch.nn.Module, rows: SplitRows, token_dims: dict[st
             raise UserError("--exact", found, "--ring_attn_size 1")
         if has_own or "Rotary" in kind:  # sines of positions are vector code
             _see_whole_rows(module, rows, token_dims.get(name, 1))
+
+
+def _count_tokens(rows: SplitRows, _model, _args: tuple, kwargs: dict) -> None:
+    """Note the length of the sample whose parts the ranks hold. The positions of padding begin at 0 again."""
+    positions = kwargs["position_ids"]
+    places = zigzag_shard(torch.arange(rows.size * positions.shape[1])[None], rows.rank, rows.size)
+    count = (positions == places).sum()
+    dist.all_reduce(count, group=rows.group)
+    rows.num_tokens = int(count)
 
 
 def _see_whole_rows(module: torch.nn.Module, rows: SplitRows, dim: int) -> None:

@@ -282,6 +282,39 @@ EXACT_RULES = (
     Rule("exact", lambda f: f.has_images, "with rows that have images", "equal bits are not proved for vision towers",
          "Take rows without images."),
 )
+
+# with --exact and rollouts: what is not proved to generate and train with the same bits
+EXACT_ROLLOUT_RULES = (
+    Rule("exact", lambda f: f.rollout_engine != "hf", "with --rollout_engine {rollout_engine}",
+         "only the embedded engine computes as training does", "Take --rollout_engine hf."),
+    Rule("exact", lambda f: f.lora_rank, "with --lora_rank and rollouts",
+         "the engine merges the adapter, and training does not", "Train all weights."),
+    Rule("exact", lambda f: f.max_staleness, "with --max_staleness {max_staleness}",
+         "the speed of a rank decides which weights generate", "Set it to 0."),
+    Rule("exact", lambda f: f.top_p < 1 or f.top_k or f.min_p, "with --top_p, --top_k or --min_p",
+         "equal bits are proved for samples from all tokens", "Remove the other flags."),
+    Rule("exact", lambda f: f.env, "with --env {env}", "equal bits are proved for one turn", "Take --reward_func."),
+    Rule("exact", lambda f: f.reward_pretrain, "with --reward_pretrain {reward_pretrain}",
+         "equal bits are not proved for the head of a reward model", "Take --reward_func."),
+    Rule("exact", lambda f: f.advantage_estimator not in ("group_norm", "rloo", "dr_grpo"),
+         "with --advantage_estimator {advantage_estimator}", "equal bits are proved for group_norm, rloo and dr_grpo",
+         "Take --advantage_estimator group_norm."),
+    Rule("exact", lambda f: f.policy_loss != "ppo", "with --policy_loss {policy_loss}",
+         "equal bits are proved for ppo only", "Take --policy_loss ppo."),
+    Rule("exact", lambda f: f.entropy_loss_coef or f.positive_nll_coef, "with another term of the policy loss",
+         "equal bits are proved for the loss alone", "Remove --entropy_loss_coef and --positive_nll_coef."),
+    Rule("exact", lambda f: f.tis_cap is not None or f.tis_mask or f.rollout_kl_max is not None
+         or f.off_policy_mask_threshold is not None or f.top_entropy_quantile is not None,
+         "with corrections of the rollout", "rollout and training have the same log-probs, so there is nothing to correct",
+         "Remove the flags of the correction."),
+    Rule("exact", lambda f: f.ema_beta is not None, "with --ema_beta {ema_beta}",
+         "equal bits are not proved for averages", "Remove one of them."),
+    Rule("exact", lambda f: f.share_prompts, "with --share_prompts", "each sample is run alone", "Remove one of them."),
+    Rule("exact", lambda f: f.routing_replay, "with --routing_replay", "equal bits are not proved for experts",
+         "Remove one of them."),
+    Rule("exact", lambda f: f.rollouts_from, "with --rollouts_from", "a file of another run may have other bits",
+         "Remove one of them."),
+)
 # fmt: on
 
 
@@ -297,9 +330,8 @@ TRAINING_RULES = (
 )
 
 
-def _not_exact(command: str) -> Rule:
-    why = "equal bits are proved for training on fixed data only"
-    return Rule("exact", lambda f: True, f"with {command}", why, "Remove the flag.")
+_WHY = "equal bits of rollouts are proved for train_ppo only"
+_NOT_EXACT = Rule("exact", lambda f: True, "with train_dpo --online", _WHY, "Remove the flag.")
 
 
 def exact_on_whole_samples(command: str) -> tuple[Rule, Rule]:
@@ -317,10 +349,8 @@ def _no_new_tokens(command: str, why: str) -> Rule:
     return Rule("add_tokens", lambda f: True, f"with {command}", why, "Add them in train_sft first.")
 
 
+_UNTAUGHT = "the policy would have to sample tokens that no text taught"
 NEVER = {
-    command: (
-        _not_exact(command),
-        _no_new_tokens(command, "the policy would have to sample tokens that no text taught"),
-    )
-    for command in ("train_ppo", "train_dpo --online")
+    "train_ppo": (_no_new_tokens("train_ppo", _UNTAUGHT),),
+    "train_dpo --online": (_NOT_EXACT, _no_new_tokens("train_dpo --online", _UNTAUGHT)),
 } | {"train_kd": (_no_new_tokens("train_kd", "the teacher does not know them"),)}

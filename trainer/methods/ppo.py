@@ -332,7 +332,7 @@ def _losses(run: PPORun) -> tuple[LossFunction, LossFunction]:
 
     policy, state = run.options.policy, run.state
     loss_fn = make_policy_loss(policy, lambda: state.kl_coef, run.sp_group, note_old_log_probs, run.roles.routers)
-    return (run.balance(loss_fn) if run.balance else loss_fn), make_value_loss(policy, run.sp_group)
+    return (run.change_loss(loss_fn) if run.change_loss else loss_fn), make_value_loss(policy, run.sp_group)
 
 
 def update_actor(run: PPORun, loop: LoopOptions, batch, loss_fn: LossFunction, progress: Progress) -> dict:

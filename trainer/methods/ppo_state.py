@@ -160,5 +160,5 @@ class PPORun:
     pages: Optional[SamplePages] = None
     timeline: Optional[Timeline] = None
     groups: dict[int, list[str]] = field(default_factory=dict)  # the names of the groups of a prompt's row
-    balance: Optional[Callable[[LossFunction], LossFunction]] = None  # adds the load-balancing loss
+    change_loss: Optional[Callable[[LossFunction], LossFunction]] = None  # of the policy
     updates: Optional[Callable] = None  # in place of `policy_updates`, with its parameters

@@ -98,12 +98,12 @@ def make_policy_loss(
         if options.off_policy_mask_threshold is not None:
             near = losses.near_enough(tokens, micro_batch["rollout_log_probs"], options.off_policy_mask_threshold)
             values, of_tokens["off_policy_fraction"] = values * near, ~near & keep
-        weights = micro_batch["loss_weights"] * keep
-        policy_sum = total = (values * weights).sum()
+        weights, rounded = micro_batch["loss_weights"] * keep, micro_batch.get("rounded", _unchanged)
+        losses_of_policy = losses_of_tokens = values * weights
         if options.entropy_coef:
-            total = total - options.entropy_coef * (entropies * weights).sum()
+            losses_of_tokens = losses_of_tokens - options.entropy_coef * entropies * weights
         if "nll_weights" in micro_batch:
-            total = total - (log_probs * micro_batch["nll_weights"]).sum()
+            losses_of_tokens = losses_of_tokens - log_probs * micro_batch["nll_weights"]
         clipped = clipped & keep
         of_tokens |= {
             "entropy": entropies,
@@ -117,17 +117,28 @@ def make_policy_loss(
             kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], options.kl_estimator)
             if options.kl_unbiased:
                 kl = kl * losses.bounded(tokens.log_ratio).exp()
-            total = total + kl_coef() * (kl * weights).sum()
+            losses_of_tokens = losses_of_tokens + kl_coef() * kl * weights
             of_tokens["kl_loss"] = kl * keep
-        metrics = {"policy_loss": MetricSum(policy_sum), **_means_over_tokens(of_tokens, keep)}
-        return total, denominator(micro_batch, options.loss_agg, sp_group), metrics
+        policy_sum = rounded(losses_of_policy).sum()
+        metrics = {"policy_loss": MetricSum(policy_sum), **_means_over_tokens(of_tokens, keep, rounded)}
+        return rounded(losses_of_tokens).sum(), denominator(micro_batch, options.loss_agg, sp_group), metrics
 
     return policy_loss
 
 
-def _means_over_tokens(values: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, MetricSum]:
-    """Means over response tokens, as metrics, of values (rows, tokens) that are 0 outside response tokens."""
-    return {name: MetricSum(value.detach().double().sum(), count=keep.sum()) for name, value in values.items()}
+def _unchanged(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _means_over_tokens(
+    values: dict[str, torch.Tensor], keep: torch.Tensor, rounded: Callable = _unchanged
+) -> dict[str, MetricSum]:
+    """Means over response tokens, as metrics, of values (rows, tokens) that are 0 outside response tokens.
+
+    With --exact, `rounded` rounds them to a grid, so that their sums are exact.
+    """
+    sums = {name: rounded(value.detach().double()).sum() for name, value in values.items()}
+    return {name: MetricSum(total, count=keep.sum()) for name, total in sums.items()}
 
 
 def _mean_by_sequence(values: torch.Tensor, micro_batch: dict, sp_group) -> torch.Tensor:

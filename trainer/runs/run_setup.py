@@ -74,9 +74,10 @@ def set_up(
         tokens = (args.model.add_tokens, args.model.trust_remote_code)
         folder, line = rank_0_first(functools.partial(folder_with_tokens, folder, *tokens), in_caches=True)
         strategy.print(line)
-    if is_packed or args.layout.ring_attn_size > 1:
+    if is_packed or args.layout.ring_attn_size > 1 or args.layout.exact:
         kind = {"packed": is_packed, "sp_mode": args.layout.sp_mode, "ring_attn_kernel": args.layout.ring_attn_kernel}
         kind |= {"trust_remote_code": args.model.trust_remote_code, "exact": args.layout.exact}
+        kind["rolls_out"] = rolls_out
         attention, sp_group = setup_attention(strategy, folder, attention, **kind)
     where = tokenizer_folder(folder, args.lora.lora_adapter)
     tokenizer = prepared_tokenizer(where, args.model.trust_remote_code, args.data)

@@ -20,7 +20,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
     multiple of 2 * sp_size tokens, then cut to (rows, tokens / sp_size). The padding repeats the last token of
     input_ids: the embedding of token 0 may be zero, and Gemma 3n would divide by it. It is IGNORE for labels, a count
     from 0 for positions, and 0 otherwise. Entries that are not per token do not change. `cu_seqlens` still describes the whole
-    row, because every rank needs it; the padding becomes its last document. `row_tokens` is the length before padding. A micro-batch within the micro-batch is
+    row, because every rank needs it; the padding becomes its last document. A micro-batch within the micro-batch is
     sharded separately. Every rank keeps all pixels of `images`.
 
     Two ranks, documents of 5 and 2 tokens, padded from 7 to 8 and cut into chunks of 2:
@@ -35,7 +35,7 @@ def split_micro_batch(batch: dict, sp_rank: int, sp_size: int) -> dict:
         return batch
     rows, num_tokens = batch["input_ids"].shape
     padding = -num_tokens % (2 * sp_size)
-    split = {**batch, "row_tokens": num_tokens}
+    split = {**batch}
     _check_right_padding(split.get("attention_mask"))
     if "cu_seqlens" in batch and padding:
         for name in ("cu_seqlens", "cu_seqlens_host"):

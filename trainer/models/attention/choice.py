@@ -73,16 +73,20 @@ def setup_attention(
     ring_attn_kernel: str,
     trust_remote_code: bool,
     exact: bool = False,
+    rolls_out: bool = False,
 ) -> tuple[str, Optional[dist.ProcessGroup]]:
     """Return (name of the attention function, ranks that split each sequence or None).
 
-    `attention` is the name without splitting. `folder` is the model's. The other values are the flags of these names.
+    `attention` is the name without splitting. With `exact`, a run that `rolls_out` has attention over fixed blocks. `folder` is the model's. The other values are the flags of these names.
 
     Raises:
         UserError: the model of `folder` or the device does not fit.
     """
     if packed:
         validate_packed_model(folder, trust_remote_code, attention)
+    if strategy.sizes.sp == 1 and exact and rolls_out:
+        AttentionInterface.register("whole", exact_attention("whole", strategy.exact.split, by_blocks=True))
+        return "whole", None
     if strategy.sizes.sp == 1:
         return attention, None
     sp_group = strategy.setup_ring_attn()
@@ -95,7 +99,7 @@ def setup_attention(
     if sp_mode == "ulysses":
         validate_heads(config, strategy.sizes.sp, strategy.sizes.tp)
     if exact:
-        AttentionInterface.register(sp_mode, exact_attention(sp_mode, strategy.exact.split))
+        AttentionInterface.register(sp_mode, exact_attention(sp_mode, strategy.exact.split, by_blocks=rolls_out))
         return sp_mode, sp_group
     return register_ring_attention(sp_group, sp_mode, packed), sp_group
 

@@ -38,7 +38,8 @@ def policy_values(
     labels, head = micro_batch["labels"], model.get_output_embeddings()
     kept, options = places_of_labels(micro_batch), {"temperature": temperature}
     sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has sharded over tp
-    if isinstance(head, torch.nn.Linear) or sharded_logits:
+    has_own_product = "forward" in vars(head)  # with --exact
+    if (isinstance(head, torch.nn.Linear) or sharded_logits) and not has_own_product:
         chunk_rows = rows_of_a_chunk(_vocab_size(head), labels.device)
         config = model.get_output_embeddings.__self__.config
         if len(kept) <= chunk_rows:

@@ -13,6 +13,11 @@ def _minus_maximum(logits: torch.Tensor, group) -> torch.Tensor:
     return logits - maximum[:, None]
 
 
+def _num_pieces(logits: torch.Tensor, group) -> int:
+    """A GPU has no --exact, and one piece is faster there."""
+    return 1 if logits.is_cuda else num_pieces(logits.shape[1], group.size())
+
+
 class _VocabParallelNLL(torch.autograd.Function):
     """-log p(target) of each row. Forward: two collectives over `group` (max, then two sums). Backward is local.
 
@@ -28,8 +33,7 @@ class _VocabParallelNLL(torch.autograd.Function):
         columns = local_targets[rows]
         target_logits = shifted.new_zeros(shifted.shape[0])
         target_logits[rows] = shifted[rows, columns]
-        # a GPU has no --exact, and one piece is faster there
-        count = 1 if shifted.is_cuda else num_pieces(shifted.shape[1], group.size())
+        count = _num_pieces(shifted, group)
         pieces = [piece.contiguous().exp_() for piece in shifted.chunk(count, 1)]
         exponentials = pieces[0] if count == 1 else torch.cat(pieces, 1)
         totals = [piece.sum(1) for piece in pieces]
@@ -48,14 +52,15 @@ class _VocabParallelNLL(torch.autograd.Function):
 
 
 class _VocabParallelEntropy(torch.autograd.Function):
-    """Entropy of each row. Forward: all-reduces over `group` (max, then two sums). Backward is local."""
+    """Entropy of each row. Forward: two collectives over `group` (max, then two sums). Backward is local."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, group) -> torch.Tensor:
         shifted = _minus_maximum(logits, group)
-        exponentials = shifted.exp()
-        sums = torch.stack([exponentials.sum(1), (exponentials * shifted).sum(1)])  # (2, rows)
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        pieces = [piece.contiguous() for piece in shifted.chunk(_num_pieces(shifted, group), 1)]
+        powers = [piece.exp() for piece in pieces]
+        both = [torch.stack([e.sum(1), (e * piece).sum(1)]) for e, piece in zip(powers, pieces)]
+        sums = tree_sum(both, group)  # (2, rows)
         entropies = sums[0].log() - sums[1] / sums[0]
         ctx.save_for_backward(shifted - sums[0].log()[:, None], entropies)
         return entropies

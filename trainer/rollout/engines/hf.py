@@ -4,6 +4,7 @@ It works on any platform and with any layout of the training weights. Each rank 
 in the compute dtype. Input and output are tokens.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Optional
 
@@ -18,6 +19,7 @@ from trainer.models.losses.truncation import truncate
 from trainer.models.model_loading import has_sdpa
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.decoding import CachedRows, UncachedRows, can_cache, register_attention
+from trainer.rollout.engines.exact_rows import ExactRows, compute_exactly, log_softmax_in_pieces
 from trainer.rollout.engines.responses import Responses
 from trainer.rollout.engines.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 
@@ -41,11 +43,13 @@ class HFEngine:
         read_images: Optional[Callable] = None,
         record_experts: bool = False,
         compiled: bool = False,
+        exact: bool = False,
     ):
         """Build the model of a Hugging Face folder without weights. `update_weights` brings them.
 
         Prompts with images need the `auto_class` of such models, and `read_images(ids, mask, images)`, see `CachedRows`.
         `record_experts`: completions have the experts of their tokens. `compiled`: see `compile_decoding`.
+        `exact`: the bits of training, see `exact_rows`.
         """
         auto_class = auto_class or AutoModelForCausalLM
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -66,6 +70,10 @@ class HFEngine:
         self.dtype, self.device, self.batch_size = dtype, device, batch_size
         self.kind_of_rows, self.read_images = CachedRows if cached else UncachedRows, read_images
         self.options = {"compiled": compile_decoding(self.model)} if compiled and cached else {}
+        self.log_softmax = functools.partial(torch.log_softmax, dim=-1)
+        if exact:
+            compute_exactly(self.model)
+            self.kind_of_rows, self.log_softmax = ExactRows, log_softmax_in_pieces
         self.routers, self.dropped = None, []  # storages that sleep has emptied
         if record_experts:
             self.routers = Routers(model, config)
@@ -139,7 +147,7 @@ class HFEngine:
             logits = (going.first() if tokens is None else going.next(tokens)).float()  # (rows, vocab)
             if sampling.temperature not in (0, 1):
                 logits = logits / sampling.temperature
-            log_probs, kept_ids = logits.log_softmax(-1), None
+            log_probs, kept_ids = self.log_softmax(logits), None
             if sampling.truncates:
                 log_probs = truncate(log_probs, sampling.top_p, sampling.top_k, sampling.min_p)
                 kept_ids = log_probs > float("-inf") if sampling.gives_sets else None

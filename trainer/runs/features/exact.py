@@ -19,7 +19,8 @@ def run_single_samples(run) -> None:
 
 
 def check_machine(run) -> None:
-    self_test(splits_rows=run.setup.sp_group is not None)
+    rolls_out = run.setup.rolls_out  # a decoded token is a row of its own
+    self_test(splits_rows=rolls_out or run.setup.sp_group is not None, decodes=rolls_out)
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
     run.setup.strategy.print(
         "exact: one thread for each rank; OMP_NUM_THREADS changes nothing, since MKL's bits need it"
@@ -28,8 +29,20 @@ def check_machine(run) -> None:
 
 def fix_sums(run) -> None:
     """Fix the order of sums in backward, also in the layers of an adapter, and sum losses exactly."""
+    fix_order(run)
+    run.loss_fn = with_exact_sums(run.loss_fn)
+
+
+def fix_order(run) -> None:
     add_within_modules_first(run.model)
-    run.loss_fn = with_exact_sums(run.loss_fn, run.setup.strategy.exact.split)
+
+
+def sum_policy_loss(run) -> None:
+    run.ppo.change_loss = with_exact_sums
+
+
+def decode_exactly(run) -> None:
+    run.engine_options["hf"]["exact"] = True
 
 
 EXACT = Feature(
@@ -38,4 +51,13 @@ EXACT = Feature(
     before_setup=run_single_samples,
     before_data=check_machine,
     with_loss=fix_sums,
+)
+EXACT_RL = Feature(
+    "exact",
+    lambda run: run.args.layout.exact,
+    before_setup=run_single_samples,
+    before_data=check_machine,
+    with_data=decode_exactly,
+    with_model=fix_order,
+    with_loss=sum_policy_loss,
 )

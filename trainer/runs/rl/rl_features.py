@@ -17,6 +17,7 @@ from trainer.runs.feature import Feature
 from trainer.runs.features.adapter import adapt
 from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
+from trainer.runs.features.exact import EXACT_RL
 from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import freeze_vision, images_of, use_images
 from trainer.runs.features.merged_base import MERGED_BASE
@@ -88,7 +89,7 @@ def balance_experts(run) -> None:
     """Add the load-balancing loss to that of the policy."""
     top_k = experts_per_token(read_config(run.setup.folder, run.args.model.trust_remote_code))
     coef = run.args.experts.aux_loss_coef
-    run.ppo.balance = functools.partial(with_batch_balance_loss, aux_loss_coef=coef, top_k=top_k)
+    run.ppo.change_loss = functools.partial(with_batch_balance_loss, aux_loss_coef=coef, top_k=top_k)
 
 
 def resume_rollouts(run) -> None:
@@ -121,6 +122,7 @@ def write_timeline(run) -> None:
 
 
 RL_FEATURES = (
+    EXACT_RL,
     Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
     Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
     Feature("shared prompts", lambda run: run.args.rollout.share_prompts, with_data=share_prompts),

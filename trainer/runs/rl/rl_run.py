@@ -49,6 +49,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     check_policy_loss(args.advantage.policy_loss)
     run = RLRun(method=method, args=args, auto_class=AutoModelForCausalLM)
     kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
+    apply(RL_FEATURES, run, "before_setup")
+    args = run.args
     run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)
 
     apply(RL_FEATURES, run, "before_data")
