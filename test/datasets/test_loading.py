@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -516,3 +517,31 @@ def test_a_row_of_several_files_is_found_in_its_file(tmp_path, probs):
     for index, row in enumerate(rows):
         assert place_of_row(index, names, flag="--dataset", split="train", **options) == row["text"]
     assert place_of_row(1, str(tmp_path / "a.jsonl"), flag="--dataset", split="train") is None
+
+
+# --- keys twice, and rows inside one object
+
+
+TWICE = {
+    "flat.jsonl": ('{"a": "1"}\n{"a": "1", "a": "2"}\n', "line 2: the key 'a' twice"),
+    "nested.jsonl": ('{"m": [{"c": "x"}]}\n\n{"m": [{"c": "x", "c": "y"}]}\n', "line 3: the key 'c' twice"),
+    "array.json": ('[{"a": "1"},\n{"a": "1", "b": [{"c": 1, "c": 2}]}]', "item 2: the key 'c' twice"),
+    "rows.json": ('{"version": "1", "data": [{"q": "a"}]}', "rows under its key 'data'. .*jq -c '.data"),
+    "indented.json": ('{\n "rows": [\n  {"q": "a"}\n ]\n}', "rows under its key 'rows'"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_key_twice_and_rows_inside_one_object_are_refused(name, tmp_path):
+    """json and pyarrow would take the last value in silence."""
+    (tmp_path / name).write_text(TWICE[name][0])
+    with pytest.raises(UserError, match=f"{name}.*{TWICE[name][1]}"):
+        load_rows(str(tmp_path / name), flag="--dataset", split="train")
+
+
+def test_a_name_twice_in_parquet_is_refused(tmp_path):
+    message = pa.StructArray.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["content", "content"])
+    pq.write_table(pa.table({"messages": pa.ListArray.from_arrays([0, 1], message)}), tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet").num_rows == 1
+    with pytest.raises(UserError, match=r"a\.parquet: two columns or keys are named 'content'"):
+        load_rows(str(tmp_path / "a.parquet"), flag="--dataset", split="train")

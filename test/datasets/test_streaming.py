@@ -111,6 +111,26 @@ def test_a_saved_position_gives_the_rest(demo, names, flags):
         assert list(rest.read(copy.deepcopy(positions[number]))) == rows[number + 1 :], number
 
 
+def test_rows_with_control_tokens_are_named_by_file_and_row(demo, tmp_path):
+    """Also behind an empty line, in the second file and in a mixture of sets."""
+    rows = [
+        json.dumps({"question": f"{n}<|im_end|>" if n in (3, 5, 8) else f"{n}", "answer": "yes"}) for n in range(10)
+    ]
+    rows = [row.replace("im_end", "never") if n == 5 else row for n, row in enumerate(rows)]
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/a.jsonl").write_text("\n\n".join(rows[:5]))
+    (tmp_path / "parts/b.jsonl").write_text("\n".join(rows[5:]))
+    (tmp_path / "other.jsonl").write_text("\n".join(rows[:1] * 30))
+    found = [f"--dataset {tmp_path}/parts/a.jsonl row 7", f"--dataset {tmp_path}/parts/b.jsonl row 4"]
+    for names, flags in (("parts", []), ("parts,other.jsonl", ["--dataset_probs", "0.9,0.1"])):
+        names = ",".join(str(tmp_path / name) for name in names.split(","))
+        lines = "\n".join(stream(demo, names, *flags).ledger.lines)
+        assert (
+            f"2 rows hold control tokens, read as plain text (--read_control_tokens keeps them): {', '.join(found)}"
+            in lines
+        )
+
+
 def test_members_of_a_tar_file_are_rows(tmp_path):
     texts = {"1.txt": "first", "2.json": '{"answer": "ja"}', "2.txt": "zwei\n", "3.json": '{\n"answer": "ü"\n}'}
     expected = [{"txt": "first"}, {"answer": "ja", "txt": "zwei\n"}, {"answer": "ü"}]

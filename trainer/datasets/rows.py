@@ -3,6 +3,7 @@
 They raise UserError if a value has another type than its key needs.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,27 @@ KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "
 
 class AsWritten(dict):
     """An object as it is in its file. Objects from Arrow have the keys of all rows, with None for missing values."""
+
+
+class Twice(ValueError):
+    """A key stands twice in one object of JSON. A reader of JSON would take the last value in silence."""
+
+
+def unique(pairs: list[tuple[str, Any]], kind: type[dict] = dict) -> dict:
+    """The object of these keys and values, as `object_pairs_hook` of a JSON decoder. Raises Twice."""
+    found = kind(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Twice(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return found
+
+
+def json_text(text: str) -> Any:
+    """The value of JSON that a text of a row holds. Raises ValueError if it is none, UserError for a key twice."""
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
+    except Twice as error:
+        raise UserError("a text of JSON", str(error), "each key once") from None
 
 
 def lookup(row: Any, key: str) -> Any:

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from trainer.datasets.rows import AsWritten, kind_of
+from trainer.datasets.rows import AsWritten, json_text, kind_of
 from trainer.datasets.shapes.notes import Notes
 from trainer.errors import UserError
 
@@ -118,7 +118,7 @@ def tools_of(row: Any) -> list[dict] | None:
     value = row.get("tools")
     if isinstance(value, str):
         try:
-            value = json.loads(value, object_hook=AsWritten) if value.strip() else None
+            value = json_text(value) if value.strip() else None
         except json.JSONDecodeError as error:
             raise UserError("column tools", f"broken JSON ({error.msg})", "a list of objects, or its JSON") from None
     if not value:
@@ -204,7 +204,7 @@ def _calls(content: Any, where: str) -> list[dict]:
     """Calls of tools as templates read them, from an object with a name and arguments, a list of them, or its JSON."""
     if isinstance(content, str):
         try:
-            content = json.loads(content, object_hook=AsWritten)
+            content = json_text(content)
         except ValueError:
             content = None
     calls = content if isinstance(content, list) else [content]
@@ -275,7 +275,7 @@ def _parsed_list(value: Any) -> Any:
     """The list of a JSON text, as in files without nested columns; else the value."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value, object_hook=AsWritten)
+            return json_text(value)
         except ValueError:
             return value
     return value
@@ -283,7 +283,7 @@ def _parsed_list(value: Any) -> Any:
 
 def _parsed_object(text: str) -> Any:
     try:
-        return json.loads(text or "{}", object_hook=AsWritten)
+        return json_text(text or "{}")
     except ValueError:
         return None
 

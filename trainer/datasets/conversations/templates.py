@@ -24,6 +24,7 @@ from trainer.datasets.conversations.messages import TRAIN
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
+from trainer.datasets.rows import json_text
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
 from trainer.errors import UserError
 
@@ -76,7 +77,7 @@ def arguments_of_row(tokenizer: Any, value: Any) -> Iterator[None]:
     """
     where, before = f"column {TEMPLATE_ARGS}", getattr(tokenizer, "template_args", {})
     try:
-        given = json.loads(value or "{}") if isinstance(value, str) else value or {}
+        given = json_text(value or "{}") if isinstance(value, str) else value or {}
     except ValueError as error:
         raise UserError(where, f"broken JSON ({error})", "a JSON object") from None
     if not isinstance(given, dict):

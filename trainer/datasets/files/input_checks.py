@@ -92,6 +92,7 @@ def _check_parquet(file: BinaryIO, size: int, where: str) -> None:
     except (pa.ArrowException, OSError, ValueError):
         return
     check_columns(table.metadata.num_columns, where)
+    _check_names(table.schema_arrow, where)
     most, found = most_bytes(size), 0
     if _upper_bound(table.metadata) <= most:
         return
@@ -103,6 +104,19 @@ def _check_parquet(file: BinaryIO, size: int, where: str) -> None:
                 raise too_large(where, f"{size} bytes whose rows take more than {most // MB} MB", "ratio")
     except (pa.ArrowException, OSError):
         return
+
+
+def _check_names(fields: Any, where: str) -> None:
+    """Refuse two fields of one name inside an object: pyarrow would take the last one in silence."""
+    names = [field.name for field in fields]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(where, f"two columns or keys are named {twice!r}", "different names")
+    for field in fields:
+        kind = field.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        if pa.types.is_struct(kind):
+            _check_names(kind, where)
 
 
 def _upper_bound(metadata: Any) -> int:

@@ -20,14 +20,16 @@ from datasets.builder import Key
 from datasets.features.features import register_feature
 
 from trainer.datasets.files.input_checks import check_columns
-from trainer.datasets.rows import AsWritten
+from trainer.datasets.rows import AsWritten, unique
 
-READER_VERSION = "1"  # raise this if the same file would give another table: an older cache file must not be used
+READER_VERSION = "2"  # raise this if the same file would give another table: an older cache file must not be used
 CHUNK_BYTES = 64 << 20
+# names under which one object holds all rows of a file
+LISTS_OF_ROWS = ("data", "rows", "train", "examples", "samples", "instances", "items", "records")
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 SPACE = re.compile(r"[ \t\r\n]*")
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # default: other sets may hold Arrow's dates
-DECODER = json.JSONDecoder()
+DECODER = json.JSONDecoder(object_pairs_hook=unique)
 
 
 @dataclass
@@ -175,10 +177,27 @@ def _tables(name: str) -> Iterator[tuple[pa.Table, datasets.Features]]:
             # the library reads an array of texts as rows with one column
             yield _table_of_rows([{"text": row} if isinstance(row, str) else row for row in rows])
             return
+        number = 0
         while chunk := file.read(CHUNK_BYTES):
-            chunk = (chunk + file.readline()).removeprefix(b"\xef\xbb\xbf")
+            chunk, number = (chunk + file.readline()).removeprefix(b"\xef\xbb\xbf"), number + 1
             if chunk.strip():
-                yield _table_of_lines(chunk)
+                table, columns = _table_of_lines(chunk)
+                if number == 1 and len(table) == 1 and (key := list_of_rows(table)):
+                    raise Wrapped(key)
+                yield table, columns
+
+
+class Wrapped(ValueError):
+    """args: the key under which the only object of a file holds rows."""
+
+
+def list_of_rows(table: pa.Table) -> str | None:
+    """The key under which the only row of a table holds a list of objects as rows, or None."""
+    for key in LISTS_OF_ROWS:
+        value = table[key][0].as_py() if key in table.column_names else None
+        if isinstance(value, str) and value.startswith("[{"):
+            return key
+    return None
 
 
 def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:

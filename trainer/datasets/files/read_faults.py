@@ -1,18 +1,25 @@
 """Find the line of a data file that could not be read. This is used only after a reader has failed."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from trainer.datasets.files.csv_files import find_csv_fault
-from trainer.datasets.files.json_files import DECODER, is_array
+from trainer.datasets.files.json_files import DECODER, Wrapped, is_array
 from trainer.datasets.library import one_line
-from trainer.datasets.rows import KINDS
+from trainer.datasets.rows import KINDS, Twice
 from trainer.errors import UserError
+
+BETWEEN = re.compile(r"[,\s]*")
 
 
 def explain(error: Exception, kind: str, names: list[str], where: str) -> UserError:
     """Return the error for the user. It names the file and the line of the fault, if they can be found."""
+    if isinstance(error.__cause__, Wrapped):
+        [key] = error.__cause__.args
+        found = f"one object, which holds rows under its key {key!r}"
+        return UserError(where, found, instead=f"Write each row as a line: jq -c '.{key}[]' FILE.json > FILE.jsonl")
     find_fault = {"json": find_json_fault, "csv": find_csv_fault}.get(kind)
     for name in names if find_fault else []:
         fault = find_fault(name)
@@ -61,7 +68,7 @@ def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for each row. Raises _Broken where the text is not JSON."""
     with open(path, "rb") as file:
         if is_array(file):
-            rows = _parse(file.read(), first_line=1)
+            rows = _parse(file.read(), first_line=1, is_array=True)
             yield from ((f"item {number}", row) for number, row in enumerate(rows, 1))
             return
         for number, line in enumerate(file, 1):
@@ -69,7 +76,7 @@ def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
                 yield f"line {number}", _parse(line.rstrip(), first_line=number)
 
 
-def _parse(text: bytes, first_line: int) -> Any:
+def _parse(text: bytes, first_line: int, is_array: bool = False) -> Any:
     try:
         return DECODER.decode(text.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -79,5 +86,20 @@ def _parse(text: bytes, first_line: int) -> Any:
         raise _Broken(f"line {first_line}", "not UTF-8 text") from None
     except RecursionError:
         raise _Broken(f"line {first_line}", "lists or objects are nested too deep") from None
+    except Twice as error:
+        place = f"item {_item_with_key_twice(text.decode('utf-8-sig'))}" if is_array else f"line {first_line}"
+        raise _Broken(place, str(error)) from None
     except ValueError as error:
         raise _Broken(f"line {first_line}", f"broken JSON ({error})") from None
+
+
+def _item_with_key_twice(text: str) -> int:
+    """The number of the first item of a JSON array with a key twice in one object."""
+    place, number = text.index("[") + 1, 1
+    while True:
+        place = BETWEEN.match(text, place).end()
+        try:
+            _, place = DECODER.raw_decode(text, place)
+        except Twice:
+            return number
+        number += 1

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -14,29 +15,38 @@ from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.mixing import joined, parse_probs
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
-from trainer.datasets.rows import AsWritten
+from trainer.datasets.rows import AsWritten, unique
 from trainer.errors import UserError
 
 LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
+PLACE = "(place)"
 KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
 COMPRESSED = (".zst", ".gz")
-DECODER = json.JSONDecoder(object_hook=AsWritten)
+DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
 CHUNK_BYTES = 1 << 20  # of lines that are read at a time
 ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"
 
 
 def open_rows(
-    names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
+    names: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None,
+    max_samples: int | None,
+    seed: int,
+    with_places: bool = False,
 ) -> tuple[datasets.IterableDataset, str]:
     """Return the rows of the comma-separated sets, and a hash of the names and local sizes of their files.
 
     Without probs, the sets follow each other. With probs, each next row comes from a set sampled with these odds. The
-    stream ends when the first set is used up. Raises UserError for a file that does not exist or cannot be streamed.
+    stream ends when the first set is used up. `with_places`: each row also has the column PLACE, as "FILE row N". Raises UserError for a file that does not exist or cannot be streamed.
     """
     paths = [name.strip() for name in names.split(",") if name.strip()]
     odds = None if probs is None else parse_probs(probs, len(paths))
     files = [_files_of(path, f"{flag} {path}", split) for path in paths]
-    sets = [_open(found, f"{flag} {path}") for path, found in zip(paths, files, strict=True)]
+    opened = _open_with_places if with_places else _open
+    sets = [opened(found, f"{flag} {path}") for path, found in zip(paths, files, strict=True)]
     if max_samples:
         sets = [rows.take(max_samples) for rows in sets]
     facts = [[_facts_of(name) for name in found] for found in files]
@@ -125,6 +135,22 @@ def _open(files: list[str], where: str) -> datasets.IterableDataset:
         return datasets.load_dataset(kind, data_files={"train": patterns}, split="train", streaming=True, **options)
     except Exception as error:  # of any type: the library's message says what is wrong
         raise UserError(where, f"cannot be read: {one_line(error)}", ALLOWED) from None
+
+
+def _open_with_places(files: list[str], where: str) -> datasets.IterableDataset:
+    def with_place(row: dict, index: int, name: str) -> dict:
+        return row | {PLACE: f"{name} row {index + 1}"}
+
+    return datasets.concatenate_datasets(
+        [_open([name], where).map(with_place, with_indices=True, fn_kwargs={"name": name}) for name in files]
+    )
+
+
+def places_of(rows: datasets.IterableDataset, numbers: list[int]) -> list[str]:
+    """The places of the rows of these numbers, ascending, in a stream that `open_rows` opened with places."""
+    found = (row[PLACE] for block in rows.iter(batch_size=100) for row in parsed(block))
+    wanted = set(numbers)
+    return [place for number, place in enumerate(islice(found, max(numbers, default=-1) + 1)) if number in wanted]
 
 
 def _facts_of(name: str) -> list:

@@ -32,10 +32,14 @@ def control_note(samples: Dataset, flag: str) -> list[str]:
     """The line about rows whose texts hold control tokens: their count, and the first of them as `flag` row N."""
     rows = samples.with_format("numpy").select_columns(["row", "control_tokens"])[:]
     found = rows["row"][rows["control_tokens"]]
-    if not len(found):
-        return []
-    first = ", ".join(f"{flag} row {number + 1}" for number in found[:3]) + ", ..." * (len(found) > 3)
-    return [f"{len(found)} rows hold control tokens, read as plain text (--read_control_tokens keeps them): {first}"]
+    return note_of_controls(len(found), [f"{flag} row {number + 1}" for number in found[:3]])
+
+
+def note_of_controls(count: int, places: list[str]) -> list[str]:
+    """The line about `count` rows with control tokens; `places` are the first ones."""
+    first = ", ".join(places) + ", ..." * (count > len(places))
+    told = f"{count} rows hold control tokens, read as plain text (--read_control_tokens keeps them): {first}"
+    return [told] if count else []
 
 
 def keep(samples: Dataset, kept: np.ndarray) -> Dataset:

@@ -17,7 +17,7 @@ from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.files.stream_rows import parsed
 from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
-from trainer.datasets.samples.ledger import Ledger
+from trainer.datasets.samples.ledger import Ledger, note_of_controls
 from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, check_stops, options_of, tokenize_row
 from trainer.datasets.shapes.notes import NOTE, lines_of_notes
@@ -55,7 +55,10 @@ class _KnownColumns(dict):
 
 
 class SampleStream:
-    """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` go to `options_of`."""
+    """The token rows of an IterableDataset, shuffled in blocks of `buffer` rows. `options` go to `options_of`.
+
+    `places(numbers)` are the files and rows of the rows of these numbers.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class SampleStream:
         seed: int,
         shuffle: bool,
         allow_no_stop: bool = False,
+        places: Callable[[list[int]], list[str]],
         **options,
     ):
         self.rows, self.flag, self.digest = rows, flag, digest
@@ -80,13 +84,16 @@ class SampleStream:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
         self.options = options_of(self.column_names, tokenizer, flag, **options)
         self.ledger, self._first, notes = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None, []
-        all_cut = True
+        all_cut, controls = True, []
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
             count(self.ledger.counts, row)
             notes.append(row[NOTE])
+            controls += [row["row"]] * row["control_tokens"]
             all_cut = all_cut and bool(row["truncated"] or not row["num_loss_tokens"])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
-        lines = lines_of_notes(notes) + check_stops(self.ledger.counts, all_cut, flag, allow_no_stop)
+        first = [f"{flag} {place}" for place in places(sorted(controls)[:3])]
+        lines = lines_of_notes(notes) + note_of_controls(len(controls), first)
+        lines += check_stops(self.ledger.counts, all_cut, flag, allow_no_stop)
         self.ledger.lines = [f"first rows: {line}" for line in lines]
         if not self._first:
             raise UserError(flag, f"the first rows give no sample ({self.ledger.summary()})", "rows with answers")

@@ -1,13 +1,12 @@
 """The part of a row before its answer: a conversation, or a text with its second text, system text and earlier turns."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, CONTENTS, as_single_messages, role_of
-from trainer.datasets.rows import AsWritten, kind_of, lookup, text_value
+from trainer.datasets.rows import json_text, kind_of, lookup, text_value
 from trainer.datasets.shapes.columns import (
     CONVERSATIONS,
     HISTORY,
@@ -129,7 +128,7 @@ def raw_messages(value: Any, texts: bool = False) -> Any:
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value, object_hook=AsWritten)
+            value = json_text(value)
         except ValueError:
             return value
     if isinstance(value, dict) and role_of(value):

@@ -1,6 +1,6 @@
 """`--streaming`: rows of --dataset are read while the run trains, and never copied."""
 
-from trainer.datasets.files.stream_rows import open_rows
+from trainer.datasets.files.stream_rows import open_rows, places_of
 from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.streaming import SampleStream, StreamedBatches
 from trainer.runs.feature import Feature
@@ -28,11 +28,17 @@ def open_stream(args, tokenizer) -> SampleStream:
     """The stream of --dataset."""
     data, flag = args.data, "--dataset"
     kind = {"split": data.dataset_split, "probs": data.dataset_probs, "max_samples": data.max_samples}
-    rows, digest = open_rows(data.dataset, flag=flag, seed=args.batch.seed, **kind)
+    kind |= {"flag": flag, "seed": args.batch.seed}
+    rows, digest = open_rows(data.dataset, **kind)
+
+    def places(numbers: list[int]) -> list[str]:
+        return places_of(open_rows(data.dataset, **kind, with_places=True)[0], numbers) if numbers else []
+
     options = text_options(data) | {"max_len": args.length.max_len, **sft_options(args.sft)}
     del options["num_proc"]  # the ranks tokenize a stream themselves
     options |= {"buffer": args.streaming.streaming_buffer, "seed": args.batch.seed}
-    return SampleStream(rows, tokenizer, flag=flag, digest=digest, shuffle=not args.batch.no_shuffle, **options)
+    options |= {"shuffle": not args.batch.no_shuffle, "places": places}
+    return SampleStream(rows, tokenizer, flag=flag, digest=digest, **options)
 
 
 STREAMING = Feature("streaming", lambda run: run.flags.streaming, before_data=read_stream)
